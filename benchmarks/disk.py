@@ -78,8 +78,8 @@ def block(training: Training, path: Path, kind: str) -> tuple[list[float], float
 
 def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]]:
     """A case for each disk."""
-    from te_precision_callbacks.records import statistics_log, writer_thread
-    from te_precision_callbacks.store import sink
+    from te_precision_callbacks.runs import sink
+    from te_precision_callbacks.sinks import statistics_log, writer_thread
 
     path = folder / "statistics.yaml"
     path.write_text(yaml.safe_dump(config(fp8=True)))

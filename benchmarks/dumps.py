@@ -97,7 +97,7 @@ def measure(training: Training, runs: dict[str, Run], steps: int) -> dict[str, l
 
 def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]]:
     """The one case."""
-    from te_precision_callbacks.naming import named_te_modules
+    from te_precision_callbacks.layers.naming import named_te_modules
 
     model = training.model
     path = folder / "dumps.yaml"

@@ -73,10 +73,10 @@ def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
 
     from te_precision_callbacks.engine import kernels
     from te_precision_callbacks.engine.engine import StatisticsEngine
-    from te_precision_callbacks.records import MetricSelection, RunInfo, StatisticsLog, StepRecords, writer_thread
-    from te_precision_callbacks.records.worst import RunStatistics
+    from te_precision_callbacks.layers.watched import Watched
+    from te_precision_callbacks.sinks import MetricSelection, RunInfo, StatisticsLog, StepRecords, writer_thread
+    from te_precision_callbacks.sinks.worst import RunStatistics
     from te_precision_callbacks.statistics.names import tensor_request
-    from te_precision_callbacks.watched import Watched
 
     engine = StatisticsEngine()
     worst, log, select = RunStatistics(engine.series), StatisticsLog(), MetricSelection()

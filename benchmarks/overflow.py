@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.debug_utils import DebugUnderflowOverflow
 
-from te_precision_callbacks.debug_utils import DebugActivationOverflow, slots
+from te_precision_callbacks.overflow import DebugActivationOverflow, extreme_slots
 
 COLUMNS = (
     "case",
@@ -128,10 +128,10 @@ def timed(training: Training, way: Way) -> float:
 def host_waits(training: Training, way: Way) -> int:
     """How often a step waits for the device."""
     counting = HostWaits()
-    copies = mock.Mock(side_effect=slots.to_host)
+    copies = mock.Mock(side_effect=extreme_slots.to_host)
     with way(training.model), contextlib.redirect_stdout(io.StringIO()):
         training.step()
-        with mock.patch.object(slots, "to_host", copies), counting:
+        with mock.patch.object(extreme_slots, "to_host", copies), counting:
             training.step()
     return counting.count + copies.call_count
 

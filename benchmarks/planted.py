@@ -39,9 +39,9 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from te_precision_callbacks.comparing import Comparison, compare
+from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.store import RecordedRun, open_run
+from te_precision_callbacks.views.compare import Comparison, compare
 
 Kind = Literal["weights", "channel", "gradient"]
 KINDS: tuple[Kind, ...] = ("weights", "channel", "gradient")

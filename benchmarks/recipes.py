@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
 from te_precision_callbacks.session import InspectSession
 
 HIDDEN, HEADS, WINDOW, BATCH = 128, 4, 64, 4

@@ -61,9 +61,9 @@ def names(series: int) -> list[tuple[str, str, str]]:
 
 def write(folder: Path, values: int, series: int, limit: int = 1 << 40) -> dict[str, float]:
     """Record a run."""
-    from te_precision_callbacks.records.model import RunInfo, StepRecords
+    from te_precision_callbacks.runs.sink import RecordSink
+    from te_precision_callbacks.sinks.step_records import RunInfo, StepRecords
     from te_precision_callbacks.statistics.series import SeriesTable
-    from te_precision_callbacks.store.sink import RecordSink
 
     table = SeriesTable()
     numbers = np.array([table.intern(*name) for name in names(series)], np.int32)
@@ -89,7 +89,7 @@ def write(folder: Path, values: int, series: int, limit: int = 1 << 40) -> dict[
 
 def write_limited(folder: Path, values: int, series: int) -> dict[str, float]:
     """Record a run that reaches its limit: two bytes for each value that comes."""
-    from te_precision_callbacks.store import open_run
+    from te_precision_callbacks.runs import open_run
 
     limited = folder.parent / "limited"
     found = write(limited, values, series, 2 * values)
@@ -103,7 +103,7 @@ def write_limited(folder: Path, values: int, series: int) -> dict[str, float]:
 
 def open_only(folder: Path, values: int, series: int) -> dict[str, float]:
     """Open a recorded run."""
-    from te_precision_callbacks.store import open_run
+    from te_precision_callbacks.runs import open_run
 
     begun = time.perf_counter()
     run = open_run(folder)
@@ -115,7 +115,7 @@ def open_only(folder: Path, values: int, series: int) -> dict[str, float]:
 
 def read(folder: Path, values: int, series: int) -> dict[str, float]:
     """Read all numbers of a recorded run."""
-    from te_precision_callbacks.store import open_run
+    from te_precision_callbacks.runs import open_run
 
     run = open_run(folder)
     begun = time.perf_counter()
@@ -126,8 +126,8 @@ def read(folder: Path, values: int, series: int) -> dict[str, float]:
 
 def compare_all(folder: Path, values: int, series: int) -> dict[str, float]:
     """Compare a recorded run with those beside it."""
-    from te_precision_callbacks.comparing import compare
-    from te_precision_callbacks.store import open_run
+    from te_precision_callbacks.runs import open_run
+    from te_precision_callbacks.views.compare import compare
 
     begun = time.perf_counter()
     a, b, noise = (open_run(path) for path in (folder, *(folder.parent / name for name in BESIDE)))
@@ -159,8 +159,8 @@ BESIDE = ("another", "noise")
 
 def make_page(folder: Path, values: int, series: int) -> dict[str, float]:
     """Write the page of a recorded run."""
-    from te_precision_callbacks.report import write_report
-    from te_precision_callbacks.store import open_run
+    from te_precision_callbacks.runs import open_run
+    from te_precision_callbacks.views.report import write_report
 
     begun = time.perf_counter()
     size = write_report(open_run(folder), folder / "report.html").stat().st_size

@@ -32,10 +32,10 @@ import torch.distributed as dist
 from measuring import arguments, machine, progress, report
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.fingerprints import pooling
-from te_precision_callbacks.fingerprints.model import Fingerprint
-from te_precision_callbacks.ranks import messages, tree
-from te_precision_callbacks.ranks.meeting import Meeting, Place, connect
+from te_precision_callbacks.base.ranks import messages, tree
+from te_precision_callbacks.base.ranks.meeting import Meeting, Place, connect
+from te_precision_callbacks.runs.fingerprints import pooling
+from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint
 
 COLUMNS = ("case", "ranks", "sent_0", "kib_0", "memory_0_kib", "sent", "kib", "memory_kib")
 

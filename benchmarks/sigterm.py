@@ -81,8 +81,8 @@ def _wait_for_a_key() -> None:
 
 def _hang_the_disk() -> None:
     """Let the threads that write wait in the kernel, as on a server of files that does not answer."""
-    from te_precision_callbacks.records.log_file import LogFile
-    from te_precision_callbacks.store.files import AppendedFile
+    from te_precision_callbacks.runs.run_files import AppendedFile
+    from te_precision_callbacks.sinks.log_file import LogFile
 
     silent, _ = os.pipe()
     LogFile.append = lambda self, text: os.read(silent, 1)  # type: ignore[assignment,method-assign]
@@ -232,8 +232,8 @@ def _logged(folder: Path) -> Iterator[int]:
 
 
 def _recorded(folder: Path) -> list[int]:
-    from te_precision_callbacks.store import RunError, open_run
-    from te_precision_callbacks.store.files import FOLDER
+    from te_precision_callbacks.runs import RunError, open_run
+    from te_precision_callbacks.runs.run_files import FOLDER
 
     with contextlib.suppress(RunError):
         return sorted(set(open_run(folder / FOLDER).values().column("iteration").to_pylist()))

@@ -41,7 +41,7 @@ import torch
 from measuring import arguments, machine, progress, report
 
 from te_precision_callbacks import InspectSession, reference
-from te_precision_callbacks.records import LoggerSink, MetricSelection
+from te_precision_callbacks.sinks import LoggerSink, MetricSelection
 
 ROWS = 20
 FEATURES, TOKENS = 16, 16

@@ -49,8 +49,8 @@ from te_precision_callbacks import reference
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import eager, native
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import Request, quantized_request, tensor_request
-from te_precision_callbacks.watched import Watched
 
 COLUMNS = ("case", "path", "ours_ms", "te_ms", "te_mode", "ratio", "read_once_ms", "flush_ms")
 ON_GPU = ("pass_ms", "bandwidth_share")

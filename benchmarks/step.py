@@ -51,7 +51,7 @@ from measuring import (
 )
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.vocabulary import Observe
+from te_precision_callbacks.base.vocabulary import Observe
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 QUANTIZED_TENSORS = TENSORS[:3]
@@ -90,7 +90,7 @@ def config(*, fp8: bool = False, **schedule: int) -> Config:
 
 def fused_config(*, fp8: bool = False) -> Config:
     """The statistics of the tensors of all layers that exist on the fused path."""
-    from te_precision_callbacks.session.fused import HIGH_PRECISION_ON_FUSED_PATH
+    from te_precision_callbacks.instrumentation.fused import HIGH_PRECISION_ON_FUSED_PATH
 
     of_class = HIGH_PRECISION_ON_FUSED_PATH
     has = {
@@ -188,8 +188,8 @@ def with_upstream(model: torch.nn.Module, path: Path, mode: Mode) -> Iterator[En
     from nvdlfw_inspect.registry import Registry
     from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-    from te_precision_callbacks.naming import named_te_modules
-    from te_precision_callbacks.session.upstream import Snapshot, reset_schedule
+    from te_precision_callbacks.instrumentation.upstream import Snapshot, reset_schedule
+    from te_precision_callbacks.layers.naming import named_te_modules
 
     snapshot = Snapshot()
     snapshot.detach_handlers()

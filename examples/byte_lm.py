@@ -22,7 +22,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 
 from te_precision_callbacks import PrecisionDebugCallback, reference
-from te_precision_callbacks.summary import summary
+from te_precision_callbacks.session.summary import summary
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
 

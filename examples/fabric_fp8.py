@@ -20,7 +20,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from te_precision_callbacks import PrecisionDebugFabricCallback, reference
-from te_precision_callbacks.summary import summary
+from te_precision_callbacks.session.summary import summary
 
 HERE = Path(__file__).parent
 WINDOW, BATCH = 64, 8

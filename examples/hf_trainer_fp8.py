@@ -20,7 +20,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, set_se
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.debug_options import TE_PRECISION
-from te_precision_callbacks.summary import summary
+from te_precision_callbacks.session.summary import summary
 from te_precision_callbacks.transformers import Trainer, TrainingArguments
 
 

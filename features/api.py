@@ -35,21 +35,21 @@ from transformer_engine.debug.features.api import TransformerEngineAPI as Upstre
 from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
+from te_precision_callbacks.base.errors import FeatureError
+from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.base.ranks import is_distributed
+from te_precision_callbacks.base.vocabulary import COLUMNWISE, RESULT, ROWWISE
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.collecting import Collected, collected
 from te_precision_callbacks.config.keys import LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp
-from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import Feature, StatisticsFeature, matching_options
 from te_precision_callbacks.features.plain import PlainObservation
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
-from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.ranks import is_distributed
 from te_precision_callbacks.statistics.schedule import Schedule, fingerprint
 from te_precision_callbacks.statistics.series import Measured
-from te_precision_callbacks.vocabulary import COLUMNWISE, RESULT, ROWWISE
 
 logger = logging.getLogger("te_precision_callbacks.features")
 

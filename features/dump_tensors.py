@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from nvdlfw_inspect.registry import api_method
 
+from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.collecting import Collected
 from te_precision_callbacks.config.levels import FeatureSchema, holding
@@ -17,8 +18,7 @@ from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.dumps.wanted import Wanted
 from te_precision_callbacks.features.base import ScheduledFeature
 from te_precision_callbacks.features.registration import namespace, own_feature
-from te_precision_callbacks.ranks import is_distributed
-from te_precision_callbacks.watched import Watched
+from te_precision_callbacks.layers.watched import Watched
 
 logger = logging.getLogger("te_precision_callbacks.features")
 

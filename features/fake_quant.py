@@ -8,12 +8,12 @@ from transformer_engine.pytorch import DType
 from transformer_engine.pytorch.quantization import _default_sf_compute
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
+from te_precision_callbacks.base.numerics.formats import E4M3, E5M2
+from te_precision_callbacks.base.numerics.recipes import round_to_mxfp8
+from te_precision_callbacks.base.vocabulary import COLUMNWISE
 from te_precision_callbacks.config.keys import Quantization
 from te_precision_callbacks.features.base import HighPrecisionFeature, ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
-from te_precision_callbacks.numerics.formats import E4M3, E5M2
-from te_precision_callbacks.numerics.recipes import round_to_mxfp8
-from te_precision_callbacks.vocabulary import COLUMNWISE
 
 
 @own_feature()

@@ -9,11 +9,11 @@ from nvdlfw_inspect.registry import api_method
 from transformer_engine.pytorch.quantization import _default_sf_compute
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
+from te_precision_callbacks.base.errors import FeatureError
+from te_precision_callbacks.base.numerics.layouts import fp8_format
 from te_precision_callbacks.config.keys import Margin
-from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
-from te_precision_callbacks.numerics.layouts import fp8_format
 
 
 @own_feature()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nvdlfw_inspect.logging import MetricLogger, get_logger
 
-from te_precision_callbacks.dumps.files import TORCH
+from te_precision_callbacks.dumps.dump_files import TORCH
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.observation import Observation

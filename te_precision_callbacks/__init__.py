@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from te_precision_callbacks.lazy import lazy_names
+from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.accelerate import PrecisionDebugger
+    from te_precision_callbacks.base.errors import PrecisionDebugError
     from te_precision_callbacks.config import ConfigError, load_config
-    from te_precision_callbacks.errors import PrecisionDebugError
     from te_precision_callbacks.fabric import PrecisionDebugFabricCallback
     from te_precision_callbacks.lightning import PrecisionDebugCallback
     from te_precision_callbacks.session import InspectSession

@@ -22,21 +22,21 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from te_precision_callbacks.debug_values import (
+from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
     TE_PRECISION,
     UnknownDebugOptionError,
     check_options_of_te_precision,
     parse_debug,
 )
-from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.base.errors import OptionError
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from te_precision_callbacks.debug_utils import DebugActivationOverflow
-    from te_precision_callbacks.naming import Model
+    from te_precision_callbacks.layers.naming import Model
     from te_precision_callbacks.options import SessionKeywords, SessionOptions
+    from te_precision_callbacks.overflow import DebugActivationOverflow
 
 __all__ = [
     "ACTIVATION_OVERFLOW",
@@ -204,7 +204,7 @@ class _WithoutSession:
 
     def __enter__(self) -> Self:
         if ACTIVATION_OVERFLOW in self._options.debug:
-            from te_precision_callbacks.debug_utils import DebugActivationOverflow
+            from te_precision_callbacks.overflow import DebugActivationOverflow
 
             options = self._options
             self.overflow = DebugActivationOverflow(

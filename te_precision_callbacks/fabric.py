@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from typing_extensions import Self, Unpack
 
+from te_precision_callbacks.base.errors import MissingExtraError
+from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.errors import MissingExtraError
-from te_precision_callbacks.naming import Model
-from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
-from te_precision_callbacks.records import MetricSelection
 from te_precision_callbacks.session import InspectSession, SessionError
+from te_precision_callbacks.sinks import MetricSelection
 
 try:
     from lightning.fabric import Fabric

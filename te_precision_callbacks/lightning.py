@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
+from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.errors import MissingExtraError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
-from te_precision_callbacks.records import MetricSelection
-from te_precision_callbacks.records.loggers import (
+from te_precision_callbacks.session import InspectSession, SessionError, SessionOutcome
+from te_precision_callbacks.session.outcome import Mailbox
+from te_precision_callbacks.sinks import MetricSelection
+from te_precision_callbacks.sinks.loggers import (
     REPORT_NAME,
     LoggerSink,
     add_report_to_wandb,
@@ -31,9 +33,7 @@ from te_precision_callbacks.records.loggers import (
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.records.metrics import Histogram
-from te_precision_callbacks.session import InspectSession, SessionError, SessionOutcome
-from te_precision_callbacks.session.outcome import Mailbox
+from te_precision_callbacks.sinks.metrics import Histogram
 
 try:
     from lightning.fabric.loggers.csv_logs import CSVLogger
@@ -59,7 +59,7 @@ class PrecisionDebugCallback(Callback):
       ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are those of the tensor; a statistic whose name ends
       in ``%`` is in percent (for MLflow, whose names have no ``%``, it ends in ``_pct``).
     - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
-      :mod:`te_precision_callbacks.records.metrics`.
+      :mod:`te_precision_callbacks.sinks.metrics`.
 
     Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file a rank) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).

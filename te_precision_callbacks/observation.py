@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from te_precision_callbacks.base.ranks.messages import Messages
+from te_precision_callbacks.base.ranks.tree import RanksLostError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.reduction import NO_STAMP
-from te_precision_callbacks.ranks.messages import Messages
-from te_precision_callbacks.ranks.tree import RanksLostError
 from te_precision_callbacks.statistics.series import Measured
 
 

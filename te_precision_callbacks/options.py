@@ -14,18 +14,18 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get
 import torch.distributed
 from typing_extensions import TypedDict, get_type_hints
 
+from te_precision_callbacks.base.debug_values import DebugValue, parse_debug
+from te_precision_callbacks.base.errors import MissingExtraError, OptionError
+from te_precision_callbacks.base.vocabulary import LayerNames, Observe
+from te_precision_callbacks.config.byte_sizes import size_in_bytes
 from te_precision_callbacks.config.contract import Contract, ContractSource, OnBroken, read_contract
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
-from te_precision_callbacks.config.sizes import size_in_bytes
-from te_precision_callbacks.debug_values import DebugValue, parse_debug
-from te_precision_callbacks.errors import MissingExtraError, OptionError
-from te_precision_callbacks.records.metrics import LogFilter, MetricSelection
-from te_precision_callbacks.records.model import Sink
-from te_precision_callbacks.records.statistics_log import DEFAULT_LIMIT as LOG_LIMIT
-from te_precision_callbacks.scopes import Scope, check_scope
-from te_precision_callbacks.store.limits import Records, record_limit
-from te_precision_callbacks.vocabulary import LayerNames, Observe
+from te_precision_callbacks.layers.scopes import Scope, check_scope
+from te_precision_callbacks.runs.limits import Records, record_limit
+from te_precision_callbacks.sinks.metrics import LogFilter, MetricSelection
+from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT as LOG_LIMIT
+from te_precision_callbacks.sinks.step_records import Sink
 
 __all__ = ["SessionKeywords", "SessionOptions", "StatisticsLogRanks", "StepOn"]
 
@@ -145,9 +145,9 @@ class SessionOptions:
             key the paths, with a warning where the config's selectors would select other layers by upstream's names.
         scope: the prefix of this rank's layer names, where other ranks have other layers at the same paths: a text
             such as ``"pp1"``, or a function that gives the prefix for a module's path. Empty: detected where possible,
-            see :mod:`te_precision_callbacks.scopes`.
+            see :mod:`te_precision_callbacks.layers.scopes`.
         prefix: first part of every metric name.
-        log_filter: the metrics that go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
+        log_filter: the metrics that go to the trainer's loggers; see :mod:`te_precision_callbacks.sinks.metrics`.
         debug: ``"activation_overflow"`` stops where an activation, the loss or a gradient becomes inf or nan;
             ``"te_precision"`` is accepted, and changes nothing. See :mod:`te_precision_callbacks.debug_options`.
         observe: the path that layers take while features look at their tensors. ``"fused"``: the layers' own path, on
@@ -220,7 +220,7 @@ class SessionOptions:
         if not record_limit(keywords.get("records", "on")) and keywords.get("report"):
             raise OptionError("report=True makes a page of what is recorded, but records='off' records nothing.")
         if keywords.get("report") and find_spec("plotly") is None:
-            raise MissingExtraError("te_precision_callbacks.report", "report")
+            raise MissingExtraError("te_precision_callbacks.views.report", "report")
         read_observe(keywords.get("observe", "auto"))
         on_broken = keywords.get("on_broken", "raise")
         if on_broken not in get_args(OnBroken):

@@ -24,7 +24,7 @@ from tests.quick import (  # noqa: F401  # pytest finds them here
 if TYPE_CHECKING:
     import torch
 
-    from te_precision_callbacks.records import RunInfo, StepRecords
+    from te_precision_callbacks.sinks import RunInfo, StepRecords
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -28,7 +28,7 @@ def listed() -> str:
         found = importlib.import_module(module)
         for name in names:
             value, path = getattr(found, name), f"{module}.{name}"
-            home = homes.get(id(value)) if module == PACKAGE else None
+            home = homes.get(id(value)) if module in (PACKAGE, f"{PACKAGE}.debug_utils") else None
             homes[id(value)] = path
             lines.extend([f"{path} = {home}"] if home else _lines(path, value))
     return "\n".join(sorted(lines)) + "\n"

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from te_precision_callbacks.cli import main
-from te_precision_callbacks.store import RunWriter, writing
-from tests.store.making import write_run
+from te_precision_callbacks.runs import RunWriter, writing
+from tests.runs.making import write_run
 
 COMMANDS = ("report", "show", "compare")
 Make = Callable[[Path], object]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from te_precision_callbacks.config import ConfigError, load_config, reading
-from te_precision_callbacks.config.reading import DEEPEST, MOST_BYTES
+from te_precision_callbacks.config import ConfigError, load_config, yaml_text
+from te_precision_callbacks.config.yaml_text import DEEPEST, MOST_BYTES
 
 SECTION = "s:\n  enabled: True\n  layers: {layer_types: [all]}\n  transformer_engine:\n    LogTensorStats:\n"
 OPTIONS = "      enabled: True\n      tensors: [weight]\n"
@@ -55,11 +55,11 @@ def test_a_file_that_stands_for_too_much_is_refused(tmp_path: Path, text: str, m
 def test_of_a_bomb_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither nodes nor data: the text is read once, as events."""
 
-    class Made(reading._Loader):
+    class Made(yaml_text._Loader):
         def __init__(self, *args: Any) -> None:
             raise AssertionError("something is made of it")
 
-    monkeypatch.setattr(reading, "_Loader", Made)
+    monkeypatch.setattr(yaml_text, "_Loader", Made)
     for text in (ALIASES, MERGED, "[" * 200_000):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(ConfigError, match="more than"):

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from te_precision_callbacks import PrecisionDebugError
-from te_precision_callbacks.check.recipes import CHOICES
+from te_precision_callbacks.check.named_recipes import CHOICES
 from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config, selection
 from te_precision_callbacks.config.problems import Vocabulary, nearest
 from te_precision_callbacks.config.selection import LayerIndex

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 import torch
 from te_precision_callbacks import InspectSession, reference
-from te_precision_callbacks.numerics.formats import E3M2
+from te_precision_callbacks.base.numerics.formats import E3M2
 from te_precision_callbacks.options import SessionOptions
 reference.install()
 import transformer_engine.pytorch as te
@@ -82,7 +82,7 @@ def test_its_steps_do_as_they_say(tmp_path: Path) -> None:
     put(package / "config" / "schemas.py", "FEATURES: Mapping", schema + "\n\n")
     put(package / "config" / "schemas.py", "        DumpTensors,\n", "        HighPrecisionWgrad,\n")
     (of_format,) = steps("A format")
-    put(package / "numerics" / "formats.py", "E2M1 = FloatFormat", of_format)
+    put(package / "base" / "numerics" / "formats.py", "E2M1 = FloatFormat", of_format)
     (front_door,) = steps("A front door")
 
     script = tmp_path / "script.py"

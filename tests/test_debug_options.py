@@ -10,15 +10,15 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
+from te_precision_callbacks.base.debug_values import parse_debug
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.debug_options import (
     UnknownDebugOptionError,
     add_debug_options,
     debugging,
 )
-from te_precision_callbacks.debug_utils import ActivationOverflowError
-from te_precision_callbacks.debug_values import parse_debug
-from te_precision_callbacks.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.overflow import ActivationOverflowError
 from tests.conftest import Keeper, statistics
 from tests.lightning.models import logged_lines
 from tests.reference.processes import python

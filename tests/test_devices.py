@@ -11,22 +11,23 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks import devices, dumps
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, slots
+from te_precision_callbacks import dumps
+from te_precision_callbacks.base import devices
+from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.dumps.wanted import Wanted
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.errors import ObservationError
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, extreme_slots
 from te_precision_callbacks.reference.extension.versions import CUBLASLT_VARIABLE
 from te_precision_callbacks.session import InspectSession, delivery
-from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.statistics.names import tensor_request
 from te_precision_callbacks.statistics.schedule import Schedule
-from te_precision_callbacks.watched import Watched
 from tests.conftest import statistics
-from tests.session.taps import tapped
+from tests.instrumentation.taps import tapped
 
 ASSERTED = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
 
@@ -150,7 +151,7 @@ def test_overflow_detection_leaves_a_lost_gpu_to_training(
     with DebugActivationOverflow(model), caplog.at_level(logging.WARNING):
         model(torch.ones(2, 4)).sum().backward()
         cuda(lost())
-        monkeypatch.setattr(slots, "to_host", read)
+        monkeypatch.setattr(extreme_slots, "to_host", read)
         optimizer.step()
     assert "Activation overflow detection ends" in caplog.text
     assert caplog.text.count("device-side assert") == 1
@@ -182,8 +183,8 @@ def test_overflow_detection_rests_in_a_capture(cuda: Callable[..., None], monkey
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     reads: list[torch.Tensor] = []
-    to_host = slots.to_host
-    monkeypatch.setattr(slots, "to_host", lambda rows: reads.append(rows) or to_host(rows))
+    to_host = extreme_slots.to_host
+    monkeypatch.setattr(extreme_slots, "to_host", lambda rows: reads.append(rows) or to_host(rows))
     with DebugActivationOverflow(model):
         model(torch.full((2, 4), torch.inf)).sum().backward()
         cuda(capturing=True)

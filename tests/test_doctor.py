@@ -24,20 +24,20 @@ from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.doctor import loggers, torch_facts
-from te_precision_callbacks.doctor.asking import NoAnswerError, ask
-from te_precision_callbacks.doctor.command import _show
-from te_precision_callbacks.doctor.examination import Examination, Failed, examine
-from te_precision_callbacks.doctor.findings import findings
-from te_precision_callbacks.doctor.log_folder import LogFolder, log_folder
-from te_precision_callbacks.doctor.loggers import Logger
-from te_precision_callbacks.doctor.packages import Package, packages
-from te_precision_callbacks.doctor.recipes import Recipes
-from te_precision_callbacks.doctor.torch_facts import Gpu, Torch
-from te_precision_callbacks.doctor.transformer_engine import TransformerEngine, transformer_engine
-from te_precision_callbacks.environment import read_environment
+from te_precision_callbacks.base.environment import read_environment, torch_facts
+from te_precision_callbacks.base.environment.torch_facts import Gpu, Torch
+from te_precision_callbacks.base.vocabulary import RECIPES
+from te_precision_callbacks.cli.doctor import logger_packages
+from te_precision_callbacks.cli.doctor.advice import findings
+from te_precision_callbacks.cli.doctor.asking import NoAnswerError, ask
+from te_precision_callbacks.cli.doctor.command import _show
+from te_precision_callbacks.cli.doctor.examination import Examination, Failed, examine
+from te_precision_callbacks.cli.doctor.log_folder import LogFolder, log_folder
+from te_precision_callbacks.cli.doctor.logger_packages import Logger
+from te_precision_callbacks.cli.doctor.packages import Package, packages
+from te_precision_callbacks.cli.doctor.runnable_recipes import Recipes
+from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine, transformer_engine
 from te_precision_callbacks.reference import target
-from te_precision_callbacks.vocabulary import RECIPES
 from tests.reference.processes import REPOSITORY, run
 
 if sys.version_info >= (3, 11):
@@ -234,8 +234,8 @@ def test_a_logger_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "broken_logger.py").write_text("raise TypeError('Descriptors cannot be created directly')")
     monkeypatch.syspath_prepend(tmp_path)
     failure = "TypeError: Descriptors cannot be created directly"
-    assert loggers._imported("broken_logger", "broken_logger") == Logger("broken_logger", True, None, failure)
-    assert loggers._imported("no_logger", "no_logger") == Logger("no_logger", False, None, "")
+    assert logger_packages._imported("broken_logger", "broken_logger") == Logger("broken_logger", True, None, failure)
+    assert logger_packages._imported("no_logger", "no_logger") == Logger("no_logger", False, None, "")
 
 
 # ---------------------------------------------------------------------- findings
@@ -361,7 +361,7 @@ def test_parts_that_fail_are_told_in_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each part, by a real failure that is put under it: no metadata, no Python to ask, no place for the folder."""
-    monkeypatch.setattr("te_precision_callbacks.doctor.packages.DISTRIBUTION", "no-such-distribution")
+    monkeypatch.setattr("te_precision_callbacks.cli.doctor.packages.DISTRIBUTION", "no-such-distribution")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     examination = examine(tmp_path)
     assert isinstance(examination.packages, Failed)

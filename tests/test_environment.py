@@ -19,10 +19,10 @@ import transformer_engine
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
-from te_precision_callbacks.environment import VARIABLES, markdown, read_environment
-from te_precision_callbacks.environment.transformer_engine import WITHOUT_INFLUENCE
-from te_precision_callbacks.records.log_file import OVERWRITE_VARIABLE
+from te_precision_callbacks.base.environment import VARIABLES, markdown, read_environment
+from te_precision_callbacks.base.environment.transformer_engine import WITHOUT_INFLUENCE
 from te_precision_callbacks.reference import inherited, target
+from te_precision_callbacks.sinks.log_file import OVERWRITE_VARIABLE
 from tests.capability import any_capability, stand_for
 from tests.reference.processes import python
 
@@ -135,7 +135,7 @@ def test_our_own_names_are_in_the_table() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    """Made anew by: python -m te_precision_callbacks.environment"""
+    """Made anew by: python -m te_precision_callbacks.base.environment"""
     assert markdown() in PAGE.read_text()
     assert len(markdown().splitlines()) == len(VARIABLES) + 2
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.fingerprints import Finding, Fingerprint, FingerprintError, pooling, read
-from te_precision_callbacks.fingerprints.comparing import compare
-from te_precision_callbacks.fingerprints.files import file_name, write
-from te_precision_callbacks.fingerprints.hashing import content_hash
-from te_precision_callbacks.fingerprints.model import LayerFingerprint, Weights, merged
-from te_precision_callbacks.fingerprints.pooling import Pool, Pooled, of_rank
-from te_precision_callbacks.fingerprints.taking import recipe_fingerprint
+from te_precision_callbacks.runs.fingerprints import Finding, Fingerprint, FingerprintError, pooling, read
+from te_precision_callbacks.runs.fingerprints.changes import compare
+from te_precision_callbacks.runs.fingerprints.checkpoint_files import file_name, write
+from te_precision_callbacks.runs.fingerprints.fingerprint import LayerFingerprint, Weights, merged
+from te_precision_callbacks.runs.fingerprints.hashing import content_hash
+from te_precision_callbacks.runs.fingerprints.pooling import Pool, Pooled, of_rank
+from te_precision_callbacks.runs.fingerprints.taking import recipe_fingerprint
 
 
 def layer(name: str, *, sharded: bool = False, rowwise: str = "a") -> LayerFingerprint:
@@ -44,7 +44,7 @@ def test_the_hash_is_the_weighted_sum_of_the_words(size: int) -> None:
 def test_the_hash_of_a_large_tensor_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.randn(1000)
     whole = content_hash(data)
-    monkeypatch.setattr("te_precision_callbacks.fingerprints.hashing._PIECE", 64)
+    monkeypatch.setattr("te_precision_callbacks.runs.fingerprints.hashing._PIECE", 64)
     assert content_hash(data) == whole
 
 

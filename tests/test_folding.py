@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te_precision_callbacks.folding import ShortNames, folded
+from te_precision_callbacks.layers.folding import ShortNames, folded
 from tests.properties import examples
 
 

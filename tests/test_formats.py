@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 
 # OFP8 specification, revision 1.0, table 1; Microscaling specification, version 1.0, tables 1, 3 and 7.
 # format, largest, smallest normal, smallest subnormal, bias

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_precision_callbacks.forwards import in_evaluation, innermost_autograd_frame, running_functions
+from te_precision_callbacks.layers.forwards import in_evaluation, innermost_autograd_frame, running_functions
 
 told: list[Any] = []
 

@@ -13,7 +13,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks import fp8_state
+from te_precision_callbacks.layers import fp8_state
 from tests.capability import any_capability, stand_for
 
 ROWS, WIDTH = 128, 128

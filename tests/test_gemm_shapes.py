@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from te_precision_callbacks.gemm_shapes import SCALING_OF_RECIPE, refusals
-from te_precision_callbacks.vocabulary import RECIPES
+from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, refusals
+from te_precision_callbacks.base.vocabulary import RECIPES
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 

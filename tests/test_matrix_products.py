@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from te_precision_callbacks import matrix_products
-from te_precision_callbacks.matrix_products import (
+from te_precision_callbacks.coverage import matrix_products
+from te_precision_callbacks.coverage.matrix_products import (
     NOT_COUNTED,
     MatrixProduct,
     is_product,

@@ -15,17 +15,17 @@ import transformer_engine.pytorch as te
 import yaml
 
 from te_precision_callbacks import InspectSession, PrecisionDebugError
+from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.records import LoggerSink, MetricSelection, Row, StepRecords, metric_name
-from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PATIENCE, PLACES
-from te_precision_callbacks.records.loggers import names_for_mlflow
-from te_precision_callbacks.records.metrics import Histogram
-from te_precision_callbacks.records.worst import RunStatistics, worst_of_all
+from te_precision_callbacks.sinks import LoggerSink, MetricSelection, Row, StepRecords, metric_name
+from te_precision_callbacks.sinks.choice import LATER_PLACES, MOST_SERIES, PATIENCE, PLACES
+from te_precision_callbacks.sinks.loggers import names_for_mlflow
+from te_precision_callbacks.sinks.metrics import Histogram
+from te_precision_callbacks.sinks.worst import RunStatistics, worst_of_all
 from te_precision_callbacks.statistics.names import PREFIXES, logged_request, tensor_request
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, STATISTICS, TENSOR_STATISTICS
-from te_precision_callbacks.vocabulary import RECIPES
 from tests.conftest import Keeper, feature
 
 INF, NAN = math.inf, math.nan

@@ -10,7 +10,13 @@ import transformer_engine.pytorch as te
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from te_precision_callbacks.accelerate import unconverted_layers
-from te_precision_callbacks.naming import Layer, different_at_one_path, module_paths, named_te_modules, snake_case
+from te_precision_callbacks.layers.naming import (
+    Layer,
+    different_at_one_path,
+    module_paths,
+    named_te_modules,
+    snake_case,
+)
 
 
 def layers(model: Any) -> list[Layer]:

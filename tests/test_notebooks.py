@@ -11,11 +11,11 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks import notebooks
+from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.check import check_model
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.summary import summary
+from te_precision_callbacks.session.summary import summary
 from tests.conftest import feature
 
 NAME = "<img src=x onerror=alert(1)>&amp;"

@@ -60,7 +60,7 @@ def test_config_and_session_import_no_trainer() -> None:
 import sys
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.session import InspectSession
-import te_precision_callbacks.records, te_precision_callbacks.features
+import te_precision_callbacks.sinks, te_precision_callbacks.features
 print([name for name in {FRAMEWORKS} if name in sys.modules])"""
     assert python(code, fresh=True).strip() == "[]"
 
@@ -69,12 +69,12 @@ def test_the_command_line_imports_no_library_of_numbers_before_a_command_needs_i
     code = """
 import sys, te_precision_callbacks.cli
 print([name for name in ("torch", "numpy", "pyarrow", "plotly", "pandas") if name in sys.modules])
-import te_precision_callbacks.store
+import te_precision_callbacks.runs
 print([name for name in ("torch", "plotly", "pandas") if name in sys.modules])"""
     assert python(code, fresh=True).split("\n")[:2] == ["[]", "[]"]
 
 
-@pytest.mark.parametrize("package", ["check", "comparing", "dumps", "report"])
+@pytest.mark.parametrize("package", ["check", "views.compare", "dumps", "views.report"])
 def test_every_lazy_name_of_a_part_is_there(package: str) -> None:
     part = importlib.import_module(f"te_precision_callbacks.{package}")
     for name in part.__all__:
@@ -127,7 +127,7 @@ sys.modules["transformer_engine"] = sys.modules["nvdlfw_inspect"] = None  # as w
 import torch
 from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
 loaded = {name.split(".")[1] for name in sys.modules if name.startswith("te_precision_callbacks.")}
-assert not loaded & {"session", "config", "features", "dumps", "records", "reference"}, loaded
+assert not loaded & {"session", "config", "features", "dumps", "sinks", "reference"}, loaded
 from accelerate import Accelerator
 from te_precision_callbacks import PrecisionDebugger
 from te_precision_callbacks.debug_options import add_debug_options, debugging

@@ -14,7 +14,7 @@ from nvdlfw_inspect.logging import BaseLogger
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 import te_precision_callbacks.features
-from te_precision_callbacks.session.upstream import Snapshot
+from te_precision_callbacks.instrumentation.upstream import Snapshot
 
 UPSTREAM = str(transformer_engine.debug.features.__path__[0])
 OURS = str(te_precision_callbacks.features.__path__[0])

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from te_precision_callbacks.ranks import meeting, tree
-from te_precision_callbacks.ranks.meeting import Meeting, MeetingFailed, Place, connect
-from te_precision_callbacks.ranks.messages import _packed, _Return, _union
-from te_precision_callbacks.ranks.tree import Departure, RanksLostError, Tree, children_of, parent_of
+from te_precision_callbacks.base.ranks import meeting, tree
+from te_precision_callbacks.base.ranks.meeting import Meeting, MeetingFailed, Place, connect
+from te_precision_callbacks.base.ranks.messages import _packed, _Return, _union
+from te_precision_callbacks.base.ranks.tree import Departure, RanksLostError, Tree, children_of, parent_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 64, 65, 100, 1024, 1025, 10_000])

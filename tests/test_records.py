@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from te_precision_callbacks.records import (
+from te_precision_callbacks.sinks import (
     MetricSelection,
     Row,
     RunInfo,
@@ -27,8 +27,8 @@ from te_precision_callbacks.records import (
     statistics_log,
     writer_thread,
 )
-from te_precision_callbacks.records.log_file import LogFile, LogFileError, claim
-from te_precision_callbacks.records.writer_thread import WriterThread
+from te_precision_callbacks.sinks.log_file import LogFile, LogFileError, claim
+from te_precision_callbacks.sinks.writer_thread import WriterThread
 from tests.full_disk import files_up_to
 
 

@@ -23,9 +23,9 @@ from te_precision_callbacks.dumps.contents import dump_of
 from te_precision_callbacks.dumps.page_locked import Ring
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.dumps.wanted import Wanted
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.statistics.schedule import Schedule
-from te_precision_callbacks.watched import Watched
 
 TENSORS = ("activation", "weight", "gradient", "output")
 CONFIG: dict[str, Any] = {

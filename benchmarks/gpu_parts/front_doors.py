@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gpu_parts.rows import Rows, Settings, in_one_line, run_part
-from te_precision_callbacks.records import RunInfo, StepRecords
 from te_precision_callbacks.session.session import running_session
+from te_precision_callbacks.sinks import RunInfo, StepRecords
 
 STEPS = 4
 SIZE, BATCH = 64, 32

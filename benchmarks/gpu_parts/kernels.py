@@ -19,6 +19,8 @@ from measuring import as_in_a_long_run
 from stats import path_of
 
 from gpu_parts.rows import Rows, Settings, run_part
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+from te_precision_callbacks.base.numerics.layouts import ScaleMemory, Stored, packed
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import (
     COMPARISON_SUMS,
@@ -29,8 +31,6 @@ from te_precision_callbacks.engine.kernels import (
     SCALE_SUMS,
 )
 from te_precision_callbacks.engine.kernels.columns import LIMIT_SUMS, LOSS_SUMS, RANGE_SUMS, BlockPlaces, InBlocks
-from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
-from te_precision_callbacks.numerics.layouts import ScaleMemory, Stored, packed
 from te_precision_callbacks.statistics.table import RANGES, SCALES
 
 Array = npt.NDArray[np.float64]

@@ -19,7 +19,7 @@ from measuring import as_in_a_long_run
 from gpu_parts.rows import Rows, Settings, in_one_line, run_part
 from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
 from gpu_parts.waits import HostWaits
-from te_precision_callbacks.vocabulary import Observe
+from te_precision_callbacks.base.vocabulary import Observe
 
 PATHS: tuple[Observe, ...] = ("fused", "debug")
 

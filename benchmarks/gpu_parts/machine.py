@@ -56,7 +56,7 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    from te_precision_callbacks.doctor.torch_facts import torch_facts
+    from te_precision_callbacks.base.environment.torch_facts import torch_facts
 
     properties = torch.cuda.get_device_properties(0)
     about = torch_facts()
@@ -74,7 +74,7 @@ def _gpu() -> dict[str, Any]:
 
 def _backend(device: str) -> tuple[Backend, str]:
     """Which Transformer Engine the parts run on, and why not the compiled one."""
-    from te_precision_callbacks.reference import compiled
+    from te_precision_callbacks.reference import compiled_extension
 
     if _version("transformer-engine") is None:
         return "none", "Transformer Engine is not installed: pip install 'te-precision-callbacks[reference]'"
@@ -83,7 +83,7 @@ def _backend(device: str) -> tuple[Backend, str]:
     capability = torch.cuda.get_device_capability(0)
     if capability < _FP8_FROM:
         return "reference", "the GPU, of compute capability {}.{}, has no FP8".format(*capability)
-    why = compiled.why_unavailable()
+    why = compiled_extension.why_unavailable()
     return ("compiled", "") if why is None else ("reference", brief(why))
 
 

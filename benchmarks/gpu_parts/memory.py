@@ -13,7 +13,7 @@ import torch
 
 from gpu_parts.rows import Rows, Settings, run_part
 from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
-from te_precision_callbacks.vocabulary import Observe
+from te_precision_callbacks.base.vocabulary import Observe
 
 PATHS: tuple[Observe, ...] = ("fused", "debug")
 _STEPS = 3

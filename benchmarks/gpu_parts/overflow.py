@@ -17,7 +17,7 @@ from measuring import milliseconds
 
 from gpu_parts.rows import Rows, Settings, run_part
 from gpu_parts.waits import HostWaits
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, slots
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, extreme_slots
 
 CULPRIT = "blocks.1.down"
 
@@ -107,17 +107,17 @@ def _without(model: torch.nn.Module) -> AbstractContextManager[object]:
 def _copies() -> Iterator[list[None]]:
     """An entry for each copy of the extremes to the host: on a CPU nothing else shows it."""
     found: list[None] = []
-    to_host = slots.to_host
+    to_host = extreme_slots.to_host
 
     def noted(rows: torch.Tensor) -> object:
         found.append(None)
         return to_host(rows)
 
-    slots.to_host = noted  # type: ignore[assignment]
+    extreme_slots.to_host = noted  # type: ignore[assignment]
     try:
         yield found
     finally:
-        slots.to_host = to_host
+        extreme_slots.to_host = to_host
 
 
 def _waits(training: Training, way: Way, settings: Settings) -> int:

@@ -18,7 +18,7 @@ from measuring import as_in_a_long_run, progress
 
 from gpu_parts.rows import Rows, Settings, run_part
 from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
-from te_precision_callbacks.vocabulary import Observe
+from te_precision_callbacks.base.vocabulary import Observe
 
 Way = Callable[[], AbstractContextManager[EndOfStep]]
 

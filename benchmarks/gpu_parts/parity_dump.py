@@ -16,7 +16,7 @@ import torch
 
 from gpu_parts.rows import in_one_line
 from te_precision_callbacks import reference
-from te_precision_callbacks.numerics.layouts import stored
+from te_precision_callbacks.base.numerics.layouts import stored
 
 ROWS, COLUMNS, OUTPUTS = 256, 384, 128
 """Multiples of 128, which all recipes take; the number of outputs is that of a weight's rows."""

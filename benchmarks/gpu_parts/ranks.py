@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from gpu_parts.rows import Rows, Settings, run_part
-from te_precision_callbacks.records import RunInfo, StepRecords
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.sinks import RunInfo, StepRecords
 
 RANKS, STEPS, ROWS, WIDTH = 2, 3, 64, 128
 _GRACE = 3.0

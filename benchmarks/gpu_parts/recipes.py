@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from gpu_parts.rows import CannotRunHereError, Rows, Settings, run_part
-from te_precision_callbacks.numerics.layouts import is_quantized
-from te_precision_callbacks.records import RunInfo, StepRecords
+from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.sinks import RunInfo, StepRecords
 
 ROWS, INPUTS, OUTPUTS, STEPS = 256, 512, 384, 3
 TENSORS = ("activation", "weight", "gradient")

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 
 from gpu_parts.rows import Rows, Settings, run_part
-from te_precision_callbacks.debug_utils.slots import Slot, Slots
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
 from te_precision_callbacks.statistics.names import Request, tensor_request
-from te_precision_callbacks.watched import Watched
 
 ROUNDS = 5
 _CYCLES = 20_000_000

@@ -14,8 +14,8 @@ import torch
 from step import config, fused_config
 
 from gpu_parts.rows import Settings
+from te_precision_callbacks.base.vocabulary import Observe
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.vocabulary import Observe
 
 EndOfStep = Callable[[], object]
 

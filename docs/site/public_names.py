@@ -13,18 +13,26 @@ from pathlib import Path
 PACKAGE = "te_precision_callbacks"
 
 
+_NOT_PUBLIC = ("engine", "reference")
+"""Rooms in whose modules an ``__all__`` says what their own parts may use; only that of the room itself is public."""
+
+
 def public_names(repository: Path) -> dict[str, tuple[str, ...]]:
-    """The package and the modules right below it that have an ``__all__``: each with its names, in their order.
+    """The modules that have an ``__all__``: each with its names, in their order.
 
     Raises:
         ValueError: an ``__all__`` is no literal list of names.
     """
     folder = repository / PACKAGE
-    files = {PACKAGE: folder / "__init__.py"}
-    files |= {f"{PACKAGE}.{path.stem}": path for path in folder.glob("[!_]*.py")}
-    files |= {f"{PACKAGE}.{path.parent.name}": path for path in folder.glob("*/__init__.py")}
-    found = {module: _exported(ast.parse(path.read_text())) for module, path in sorted(files.items())}
-    return {module: names for module, names in found.items() if names is not None}
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        if parts[0] in _NOT_PUBLIC and parts[1:] != ("__init__",):
+            continue
+        names = _exported(ast.parse(path.read_text()))
+        if names is not None:
+            found[".".join((PACKAGE, *(part for part in parts if part != "__init__")))] = names
+    return dict(sorted(found.items()))
 
 
 def _exported(source: ast.Module) -> tuple[str, ...] | None:

@@ -14,14 +14,14 @@ Usage::
 
 from __future__ import annotations
 
-from te_precision_callbacks.errors import MissingExtraError
+from te_precision_callbacks.base.errors import MissingExtraError
 
 try:
     import accelerate  # noqa: F401
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.accelerate", "accelerate") from error
 
-from te_precision_callbacks.accelerate.conversion import unconverted_layers, warn_of_unconverted
 from te_precision_callbacks.accelerate.debugger import STATE_FILE, PrecisionDebugger, scales_loss
+from te_precision_callbacks.accelerate.unconverted import unconverted_layers, warn_of_unconverted
 
 __all__ = ["STATE_FILE", "PrecisionDebugger", "scales_loss", "unconverted_layers", "warn_of_unconverted"]

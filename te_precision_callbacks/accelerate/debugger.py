@@ -16,15 +16,15 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from typing_extensions import Self, Unpack
 
-from te_precision_callbacks.accelerate.conversion import roots_of, warn_of_unconverted
 from te_precision_callbacks.accelerate.tracking import LoggedNumbers, TrackerSink
+from te_precision_callbacks.accelerate.unconverted import roots_of, warn_of_unconverted
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.errors import OptionError
-from te_precision_callbacks.naming import Model
-from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on
-from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.session import InspectSession, SessionError
+from te_precision_callbacks.sinks import MetricSelection, StepRecords
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,7 +47,7 @@ class PrecisionDebugger:
       ``te.model.layers.0.mlp.up_proj/activation/max``. Units are those of the tensor; a statistic whose name ends in
       ``%`` is in percent. With an MLflow tracker, whose names have no ``%``, it ends in ``_pct`` in all trackers.
     - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
-      :mod:`te_precision_callbacks.records.metrics`.
+      :mod:`te_precision_callbacks.sinks.metrics`.
     - exponent histograms, as histograms, to the TensorBoard and W&B trackers.
 
     Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file a rank) and
@@ -122,7 +122,7 @@ class PrecisionDebugger:
 
         ``rich.print(debugger.summary())``
         """
-        from te_precision_callbacks.summary import summary
+        from te_precision_callbacks.session.summary import summary
 
         return summary(self._session)
 

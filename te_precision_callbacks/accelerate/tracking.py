@@ -10,10 +10,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from te_precision_callbacks.before_calls import BeforeCalls
-from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.records import MetricSelection, StepRecords
-from te_precision_callbacks.records.loggers import (
+from te_precision_callbacks.base.before_calls import BeforeCalls
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.sinks import MetricSelection, StepRecords
+from te_precision_callbacks.sinks.loggers import (
     REPORT_NAME,
     LoggerSink,
     add_report_to_wandb,
@@ -21,7 +21,7 @@ from te_precision_callbacks.records.loggers import (
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.records.metrics import Histogram
+from te_precision_callbacks.sinks.metrics import Histogram
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from te_precision_callbacks.lazy import lazy_names
+from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.check.conversion import ConversionError
+    from te_precision_callbacks.check.accelerate_conversion import ConversionError
+    from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel, check_model
     from te_precision_callbacks.check.factory import BatchError, ModelFactoryError
     from te_precision_callbacks.check.findings import Finding
-    from te_precision_callbacks.check.model import ActingFeature, CheckedModel, check_model
-    from te_precision_callbacks.check.recipes import RecipeError
+    from te_precision_callbacks.check.named_recipes import RecipeError
 
 __all__ = [
     "ActingFeature",

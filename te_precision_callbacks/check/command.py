@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from te_precision_callbacks import terminal
-from te_precision_callbacks.check.conversion import Conversion, Converted
-from te_precision_callbacks.notices import gathered_warnings
-from te_precision_callbacks.terminal import Json
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.notices import gathered_warnings
+from te_precision_callbacks.base.terminal import Json
+from te_precision_callbacks.check.accelerate_conversion import Conversion, Converted
 
 if TYPE_CHECKING:
     import torch
 
-    from te_precision_callbacks.check.model import CheckedModel
+    from te_precision_callbacks.check.checked_model import CheckedModel
     from te_precision_callbacks.config import Config
 
 _INDENT = 2
@@ -183,14 +183,14 @@ def _checked(
     from te_precision_callbacks import reference
 
     reference.install_where_needed()
-    from te_precision_callbacks.session.upstream import warn_unless_supported
+    from te_precision_callbacks.instrumentation.upstream import warn_unless_supported
 
     warn_unless_supported()
-    from te_precision_callbacks.check.conversion import recipe_of_accelerate
+    from te_precision_callbacks.check.accelerate_conversion import recipe_of_accelerate
+    from te_precision_callbacks.check.checked_model import check_model
     from te_precision_callbacks.check.dry_run import NotOnMetaError
     from te_precision_callbacks.check.factory import build_batch
-    from te_precision_callbacks.check.model import check_model
-    from te_precision_callbacks.check.recipes import recipe_named
+    from te_precision_callbacks.check.named_recipes import recipe_named
     from te_precision_callbacks.config.contract import read_contract
     from te_precision_callbacks.options import read_observe
 
@@ -220,7 +220,7 @@ def _checked(
 
 def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torch.nn.Module, str, Converted | None]:
     """The model, the device that it was made on, and what was converted in it."""
-    from te_precision_callbacks.check.conversion import ConversionError, convert_by_accelerate
+    from te_precision_callbacks.check.accelerate_conversion import ConversionError, convert_by_accelerate
     from te_precision_callbacks.check.factory import build_model
 
     made, device = build_model(spec, on_meta=on_meta)

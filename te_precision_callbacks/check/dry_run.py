@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
 from te_precision_callbacks.check.stand_ins import stand_ins
-from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.naming import Model, NamedModule, module_names, named_operations, named_roots
-from te_precision_callbacks.session.planned import Ran
-from te_precision_callbacks.session.products import ModelProducts
+from te_precision_callbacks.coverage.planned_products import Ran
+from te_precision_callbacks.coverage.seen_products import ModelProducts
+from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
 
 
 class NotOnMetaError(BatchError):

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.config.problems import nearest, shortened, shown
-from te_precision_callbacks.errors import PrecisionDebugError
 
 
 class ModelFactoryError(PrecisionDebugError):

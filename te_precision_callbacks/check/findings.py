@@ -11,17 +11,17 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from te_precision_callbacks import notebooks
+from te_precision_callbacks.base import notebooks
+from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
+from te_precision_callbacks.base.vocabulary import GEMMS, GemmName, class_names
 from te_precision_callbacks.config import Section
 from te_precision_callbacks.config.effects import NAMESPACE
-from te_precision_callbacks.folding import folded
-from te_precision_callbacks.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
-from te_precision_callbacks.naming import Model, NamedModule, named_operations
-from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.coverage.shapes import layer_features
+from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations
 from te_precision_callbacks.reference import is_installed
-from te_precision_callbacks.session.precision import recipe_text
-from te_precision_callbacks.session.shapes import layer_features
-from te_precision_callbacks.vocabulary import GEMMS, GemmName, class_names
 
 FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision", "contract"]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import typer
 
-from te_precision_callbacks import terminal
-from te_precision_callbacks.check.conversion import Converted
-from te_precision_callbacks.check.model import CheckedModel
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
+from te_precision_callbacks.check.accelerate_conversion import Converted
+from te_precision_callbacks.check.checked_model import CheckedModel
 from te_precision_callbacks.check.rows import Row, rows
-from te_precision_callbacks.folding import folded
-from te_precision_callbacks.vocabulary import GEMMS, PRECISIONS, GemmName
+from te_precision_callbacks.layers.folding import folded
 
 _INDENT = 2
 _MOST_NAMES = 8

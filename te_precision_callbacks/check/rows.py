@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from te_precision_callbacks.check.model import ActingFeature, CheckedModel
-from te_precision_callbacks.folding import folded
-from te_precision_callbacks.records.coverage import Product, Reason
-from te_precision_callbacks.records.precision import in_short
-from te_precision_callbacks.vocabulary import GEMMS
+from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
+from te_precision_callbacks.coverage.coverage import Product, Reason
+from te_precision_callbacks.coverage.gemm_precision import in_short
+from te_precision_callbacks.layers.folding import folded
 
 
 @dataclass(frozen=True)

@@ -27,21 +27,21 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.forwards import NO_BACKWARD, in_evaluation
-from te_precision_callbacks.gemm_events import AttentionSizes
-from te_precision_callbacks.naming import Model, NamedModule, named_operations
-from te_precision_callbacks.records.precision import FROZEN
-from te_precision_callbacks.session.planned import gemm_sizes
-from te_precision_callbacks.session.precision import Gemm, dtype_name, gemms_left_out
-from te_precision_callbacks.session.products import (
+from te_precision_callbacks.base.vocabulary import class_names
+from te_precision_callbacks.coverage.gemm_events import AttentionSizes
+from te_precision_callbacks.coverage.gemm_precision import FROZEN
+from te_precision_callbacks.coverage.planned_products import gemm_sizes
+from te_precision_callbacks.coverage.precision_audit import Gemm, dtype_name, gemms_left_out
+from te_precision_callbacks.coverage.seen_products import (
     FUSED,
     OTHER_KERNEL,
     UNFUSED_KERNEL,
     ModelProducts,
     format_made_by,
 )
-from te_precision_callbacks.session.shapes import layer_features
-from te_precision_callbacks.vocabulary import class_names
+from te_precision_callbacks.coverage.shapes import layer_features
+from te_precision_callbacks.layers.forwards import NO_BACKWARD, in_evaluation
+from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations
 
 _NAMED = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 _MLP_ACTIVATIONS_OF_HALF_THE_SIZE = "GLU"  # the end of their names, in modules and in te.ops

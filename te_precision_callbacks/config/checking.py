@@ -15,11 +15,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from te_precision_callbacks.base.vocabulary import GEMMS, RESULT
 from te_precision_callbacks.config.fields import Refused, item_of, names, words
 from te_precision_callbacks.config.levels import FeatureSchema, Misfit, ObservingFeature, levels
 from te_precision_callbacks.config.problems import KeyPath, Problems, Where, meant_for, nearest, shown, suggestion
 from te_precision_callbacks.config.schemas import schema_of
-from te_precision_callbacks.vocabulary import GEMMS, RESULT
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.config.conditions import Threshold
 from te_precision_callbacks.config.keys import LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema, holding
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.schedule import Schedule
-from te_precision_callbacks.vocabulary import RECIPES
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from te_precision_callbacks import debug_values
+from te_precision_callbacks.base import debug_values
+from te_precision_callbacks.base.vocabulary import PRECISIONS
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.statistics.names import (
     BLOCKWISE_LABEL,
@@ -33,7 +34,6 @@ from te_precision_callbacks.statistics.names import (
     quantized_pattern,
 )
 from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, STATISTICS, TENSOR_STATISTICS
-from te_precision_callbacks.vocabulary import PRECISIONS
 
 NONFINITE = "nonfinite"
 ACTIVATION_OVERFLOW = debug_values.ACTIVATION_OVERFLOW
@@ -93,7 +93,7 @@ class Share:
 
     Attributes:
         text: the condition as written.
-        precision: one of :data:`te_precision_callbacks.records.coverage.PRECISIONS`.
+        precision: one of :data:`te_precision_callbacks.coverage.coverage.PRECISIONS`.
         part: ``fprop``, ``dgrad``, ``wgrad``, ``qk`` or ``pv`` for these products, ``forward`` or ``backward``; empty
             for all.
         comparison: ``>``, ``>=``, ``<`` or ``<=``.

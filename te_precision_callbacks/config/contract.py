@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from te_precision_callbacks.base.vocabulary import PRECISIONS, SUBJECTS
 from te_precision_callbacks.config.conditions import Share, parse_share
 from te_precision_callbacks.config.problems import ConfigError, Problems, shown, suggestion
-from te_precision_callbacks.config.reading import read_yaml
-from te_precision_callbacks.vocabulary import PRECISIONS, SUBJECTS
+from te_precision_callbacks.config.yaml_text import read_yaml
 
 CONTRACT = "precision_contract"
 """The key of a file that holds a contract."""

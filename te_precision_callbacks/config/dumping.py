@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.collecting import Collected, collected, read_by
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condition, Event, Threshold
@@ -18,7 +19,6 @@ from te_precision_callbacks.config.problems import ConfigError, KeyPath, suggest
 from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsItem, schema_of
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import Schedule
-from te_precision_callbacks.vocabulary import TENSORS
 
 if TYPE_CHECKING:
     from te_precision_callbacks.config.planning import LayerPlan, Plan, Section

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, Strict
 from pydantic.fields import FieldInfo
 
+from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, RECIPES, WITH_ELEMENT_FORMAT
+from te_precision_callbacks.config.byte_sizes import LARGEST_SIZE, SIZE_PATTERN, size_in_bytes
 from te_precision_callbacks.config.conditions import (
     ACTIVATION_OVERFLOW,
     NONFINITE,
@@ -25,7 +27,6 @@ from te_precision_callbacks.config.conditions import (
     parse_condition,
 )
 from te_precision_callbacks.config.problems import nearest, shortened, shown, suggestion
-from te_precision_callbacks.config.sizes import LARGEST_SIZE, SIZE_PATTERN, size_in_bytes
 from te_precision_callbacks.statistics.names import (
     OWN_RECIPE,
     Request,
@@ -36,7 +37,6 @@ from te_precision_callbacks.statistics.names import (
     tensor_request,
 )
 from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, TENSOR_STATISTICS
-from te_precision_callbacks.vocabulary import ELEMENT_FORMATS, RECIPES, WITH_ELEMENT_FORMAT
 
 QuantFormat = Literal["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]
 

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 from typing_extensions import Self
 
+from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, RESULT, GemmName
 from te_precision_callbacks.config.effects import Effect, Pair
 from te_precision_callbacks.config.fields import ListOf, is_list, item_of, names
 from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.config.problems import KeyPath
-from te_precision_callbacks.vocabulary import GEMMS, OPERANDS, RESULT, GemmName
 
 TAKES_PART: Mapping[str, tuple[str, ...]] = {gemm: (*OPERANDS[gemm], RESULT[gemm]) for gemm in GEMMS}
 """GEMM -> its two operands and its result."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import NAMESPACE, conflicts
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.planning import (
@@ -19,9 +20,8 @@ from te_precision_callbacks.config.planning import (
     resolve_features,
 )
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, shown
-from te_precision_callbacks.config.reading import Places, check_extent, read_yaml
 from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
-from te_precision_callbacks.vocabulary import LayerNames
+from te_precision_callbacks.config.yaml_text import Places, check_extent, read_yaml
 
 DEFAULT_CONFIG: dict[str, Any] = {
     "default_statistics": {

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import Effect, conflicts
 from te_precision_callbacks.config.problems import MOST_TOLD, ConfigError, Problems, meant_for, shown, suggestion
-from te_precision_callbacks.config.reading import Places
 from te_precision_callbacks.config.selection import (
     EXACT,
     LayerIndex,
@@ -24,7 +24,7 @@ from te_precision_callbacks.config.selection import (
     SelectableLayer,
     by_upstreams_names,
 )
-from te_precision_callbacks.vocabulary import LayerNames
+from te_precision_callbacks.config.yaml_text import Places
 
 logger = logging.getLogger(__name__)
 

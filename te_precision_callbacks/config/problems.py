@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import PrecisionDebugError
 
 KeyPath = tuple[str | int, ...]
 """The keys and the places in lists that lead to an entry: ``("tensors_struct", 0, "freq")``."""

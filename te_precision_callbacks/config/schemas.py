@@ -4,8 +4,8 @@
     schema_of("DisableFp8Gemm")                                    # case does not matter
 
 A config is checked with these models (:mod:`te_precision_callbacks.config.checking`). docs/features.md, ``te-precision
-features`` and the JSON Schema for editors are made from them (:mod:`te_precision_callbacks.manual`): from the fields'
-types, limits, defaults and descriptions, and from the models' docstrings and examples.
+features`` and the JSON Schema for editors are made from them (:mod:`te_precision_callbacks.cli.manual`): from the
+fields' types, limits, defaults and descriptions, and from the models' docstrings and examples.
 Upstream's keys: Transformer Engine 2.20.2, ``debug/features/*.py``.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from te_precision_callbacks.base.vocabulary import OperandName, TensorName
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.keys import (
     Dumped,
@@ -38,7 +39,6 @@ from te_precision_callbacks.config.levels import (
     TensorChoice,
 )
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
-from te_precision_callbacks.vocabulary import OperandName, TensorName
 
 
 class LogTensorStatsItem(TensorStatistics, LoggedTensor[TensorName]):

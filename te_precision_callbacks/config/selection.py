@@ -53,7 +53,7 @@ _WITHOUT_END = LARGEST_NUMBER + 1
 
 
 class SelectableLayer(Protocol):
-    """The attributes that a selector reads; :class:`te_precision_callbacks.naming.Layer` has them."""
+    """The attributes that a selector reads; :class:`te_precision_callbacks.layers.naming.Layer` has them."""
 
     @property
     def name(self) -> str:

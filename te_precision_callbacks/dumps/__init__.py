@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from te_precision_callbacks.lazy import lazy_names
+from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.dumps.comparing import Comparison, Difference, compare
     from te_precision_callbacks.dumps.contents import Dump, dequantize
+    from te_precision_callbacks.dumps.difference import Comparison, Difference, compare
+    from te_precision_callbacks.dumps.dump_files import load
     from te_precision_callbacks.dumps.errors import (
         DifferentShapesError,
         DumpError,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         NothingToCompareError,
         PickleRefusedError,
     )
-    from te_precision_callbacks.dumps.files import load
     from te_precision_callbacks.dumps.header import Header
     from te_precision_callbacks.dumps.listing import Entry, Foreign, Listing
     from te_precision_callbacks.dumps.listing import list_dumps as list

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from te_precision_callbacks import terminal
-from te_precision_callbacks.terminal import Json
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.dumps.comparing import Difference
+    from te_precision_callbacks.dumps.difference import Difference
 
 app = typer.Typer(name="dumps", help="List, show and compare dumped tensors.", no_args_is_help=True)
 
@@ -87,7 +87,7 @@ def show_command(
 ) -> None:
     """Show a dump: its header, the numbers of each tensor, its scales and blocks, and the quantization error."""
     from te_precision_callbacks.dumps import describing
-    from te_precision_callbacks.dumps.comparing import compare
+    from te_precision_callbacks.dumps.difference import compare
     from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
     from te_precision_callbacks.dumps.header import HIGH_PRECISION
 
@@ -136,7 +136,7 @@ def diff_command(
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Compare two dumps: the numbers, and the codes and scales. Returns exit code 1 if they differ."""
-    from te_precision_callbacks.dumps.comparing import compare
+    from te_precision_callbacks.dumps.difference import compare
 
     with _visible_errors():
         result = compare(_loaded(a, allow_pickle), _loaded(b, allow_pickle))
@@ -170,7 +170,7 @@ def _visible_errors() -> Iterator[None]:
 
 def _loaded(file: Path, allow_pickle: bool) -> Any:
     from te_precision_callbacks import reference
-    from te_precision_callbacks.dumps.files import TORCH, file_format_of, load
+    from te_precision_callbacks.dumps.dump_files import TORCH, file_format_of, load
 
     if allow_pickle and file_format_of(file) == TORCH:
         # The tensors in the file are Transformer Engine's, whose compiled part, missing without a GPU, makes them.

@@ -10,7 +10,7 @@ Usage::
 
 The names of the tensors follow Transformer Engine's pull request 2645 where it defines them; ``docs/dumps.md`` lists
 them. Scales are neither padded nor swizzled, whatever layout training used:
-:mod:`te_precision_callbacks.numerics.layouts` converts them. Nothing here needs Transformer Engine.
+:mod:`te_precision_callbacks.base.numerics.layouts` converts them. Nothing here needs Transformer Engine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,15 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.numerics.layouts import (
+    NVFP4,
+    PER_TENSOR,
+    ScaleMemory,
+    Stored,
+    is_quantized,
+    stored,
+    unpacked,
+)
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import (
     DTYPES,
@@ -45,15 +54,6 @@ from te_precision_callbacks.dumps.header import (
     leads_to,
 )
 from te_precision_callbacks.dumps.page_locked import Place, Ring
-from te_precision_callbacks.numerics.layouts import (
-    NVFP4,
-    PER_TENSOR,
-    ScaleMemory,
-    Stored,
-    is_quantized,
-    stored,
-    unpacked,
-)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
+from te_precision_callbacks.base.numerics.blocks import tiled
+from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.dumps.contents import Dump
 from te_precision_callbacks.dumps.header import dtype_name
 from te_precision_callbacks.dumps.pieces import PIECE, wide
-from te_precision_callbacks.numerics.blocks import tiled
-from te_precision_callbacks.numerics.layouts import Stored
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from te_precision_callbacks.dumps.budget import Budget, Limits
 from te_precision_callbacks.dumps.contents import Dump
+from te_precision_callbacks.dumps.dump_files import SUFFIXES, write_new
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.files import SUFFIXES, write_new
+from te_precision_callbacks.dumps.file_names import file_stem, iteration_folder, numbered, rank_folder
+from te_precision_callbacks.dumps.file_size import most_bytes
 from te_precision_callbacks.dumps.header import Header
-from te_precision_callbacks.dumps.names import file_stem, iteration_folder, numbered, rank_folder
-from te_precision_callbacks.dumps.sizes import most_bytes
 from te_precision_callbacks.dumps.writer import Stop, Writer
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import PrecisionDebugError
 
 
 class DumpError(PrecisionDebugError, RuntimeError):

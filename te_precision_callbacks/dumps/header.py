@@ -19,9 +19,9 @@ from typing import Annotated
 import pydantic
 import torch
 
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0
+from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
 from te_precision_callbacks.dumps.errors import LaterVersionError, NotADumpError
-from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, E8M0
-from te_precision_callbacks.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
 
 SCHEMA = 1
 """The version of the header that this package writes. It grows when a reader of the last version would misread one."""

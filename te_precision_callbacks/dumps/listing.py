@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
+from te_precision_callbacks.dumps.dump_files import file_format_of, read_header
 from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
-from te_precision_callbacks.dumps.files import file_format_of, read_header
 from te_precision_callbacks.dumps.header import Header
 
 

@@ -25,23 +25,23 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.devices import is_capturing, is_lost
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.config.collecting import Collected, read_by
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, NONFINITE, Condition, Event, Threshold
 from te_precision_callbacks.config.dumping import is_of_the_layers_recipe, missing_statistic, no_detection
-from te_precision_callbacks.devices import is_capturing, is_lost
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
 from te_precision_callbacks.dumps.disk import Disk, Job
+from te_precision_callbacks.dumps.dump_files import TORCH
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.files import TORCH
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.page_locked import LARGEST, Ring
 from te_precision_callbacks.dumps.wanted import Wanted, has_nonfinite, quantized_form
-from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.ranks import own_rank
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.series import Measured
-from te_precision_callbacks.vocabulary import recipe_of
-from te_precision_callbacks.watched import Watched
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.dump_files import SAFETENSORS, TORCH, write
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.files import SAFETENSORS, TORCH, write
 
 
 def save(

@@ -14,8 +14,8 @@ import torch
 from te_precision_callbacks.config.conditions import Condition
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import kind_is_known
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.schedule import Schedule
-from te_precision_callbacks.watched import Watched
 
 if TYPE_CHECKING:
     from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsItem

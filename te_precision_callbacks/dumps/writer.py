@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from te_precision_callbacks.threads import started
+from te_precision_callbacks.base.threads import started
 
 JobT = TypeVar("JobT")
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
+from te_precision_callbacks.base.numerics.blocks import as_matrix, padded
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.kernels.eager_blocks import extremes, log2_of_ratio
-from te_precision_callbacks.numerics.blocks import as_matrix, padded
 from te_precision_callbacks.statistics.names import Blocks
 
 

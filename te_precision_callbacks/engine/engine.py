@@ -25,7 +25,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from te_precision_callbacks.devices import is_capturing
+from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.numerics.formats import E5M2
+from te_precision_callbacks.base.numerics.layouts import fp8_format
+from te_precision_callbacks.base.numerics.recipes import RECIPES, Settings
+from te_precision_callbacks.base.ranks.messages import Messages
+from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.blockwise import largest_range
 from te_precision_callbacks.engine.kernels import eager_blocks
@@ -57,16 +63,10 @@ from te_precision_callbacks.engine.quantization import (
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Segments
-from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.numerics.formats import E5M2
-from te_precision_callbacks.numerics.layouts import fp8_format
-from te_precision_callbacks.numerics.recipes import RECIPES, Settings
-from te_precision_callbacks.ranks.messages import Messages
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
 from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, OF_SCALES, RANGES, SCALES, STATISTICS, Of
-from te_precision_callbacks.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
-from te_precision_callbacks.watched import Watched
 
 logger = logging.getLogger(__name__)
 

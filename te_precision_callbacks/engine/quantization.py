@@ -5,8 +5,8 @@
                      columnwise=False)
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
-A recipe is simulated from its arithmetic (:mod:`te_precision_callbacks.numerics.recipes`), without Transformer Engine's
-quantizers, so that a layer in high precision, and a machine whose GPU has no such format, gets its numbers too.
+A recipe is simulated from its arithmetic (:mod:`te_precision_callbacks.base.numerics.recipes`), without Transformer
+Engine's quantizers. So a layer in high precision, and a machine whose GPU has no such format, gets its numbers too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks, padded
+from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
+from te_precision_callbacks.base.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, fp8_format, stored
+from te_precision_callbacks.base.numerics.recipes import RECIPES, Recipe, Settings, round_blocks
+from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import InBlocks
 from te_precision_callbacks.engine.kernels.eager_blocks import (
@@ -30,12 +36,6 @@ from te_precision_callbacks.engine.kernels.eager_blocks import (
     needs_blocks,
     range_columns,
 )
-from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.numerics.blocks import as_matrix, in_blocks, padded
-from te_precision_callbacks.numerics.formats import E2M1, E5M2
-from te_precision_callbacks.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, fp8_format, stored
-from te_precision_callbacks.numerics.recipes import RECIPES, Recipe, Settings, round_blocks
-from te_precision_callbacks.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.statistics.names import no_blocks
 from te_precision_callbacks.statistics.table import OF_BLOCKS, Of
 

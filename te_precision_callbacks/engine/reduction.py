@@ -12,7 +12,7 @@ only told.
 
 A rank that cannot pack its message, since the GPU has no memory left for example, sends neutral numbers of the agreed
 length and says so in them: it costs the step the numbers of this rank, and nothing else. Any other failure makes the
-rank leave the others (:mod:`te_precision_callbacks.ranks`), whereupon each has its own numbers.
+rank leave the others (:mod:`te_precision_callbacks.base.ranks`), whereupon each has its own numbers.
 
 A tensor of which every rank has a different part is added. Replicas (the weights of a data-parallel group) are merged
 by the maximum, which is the value of any replica, even if some did not run the layer; the shards of tensor parallelism
@@ -32,12 +32,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.ranks import in_words
+from te_precision_callbacks.base.ranks.messages import Messages
+from te_precision_callbacks.base.ranks.tree import RanksLostError
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Segments
-from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.ranks import in_words
-from te_precision_callbacks.ranks.messages import Messages
-from te_precision_callbacks.ranks.tree import RanksLostError
 from te_precision_callbacks.statistics.table import Columns, Values
 
 logger = logging.getLogger(__name__)

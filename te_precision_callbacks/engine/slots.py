@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.devices import current_stream, follow
+from te_precision_callbacks.base.devices import current_stream, follow
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.statistics.names import Request
 

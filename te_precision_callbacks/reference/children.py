@@ -28,7 +28,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from te_precision_callbacks.reference import compiled
+from te_precision_callbacks.reference import compiled_extension
 from te_precision_callbacks.reference.inherited import (
     ENVIRONMENT_VARIABLE,
     Inherited,
@@ -47,7 +47,7 @@ def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
         told: the settings of the parent.
         has_gpu: whether torch sees a GPU here.
     """
-    if has_gpu and not told.always and compiled.why_unavailable() is None:
+    if has_gpu and not told.always and compiled_extension.why_unavailable() is None:
         logger.warning(
             "The parent process has the reference backend. This process uses the compiled Transformer Engine, since"
             " there are a GPU and a compiled build. To have the reference backend here too, call"

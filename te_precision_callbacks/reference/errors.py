@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import PrecisionDebugError
 
 
 class ReferenceBackendError(PrecisionDebugError, RuntimeError):

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 
 from te_precision_callbacks.reference.code_cache import Entry
-from te_precision_callbacks.reference.compiled import COMPILED_MODULE
+from te_precision_callbacks.reference.compiled_extension import COMPILED_MODULE
 from te_precision_callbacks.reference.cuda_on_cpu import no_attention
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 

@@ -16,8 +16,8 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from te_precision_callbacks.reference import compiled, inherited, target, versions
-from te_precision_callbacks.reference.compiled import COMPILED_MODULE
+from te_precision_callbacks.reference import compiled_extension, inherited, target, versions
+from te_precision_callbacks.reference.compiled_extension import COMPILED_MODULE
 from te_precision_callbacks.reference.errors import InstallError
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def install_where_needed() -> Installation | None:
 
     if _installed is None and COMPILED_MODULE in sys.modules:
         return None
-    if _installed is None and torch.cuda.is_available() and compiled.why_unavailable() is None:
+    if _installed is None and torch.cuda.is_available() and compiled_extension.why_unavailable() is None:
         return None
     return install()
 

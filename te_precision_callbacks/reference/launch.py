@@ -29,8 +29,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.reference import compiled, inherited, target, versions
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.reference import compiled_extension, inherited, target, versions
 from te_precision_callbacks.reference.errors import InstallError, TransformerEngineVersionError
 
 _START_OF_PROGRAM = 4096
@@ -79,7 +79,7 @@ def plan_launch(backend: Backend) -> Launch:
         )
     has_gpu = backend is not Backend.TE and _has_gpu()
     if backend is Backend.TE or (backend is Backend.AUTO and has_gpu):  # as install_where_needed() decides
-        reason = compiled.why_unavailable()
+        reason = compiled_extension.why_unavailable()
         if reason is None:
             return Launch("the compiled Transformer Engine", {})
         if backend is Backend.TE:

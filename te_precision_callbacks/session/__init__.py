@@ -10,17 +10,17 @@ Usage::
 
 from __future__ import annotations
 
-from te_precision_callbacks.errors import (
+from te_precision_callbacks.base.errors import (
     FeatureLoadError,
     ObservationError,
     ResumeAuditError,
     SessionError,
     TransformerEngineUnavailableError,
 )
-from te_precision_callbacks.records.coverage import Coverage, Product, Reason
-from te_precision_callbacks.records.precision import GemmPrecision
-from te_precision_callbacks.records.state import StateRow
-from te_precision_callbacks.session.contract import PrecisionContractError
+from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
+from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
+from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
+from te_precision_callbacks.coverage.state_row import StateRow
 from te_precision_callbacks.session.outcome import SessionOutcome
 from te_precision_callbacks.session.session import InspectSession, running_session
 

@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
+from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.dumps.header import Header
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.ranks import own_rank
-from te_precision_callbacks.records.model import Event, Scalars, Severity
-from te_precision_callbacks.session.contract import PrecisionContractError
+from te_precision_callbacks.runs.segment_rows import Place
+from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.delivery import is_number, is_on_host, to_floats
-from te_precision_callbacks.session.failures import ObservationFailures
-from te_precision_callbacks.session.findings import Findings
-from te_precision_callbacks.session.model import ObservedModel
-from te_precision_callbacks.session.parallel import Ranks
+from te_precision_callbacks.session.observed_model import ObservedModel
+from te_precision_callbacks.session.results import Findings
 from te_precision_callbacks.session.resume_audit import ResumeAudit
 from te_precision_callbacks.session.run_facts import RunFacts
 from te_precision_callbacks.session.sinks import Sinks
-from te_precision_callbacks.store.recording import Place
-from te_precision_callbacks.store.sink import RecordSink
+from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity
 
 _MOST_KEPT, _LONGEST = 256, 1.0
 """The tensors, and the seconds, after which the trainer's numbers are copied to the host."""
@@ -134,7 +134,7 @@ class Chronicle:
         """Tell that activation overflow detection has stopped the training; nothing of another error."""
         if ACTIVATION_OVERFLOW not in self._options.debug:
             return
-        from te_precision_callbacks.debug_utils import ActivationOverflowError
+        from te_precision_callbacks.overflow import ActivationOverflowError
 
         if isinstance(error, ActivationOverflowError) and error not in self._told:
             self._told.append(error)

@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_precision_callbacks.devices import current_stream, follow
+from te_precision_callbacks.base.devices import current_stream, follow
+from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.garbage import without_collections
+from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.errors import ObservationError
-from te_precision_callbacks.garbage import without_collections
+from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.records.model import StepRecords
-from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
-from te_precision_callbacks.session.failures import ObservationFailures
-from te_precision_callbacks.session.findings import Findings
-from te_precision_callbacks.session.model import ObservedModel
-from te_precision_callbacks.session.parallel import Ranks
+from te_precision_callbacks.session.observed_model import ObservedModel
+from te_precision_callbacks.session.results import Findings
 from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
-from te_precision_callbacks.session.upstream import Inspector
+from te_precision_callbacks.sinks.step_records import StepRecords
 from te_precision_callbacks.statistics.series import Measured, parsed_log_name
 
 logger = logging.getLogger(__name__)

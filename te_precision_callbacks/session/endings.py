@@ -7,7 +7,7 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
 
-from te_precision_callbacks.errors import SessionError
+from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.session.signals import Termination
 from te_precision_callbacks.session.uncaught import Uncaught
 

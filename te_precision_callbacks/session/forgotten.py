@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.ranks import own_rank
-from te_precision_callbacks.session.forward import MOST_FORWARDS
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.instrumentation.forward import MOST_FORWARDS
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import uuid
 import weakref
 from pathlib import Path
 
-from te_precision_callbacks.session.findings import Results
+from te_precision_callbacks.session.results import Results
 
 logger = logging.getLogger(__name__)
 

@@ -20,19 +20,19 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_precision_callbacks.errors import ResumeAuditError
-from te_precision_callbacks.fingerprints.comparing import compare, for_log
-from te_precision_callbacks.fingerprints.files import read, write
-from te_precision_callbacks.fingerprints.model import Fingerprint, FingerprintError
-from te_precision_callbacks.fingerprints.pooling import Pool, Pooled, of_rank
-from te_precision_callbacks.fingerprints.taking import with_layers, with_recipes
-from te_precision_callbacks.forwards import outside_of_dynamo
-from te_precision_callbacks.naming import Layer, NamedModule
-from te_precision_callbacks.ranks import own_rank, world_size
-from te_precision_callbacks.session.failures import ObservationFailures
-from te_precision_callbacks.session.findings import Findings
-from te_precision_callbacks.session.model import ObservedModel
-from te_precision_callbacks.store.files import new_run_id
+from te_precision_callbacks.base.errors import ResumeAuditError
+from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.layers.naming import Layer, NamedModule
+from te_precision_callbacks.runs.fingerprints.changes import compare, for_log
+from te_precision_callbacks.runs.fingerprints.checkpoint_files import read, write
+from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, FingerprintError
+from te_precision_callbacks.runs.fingerprints.pooling import Pool, Pooled, of_rank
+from te_precision_callbacks.runs.fingerprints.taking import with_layers, with_recipes
+from te_precision_callbacks.runs.run_files import new_run_id
+from te_precision_callbacks.session.observed_model import ObservedModel
+from te_precision_callbacks.session.results import Findings
 
 logger = logging.getLogger(__name__)
 

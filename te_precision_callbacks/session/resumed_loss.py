@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.fingerprints.comparing import ResumeReport
+from te_precision_callbacks.runs.fingerprints.changes import ResumeReport
 from te_precision_callbacks.session.delivery import is_number
 
 logger = logging.getLogger(__name__)

@@ -12,43 +12,43 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
-from te_precision_callbacks.devices import is_capturing
-from te_precision_callbacks.dumps.files import SAFETENSORS
+from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.errors import ObservationError, SessionError
+from te_precision_callbacks.base.garbage import without_collections
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.coverage.contract_keeper import ContractKeeper, PrecisionContractError, require_layers
+from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
+from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks
+from te_precision_callbacks.coverage.shapes import explain_shape
+from te_precision_callbacks.coverage.shared_products import shared_products
+from te_precision_callbacks.dumps.dump_files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.errors import ObservationError, SessionError
-from te_precision_callbacks.forwards import ForwardClassifier
-from te_precision_callbacks.garbage import without_collections
-from te_precision_callbacks.naming import Model
-from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
+from te_precision_callbacks.instrumentation.forward import ForwardHooks
+from te_precision_callbacks.instrumentation.upstream import Inspector
+from te_precision_callbacks.layers.forwards import ForwardClassifier
+from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.options import SessionOptions, read_statistics_log
-from te_precision_callbacks.ranks import own_rank, world_size
-from te_precision_callbacks.records.coverage import NOTHING, Coverage
-from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
-from te_precision_callbacks.records.statistics_log import StatisticsLog
-from te_precision_callbacks.records.writer_thread import all_within
+from te_precision_callbacks.runs.limits import record_limit
+from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.chronicle import Chronicle
-from te_precision_callbacks.session.contract import ContractKeeper, PrecisionContractError, require_layers
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds, Terminated
-from te_precision_callbacks.session.failures import ASKED_FOR, ObservationFailures
-from te_precision_callbacks.session.findings import Findings, Results
 from te_precision_callbacks.session.forgotten import ForgottenSteps
-from te_precision_callbacks.session.forward import ForwardHooks
-from te_precision_callbacks.session.model import ObservedModel
-from te_precision_callbacks.session.overflow import OverflowWatch
-from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks
-from te_precision_callbacks.session.reporting import tell_command, write_page
+from te_precision_callbacks.session.observed_model import ObservedModel
+from te_precision_callbacks.session.overflow_watch import OverflowWatch
+from te_precision_callbacks.session.results import Findings, Results
 from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
 from te_precision_callbacks.session.resumed_loss import ResumedLoss
-from te_precision_callbacks.session.shapes import explain_shape
-from te_precision_callbacks.session.shared_products import shared_products
+from te_precision_callbacks.session.run_page import tell_command, write_page
 from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
-from te_precision_callbacks.session.upstream import Inspector
-from te_precision_callbacks.store.limits import record_limit
-from te_precision_callbacks.store.sink import RecordSink
+from te_precision_callbacks.sinks.statistics_log import StatisticsLog
+from te_precision_callbacks.sinks.step_records import RunInfo, Sink, StepRecords
+from te_precision_callbacks.sinks.writer_thread import all_within
 
 logger = logging.getLogger(__name__)
 

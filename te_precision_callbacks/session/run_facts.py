@@ -12,23 +12,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from te_precision_callbacks.base.environment import read_environment
+from te_precision_callbacks.base.environment.torch_facts import torch_facts
+from te_precision_callbacks.base.garbage import without_collections
+from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.planning import Section
-from te_precision_callbacks.doctor.torch_facts import torch_facts
-from te_precision_callbacks.environment import read_environment
-from te_precision_callbacks.fingerprints.taking import QUANTIZED, weights_of
-from te_precision_callbacks.garbage import without_collections
+from te_precision_callbacks.coverage.coverage import Product
+from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
+from te_precision_callbacks.coverage.history import Counted, in_precision
+from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.records.coverage import Product
-from te_precision_callbacks.records.model import Event, LayerInfo
-from te_precision_callbacks.records.precision import GemmPrecision, in_short
 from te_precision_callbacks.reference import is_installed
-from te_precision_callbacks.scopes import mesh_sizes
-from te_precision_callbacks.session.coverage import Counted, in_precision
-from te_precision_callbacks.session.findings import Findings
-from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.runs.fingerprints.taking import QUANTIZED, weights_of
+from te_precision_callbacks.runs.segment_rows import Facts
+from te_precision_callbacks.session.observed_model import ObservedModel
+from te_precision_callbacks.session.results import Findings
 from te_precision_callbacks.session.resume_audit import versions
-from te_precision_callbacks.store.recording import Facts
-from te_precision_callbacks.vocabulary import class_names
+from te_precision_callbacks.sinks.step_records import Event, LayerInfo
 
 MOST_SHARE = 0.05
 """The share of the training time that facts may take where they change all the time."""

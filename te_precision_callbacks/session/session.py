@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
+from te_precision_callbacks.base.errors import SessionError
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.errors import SessionError
-from te_precision_callbacks.forwards import ForwardClassifier
-from te_precision_callbacks.naming import Model
-from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.instrumentation.upstream import import_transformer_engine, warn_unless_supported
+from te_precision_callbacks.layers.forwards import ForwardClassifier
+from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
-from te_precision_callbacks.ranks import own_rank
-from te_precision_callbacks.records.coverage import Coverage
-from te_precision_callbacks.records.model import Sink, StepRecords
 from te_precision_callbacks.session.endings import ProcessEnds
-from te_precision_callbacks.session.findings import Findings, Results
+from te_precision_callbacks.session.results import Findings, Results
 from te_precision_callbacks.session.resume_audit import ResumeAudit
 from te_precision_callbacks.session.resumed_loss import ResumedLoss
 from te_precision_callbacks.session.run import Loop, Run
-from te_precision_callbacks.session.upstream import import_transformer_engine, warn_unless_supported
+from te_precision_callbacks.sinks.step_records import Sink, StepRecords
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.debug_utils import DebugActivationOverflow
+    from te_precision_callbacks.overflow import DebugActivationOverflow
 
 logger = logging.getLogger(__name__)
 
@@ -465,7 +465,7 @@ class InspectSession(Results):
         return self._run
 
     def _write_summary(self, coverage: Coverage) -> None:
-        from te_precision_callbacks.summary import write_summary
+        from te_precision_callbacks.session.summary import write_summary
 
         write_summary(self, coverage)
 

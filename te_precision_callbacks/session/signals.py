@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+from te_precision_callbacks.base.threads import started
 from te_precision_callbacks.session.wakeup import Wakeup
-from te_precision_callbacks.threads import started
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.records.loggers import LoggerSink
-from te_precision_callbacks.records.model import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
-from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.sinks.loggers import LoggerSink
+from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
 
 logger = logging.getLogger(__name__)
 

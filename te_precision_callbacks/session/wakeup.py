@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from te_precision_callbacks.threads import started
+from te_precision_callbacks.base.threads import started
 
 _CREDENTIALS = struct.Struct("3i")
 """Linux, unix(7): process, user and group of the sender, which the kernel writes."""

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, ONE_SCALE, RECIPES, WITH_ELEMENT_FORMAT
 from te_precision_callbacks.statistics.table import (
     BLOCKWISE,
     OF_BLOCKS,
@@ -27,7 +28,6 @@ from te_precision_callbacks.statistics.table import (
     TENSOR_STATISTICS,
     Statistic,
 )
-from te_precision_callbacks.vocabulary import ELEMENT_FORMATS, ONE_SCALE, RECIPES, WITH_ELEMENT_FORMAT
 
 _ALIASES = {
     "delayed_scaling": "fp8_delayed_scaling",

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, UnknownStatisticError, logged_request
 from te_precision_callbacks.statistics.table import Bins, Worse
-from te_precision_callbacks.vocabulary import TENSORS
 
 FIRST_STEP = 4
 """The flag of a number of a layer's first step of delayed scaling, with the scale 1."""
@@ -35,7 +35,8 @@ class Family:
     """One statistic of one tensor, in any layer.
 
     Attributes:
-        tensor: one of :data:`~te_precision_callbacks.vocabulary.TENSORS`; empty for a number of a user's own feature.
+        tensor: one of :data:`~te_precision_callbacks.base.vocabulary.TENSORS`; empty for a number of a user's own
+            feature.
         statistic: its name in records and logs, or the user's own name.
         gemm: ``fprop``, ``dgrad`` or ``wgrad`` if the number belongs to one GEMM, else None.
         request: the request that the statistic answers; None for a user's own, which is not in the table of statistics.

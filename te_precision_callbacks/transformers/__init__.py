@@ -16,7 +16,11 @@ Usage::
 
 from __future__ import annotations
 
-from te_precision_callbacks.errors import MissingExtraError, TransformerEngineUnavailableError, transformer_engine_error
+from te_precision_callbacks.base.errors import (
+    MissingExtraError,
+    TransformerEngineUnavailableError,
+    transformer_engine_error,
+)
 
 try:
     import accelerate  # noqa: F401  # the Trainer misses it late, when constructed

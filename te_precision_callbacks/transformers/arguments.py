@@ -11,17 +11,17 @@ import transformers
 from transformers.debug_utils import DebugOption
 from transformers.utils.generic import ExplicitEnum
 
-from te_precision_callbacks.config.contract import read_contract
-from te_precision_callbacks.debug_values import (
+from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
     DEBUG_OPTIONS,
     TE_PRECISION,
     check_options_of_te_precision,
     parse_debug,
 )
-from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.config.contract import read_contract
 from te_precision_callbacks.options import read_statistics_log
-from te_precision_callbacks.store.limits import record_limit
+from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.transformers.unwatched import warn_where_unwatched
 
 

@@ -16,15 +16,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
 from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted
+from te_precision_callbacks.base.debug_values import TE_PRECISION
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.debug_values import TE_PRECISION
-from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
-from te_precision_callbacks.records import MetricSelection
 from te_precision_callbacks.session import InspectSession, SessionError, running_session
 from te_precision_callbacks.session.resumed_loss import loss_after_resume
+from te_precision_callbacks.sinks import MetricSelection
 from te_precision_callbacks.transformers.closing import DebugCallback, close_with, refuse_data_parallel
-from te_precision_callbacks.transformers.history import HistorySummary
+from te_precision_callbacks.transformers.log_history import HistorySummary
 from te_precision_callbacks.transformers.loop import find_handler, find_loop
 from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
 from te_precision_callbacks.transformers.restoring import restore_states
@@ -42,7 +42,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
       ``te.model.layers.0.self_attn.q_proj/activation/max`` (in MLflow with ``_pct`` for ``%``).
       Units are those of the tensor; a statistic whose name ends in ``%`` is in percent.
     - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
-      :mod:`te_precision_callbacks.records.metrics`.
+      :mod:`te_precision_callbacks.sinks.metrics`.
 
     Added to the entries of ``state.log_history`` that have the training loss: the worst values since the previous
     entry, at most twelve keys: ``te/worst_underflows%``, ``te/worst_overflows%``, ``te/worst_sqnr_db``,

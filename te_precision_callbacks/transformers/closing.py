@@ -13,7 +13,7 @@ import transformers
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.base.errors import OptionError
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from transformers.integrations.integration_utils import (
 )
 from transformers.trainer_callback import CallbackHandler
 
-from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.records import MetricSelection
-from te_precision_callbacks.records.loggers import (
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.sinks import MetricSelection
+from te_precision_callbacks.sinks.loggers import (
     REPORT_NAME,
     LoggerSink,
     add_report_to_wandb,
@@ -32,7 +32,7 @@ from te_precision_callbacks.records.loggers import (
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.records.metrics import Histogram
+from te_precision_callbacks.sinks.metrics import Histogram
 
 
 class ReportingError(PrecisionDebugError, RuntimeError):

@@ -7,22 +7,22 @@ from typing import Any
 
 import transformers
 
-from te_precision_callbacks.config.contract import ContractSource
-from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.debug_values import (
+from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
     TE_PRECISION,
     DebugValue,
     check_options_of_te_precision,
 )
-from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.config.contract import ContractSource
+from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords
+from te_precision_callbacks.runs.limits import Records
 from te_precision_callbacks.session import InspectSession, SessionError
-from te_precision_callbacks.store.limits import Records
 from te_precision_callbacks.transformers.arguments import parse_options
 from te_precision_callbacks.transformers.callback import PrecisionDebugTrainerCallback
 from te_precision_callbacks.transformers.closing import closing, refuse_data_parallel
-from te_precision_callbacks.transformers.overflow import ActivationOverflowCallback
+from te_precision_callbacks.transformers.overflow_only import ActivationOverflowCallback
 
 
 class Trainer(transformers.Trainer):

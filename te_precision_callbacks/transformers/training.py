@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.forwards import outside_of_dynamo
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.session import InspectSession, SessionError
-from te_precision_callbacks.transformers.history import HistorySummary
+from te_precision_callbacks.transformers.log_history import HistorySummary
 from te_precision_callbacks.transformers.loop import TrainingLoop
 from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 
-from te_precision_callbacks.debug_values import DEBUG_OPTIONS
+from te_precision_callbacks.base.debug_values import DEBUG_OPTIONS
 from te_precision_callbacks.transformers.closing import DebugCallback
 from te_precision_callbacks.transformers.loop import find_handler
 

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from te_precision_callbacks import ConfigError, PrecisionDebugger
-from te_precision_callbacks.errors import MissingExtraError, OptionError
+from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.session import SessionError
 from tests.accelerate.loops import Plain, batch_of, largest, prepared, run, train
 from tests.conftest import Keeper, feature, module_state, statistics

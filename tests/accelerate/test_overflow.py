@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from te_precision_callbacks.accelerate import PrecisionDebugger
-from te_precision_callbacks.debug_utils import ActivationOverflowError
+from te_precision_callbacks.overflow import ActivationOverflowError
 from tests.accelerate.loops import Plain, batch_of, largest, prepared
 from tests.conftest import Keeper, module_state, statistics
 

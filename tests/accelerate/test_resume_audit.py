@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.accelerate import STATE_FILE, PrecisionDebugger
-from te_precision_callbacks.fingerprints import FILE_NAME
+from te_precision_callbacks.runs.fingerprints import FILE_NAME
 from te_precision_callbacks.session import ResumeAuditError
 from tests.accelerate.loops import Plain, prepared, run
 from tests.capability import any_capability, stand_for

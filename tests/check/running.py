@@ -13,13 +13,13 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.check import CheckedModel, check_model
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.vocabulary import GEMMS
 from tests.capability import any_capability, stand_for
-from tests.session.gemm_spy import Spy
+from tests.instrumentation.gemm_spy import Spy
 
 BF16 = torch.bfloat16
 STEPS = 3

@@ -13,17 +13,28 @@ import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 from transformer_engine.common import recipe as recipes
 
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.check import BatchError, CheckedModel, check_model
 from te_precision_callbacks.check.dry_run import NotOnMetaError
 from te_precision_callbacks.check.factory import meta_device
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.records.coverage import Coverage, Reason
+from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.vocabulary import GEMMS
 from tests.capability import any_capability, stand_for
 from tests.check.running import BF16
 from tests.conftest import feature
-from tests.session.test_coverage import BATCH, HEADS, HUGGING_FACE, INNER, LENGTH, TOKENS, WIDTH, Layers, Taught, words
+from tests.coverage.test_coverage import (
+    BATCH,
+    HEADS,
+    HUGGING_FACE,
+    INNER,
+    LENGTH,
+    TOKENS,
+    WIDTH,
+    Layers,
+    Taught,
+    words,
+)
 
 CURRENT = recipes.Float8CurrentScaling
 

@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.accelerate import unconverted_layers
+from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.check import ConversionError
-from te_precision_callbacks.errors import MissingExtraError
-from te_precision_callbacks.records.coverage import Coverage, Reason
+from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
+from tests.coverage.test_coverage import GPT2, gpt2, words
+from tests.coverage.test_coverage import llama as llama_of
 from tests.manual.test_command import ends
-from tests.session.test_coverage import GPT2, gpt2, words
-from tests.session.test_coverage import llama as llama_of
 
 CONFIG = {"watched": feature("LogTensorStats", ["q_proj"], tensors=["activation"], stats=["max"])}
 HEAD = 100

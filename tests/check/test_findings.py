@@ -13,11 +13,11 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import PrecisionDebugError
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.check import CheckedModel, RecipeError, check_model
 from te_precision_callbacks.check.rows import rows
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.errors import OptionError
-from te_precision_callbacks.records.coverage import Reason
+from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.session import InspectSession
 from tests.check.running import BF16, RECIPES, gpu_with
 from tests.conftest import feature

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te_precision_callbacks.vocabulary import GEMMS, OPERANDS
+from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS
 from tests import te_debug_features as page
 from tests.check.running import BF16, KINDS, RECIPES, Chain, chain, compare, gpu_with
 from tests.conftest import feature

@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import InspectSession, load_config
 from te_precision_callbacks.check import CheckedModel, check_model
-from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.coverage.coverage import Coverage
 from tests.conftest import statistics
 
 SIZE = 32

@@ -17,11 +17,17 @@ from typer.testing import CliRunner
 
 import te_precision_callbacks
 from te_precision_callbacks import cli
-from te_precision_callbacks.session import InspectSession, upstream
+from te_precision_callbacks.instrumentation import upstream
+from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
 
 PACKAGE = Path(te_precision_callbacks.__file__).parent
-LOADS_AND_ATTACHES = ("config", "session/model.py", "session/refusals.py", "session/upstream.py")
+LOADS_AND_ATTACHES = (
+    "config",
+    "session/observed_model.py",
+    "instrumentation/refusals.py",
+    "instrumentation/upstream.py",
+)
 
 STATS: dict[str, Any] = {"tensors": ["activation"], "stats": ["max"]}
 WATCHED = feature("LogTensorStats", ["all"], **STATS)
@@ -72,15 +78,15 @@ def selected(**layers: Any) -> dict[str, Any]:
 BESIDE = {"enabled": True, "layers": {"layer_types": ["all"]}, "LogTensorStats": {"enabled": True, **STATS}}
 GEMM = feature("LogTensorStats", ["all"], tensors=["activation", "fprop"], stats=["max"])
 REPLACED = feature("FakeQuant", ["all"], quant_format="FP8E4M3", tensors=["weight"], gemms=["fprop"])
-ATTACH = "session/model.py:attach"
+ATTACH = "session/observed_model.py:attach"
 
 CASES = {
     "a feature beside transformer_engine:": Case({"s": BESIDE}, two, ATTACH),
     "no section": Case({"s": WATCHED | {"enabled": False}}, two, ATTACH),
     "no feature": Case({"s": feature("LogTensorStats", ["all"], enabled=False)}, two, ATTACH),
     "no layer": Case({"s": WATCHED}, plain, ATTACH),
-    "one name twice": Case({"s": WATCHED}, alike, "session/model.py:_take_names"),
-    "names of nvidia-dlfw-inspect": Case(selected(layer_numbers=[1]), blocks, "session/model.py:_take_names"),
+    "one name twice": Case({"s": WATCHED}, alike, "session/observed_model.py:_take_names"),
+    "names of nvidia-dlfw-inspect": Case(selected(layer_numbers=[1]), blocks, "session/observed_model.py:_take_names"),
     "a GEMM among tensors": Case({"s": GEMM}, two, "config/checking.py:_without_gemms"),
     "a key beside one that decides": Case(
         selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_what_is_ignored"
@@ -89,14 +95,16 @@ CASES = {
     "a name that no layer has": Case(
         selected(exact_layer_names=["0", "5"]), two, "config/problems.py:warn", (("allow_unmatched", True),)
     ),
-    "a layer that is refused": Case({"s": REPLACED}, delayed, "session/refusals.py:say", (("observe", "debug"),)),
-    "a version that is not known": Case({"s": WATCHED}, two, "session/upstream.py:warn_unless_supported"),
+    "a layer that is refused": Case(
+        {"s": REPLACED}, delayed, "instrumentation/refusals.py:say", (("observe", "debug"),)
+    ),
+    "a version that is not known": Case({"s": WATCHED}, two, "instrumentation/upstream.py:warn_unless_supported"),
 }
 
 LATER = {
-    "session/model.py:_name_by_number": "ranks that have different layers at one path",
-    "session/model.py:_say_recomputed": "a checkpoint that computes a forward again outside of te.autocast",
-    "session/model.py:follow": "a module that trains outside of the model",
+    "session/observed_model.py:_name_by_number": "ranks that have different layers at one path",
+    "session/observed_model.py:_say_recomputed": "a checkpoint that computes a forward again outside of te.autocast",
+    "session/observed_model.py:follow": "a module that trains outside of the model",
 }
 """Warnings of these modules that only a training can give, and of what."""
 

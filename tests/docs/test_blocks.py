@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 
 from te_precision_callbacks import PrecisionDebugCallback, cli
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from tests.conftest import statistics
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, RUN_BY, Block, all_blocks, blocks
 from tests.lightning.models import Plain, loader, logged_lines

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from te_precision_callbacks.base.vocabulary import PRECISIONS, SUBJECTS
 from te_precision_callbacks.config.contract import read_contract
-from te_precision_callbacks.records.coverage import Reason
+from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.session import PrecisionContractError
-from te_precision_callbacks.vocabulary import PRECISIONS, SUBJECTS
 from tests.docs.pages import PAGES, blocks
 
 PAGE = "docs/coverage.md"

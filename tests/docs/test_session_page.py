@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.config import ConfigError
-from te_precision_callbacks.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
 from tests.conftest import Keeper, feature, statistics
 from tests.docs.pages import PAGES, blocks

@@ -10,7 +10,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks import InspectSession
-from te_precision_callbacks.records import Sink, StepRecords
+from te_precision_callbacks.sinks import Sink, StepRecords
 from tests.conftest import Keeper
 from tests.docs.pages import blocks
 from tests.lightning.models import board_scalars

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from te_precision_callbacks import cli, dumps
 from te_precision_callbacks.dumps import describing
 from te_precision_callbacks.dumps.contents import dump_of
-from te_precision_callbacks.dumps.files import write
+from te_precision_callbacks.dumps.dump_files import write
 from tests.dumps.storages import mxfp8, some_mxfp8, some_nvfp4
 from tests.reference.processes import te_precision
 

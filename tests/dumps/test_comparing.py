@@ -13,9 +13,9 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 
 from te_precision_callbacks import dumps
-from te_precision_callbacks.dumps import comparing, describing
-from te_precision_callbacks.dumps.comparing import Block
+from te_precision_callbacks.dumps import describing, difference
 from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.difference import Block
 from tests.dumps.storages import float8, mxfp8, random_bytes, some_mxfp8, some_nvfp4
 
 INF, NAN = math.inf, math.nan
@@ -32,7 +32,7 @@ def plain(tensor: torch.Tensor) -> Dump:
 @pytest.mark.parametrize("piece", [1 << 16, 100], ids=["one piece", "pieces"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_high_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int) -> None:
-    monkeypatch.setattr(comparing, "PIECE", piece)
+    monkeypatch.setattr(difference, "PIECE", piece)
     a = normal(3, 50, 7).to(dtype)
     b = a.clone()
     b[:, 10:30] += (0.01 * normal(3, 20, 7, seed=1)).to(dtype)

@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
 from te_precision_callbacks import dumps
-from te_precision_callbacks.dumps import files
+from te_precision_callbacks.dumps import dump_files
 from te_precision_callbacks.dumps.contents import dump_of
+from te_precision_callbacks.dumps.file_names import numbered
 from te_precision_callbacks.dumps.header import SCHEMA
-from te_precision_callbacks.dumps.names import numbered
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
 from tests.forked import executable
 from tests.full_disk import files_up_to
@@ -190,7 +190,7 @@ def test_decoded_internals_multiply_to_the_tensor(tmp_path: Path) -> None:
 def test_the_size_is_known_before(tmp_path: Path) -> None:
     for number, quantized in enumerate((some_mxfp8(), some_nvfp4())):
         dump = dump_of(X, quantized)
-        size = files.write(dump, tmp_path / str(number))
+        size = dump_files.write(dump, tmp_path / str(number))
         assert size == (tmp_path / str(number)).stat().st_size
         assert 0 < size - dump.file_bytes < 6000
         assert dump.nbytes == sum(tensor.nbytes for tensor in dump.tensors.values())
@@ -245,7 +245,7 @@ def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path)
     expected, snapshot = quantized.dequantize().clone(), dump.copied()
     quantized._rowwise_storage._rowwise_data.zero_()
     quantized._columnwise_storage._columnwise_data.zero_()
-    files.write(snapshot, tmp_path / "a.pt", "torch")
+    dump_files.write(snapshot, tmp_path / "a.pt", "torch")
     loaded = dumps.load(tmp_path / "a.pt", allow_pickle=True)
     assert torch.equal(dumps.dequantize(loaded), expected)
     assert int(dumps.dequantize(loaded, columnwise=True).count_nonzero()) > 1000
@@ -364,11 +364,11 @@ def test_transformer_engines_own_dump(tmp_path: Path) -> None:
 
 def test_a_dump_that_does_not_fit_its_format(tmp_path: Path) -> None:
     with pytest.raises(dumps.DumpError, match="keep_quantized=True"):
-        files.write(dump_of(None, some_mxfp8()), tmp_path / "a.pt", "torch")
+        dump_files.write(dump_of(None, some_mxfp8()), tmp_path / "a.pt", "torch")
     with pytest.raises(dumps.DumpError, match="without internals"):
-        files.write(dump_of(None, some_mxfp8(), internals=False, keep_quantized=True), tmp_path / "a")
+        dump_files.write(dump_of(None, some_mxfp8(), internals=False, keep_quantized=True), tmp_path / "a")
     with pytest.raises(dumps.DumpError, match=r"file_format must be .*, not 'numpy'"):
-        files.write(dump_of(X, None), tmp_path / "a", "numpy")
+        dump_files.write(dump_of(X, None), tmp_path / "a", "numpy")
     with pytest.raises(dumps.DumpError, match=r"no dtype for torch\.complex64"):
         dumps.save(X.to(torch.complex64), tmp_path / "a")
     assert os.listdir(tmp_path) == []
@@ -503,7 +503,7 @@ def rewrite_record(path: Path, change: Any) -> None:
     """The same of a file of torch.save."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
-    (name,) = (name for name in records if name.endswith(files.HEADER_RECORD))
+    (name,) = (name for name in records if name.endswith(dump_files.HEADER_RECORD))
     header = json.loads(records[name])
     change(header)
     records[name] = json.dumps(header).encode()
@@ -603,7 +603,7 @@ def record_of(path: Path) -> tuple[bytes, int]:
     """A file of torch.save, and where the header is in it."""
     content = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(files.HEADER_RECORD))
+        (name,) = (name for name in archive.namelist() if name.endswith(dump_files.HEADER_RECORD))
         text = archive.read(name)
     return content, content.index(text)
 
@@ -623,10 +623,10 @@ def another_way_to_compress(path: Path) -> None:
 
 def no_deflate(path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(f"a/{files.HEADER_RECORD}", "{" + " " * 1000 + "}")
+        archive.writestr(f"a/{dump_files.HEADER_RECORD}", "{" + " " * 1000 + "}")
         archive.writestr("a/data.pkl", b"")
     content = path.read_bytes()
-    start = 30 + len(f"a/{files.HEADER_RECORD}")
+    start = 30 + len(f"a/{dump_files.HEADER_RECORD}")
     path.write_bytes(content[:start] + b"\xff" * 4 + content[start + 4 :])
 
 
@@ -640,7 +640,7 @@ def a_password(path: Path) -> None:
 
 def far_too_much(path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        with archive.open(f"a/{files.HEADER_RECORD}", "w") as record:
+        with archive.open(f"a/{dump_files.HEADER_RECORD}", "w") as record:
             for _ in range(40):
                 record.write(b" " * (1 << 20))
         archive.writestr("a/data.pkl", b"")
@@ -742,7 +742,7 @@ def test_a_new_file_never_replaces_one(tmp_path: Path, way: str, file_format: st
         begin.wait()
         for number in range(4):
             dump = dump_of(torch.full((1000,), 4.0 * value + number), None)
-            files.write_new(dump, numbered(tmp_path, "a", ""), file_format)
+            dump_files.write_new(dump, numbered(tmp_path, "a", ""), file_format)
 
     threads = [threading.Thread(target=write, args=(value,)) for value in range(8)]
     for thread in threads:
@@ -760,14 +760,14 @@ def test_a_new_file_never_replaces_one(tmp_path: Path, way: str, file_format: st
 def test_a_new_file_where_none_can_be(tmp_path: Path, way: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(dumps.DumpError, match="cannot be written"):
-        files.write_new(dump_of(X, None), numbered(tmp_path / "file", "a", ""))
+        dump_files.write_new(dump_of(X, None), numbered(tmp_path / "file", "a", ""))
     assert os.listdir(tmp_path) == ["file"]
 
 
 WRITER = """
 import sys, torch
 from te_precision_callbacks.dumps.contents import dump_of
-from te_precision_callbacks.dumps.files import write
+from te_precision_callbacks.dumps.dump_files import write
 torch.set_num_threads(1)
 for number in range(100_000):
     tensor = torch.full((300_000,), float(number))

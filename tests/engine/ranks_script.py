@@ -32,13 +32,13 @@ from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.common.recipe import Float8CurrentScaling
 
+from te_precision_callbacks.base.ranks.messages import Messages
+from te_precision_callbacks.base.ranks.tree import Tree
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.reduction import Stamp
-from te_precision_callbacks.ranks.messages import Messages
-from te_precision_callbacks.ranks.tree import Tree
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
-from te_precision_callbacks.watched import Watched
 from tests.conftest import Keeper, feature
 from tests.engine.exact import BLOCK_STATISTICS
 
@@ -212,7 +212,7 @@ def quantized_statistics(folder: Path, group: dist.ProcessGroup | None, *, seque
 
 _PACKAGE = str(Path(te_precision_callbacks.__file__).parent)
 _REFERENCE = str(Path(_PACKAGE, "reference"))
-_NUMERICS = str(Path(_PACKAGE, "numerics"))
+_NUMERICS = str(Path(_PACKAGE, "base", "numerics"))
 """Of use to both; who called it counts."""
 
 
@@ -319,7 +319,7 @@ def upstream_costs(folder: Path) -> dict[str, Any]:
     import nvdlfw_inspect.api as debug_api
     import transformer_engine.debug.features as te_features
 
-    from te_precision_callbacks.session.upstream import Snapshot
+    from te_precision_callbacks.instrumentation.upstream import Snapshot
 
     found: dict[str, Any] = {}
     for name, layers, tensors, stats in (

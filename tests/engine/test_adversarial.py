@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from te_precision_callbacks.statistics.table import (
     BLOCKWISE,
@@ -24,8 +26,6 @@ from te_precision_callbacks.statistics.table import (
     STATISTICS,
     TENSOR_STATISTICS,
 )
-from te_precision_callbacks.vocabulary import recipe_of
-from te_precision_callbacks.watched import Watched
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import BLOCKS, Pair, Quantized, by_block, factors_of, quantize

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from te_precision_callbacks.base.numerics.recipes import Settings, round_blocks
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.numerics.recipes import Settings, round_blocks
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import UnknownStatisticError, quantized_request
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import PERCENTILES, RANGES, SCALES
-from te_precision_callbacks.watched import Watched
 from tests.engine import recipes
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import INF, NAN, Pair, quantize

@@ -16,6 +16,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
+from te_precision_callbacks.base.numerics.layouts import fp8_format, has_scale
+from te_precision_callbacks.base.numerics.recipes import RECIPES as SIMULATED
+from te_precision_callbacks.base.numerics.recipes import Settings, round_blocks, round_to_mxfp8
+from te_precision_callbacks.base.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled, eager, eager_blocks
@@ -27,14 +32,9 @@ from te_precision_callbacks.engine.quantization import (
     read,
     simulate,
 )
-from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
-from te_precision_callbacks.numerics.layouts import fp8_format, has_scale
-from te_precision_callbacks.numerics.recipes import RECIPES as SIMULATED
-from te_precision_callbacks.numerics.recipes import Settings, round_blocks, round_to_mxfp8
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, Of
-from te_precision_callbacks.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
-from te_precision_callbacks.watched import Watched
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import BLOCKS, FLOAT32_MAX, FP4, FP8, Codes, Format, Pair, Quantized, factors_of, quantize

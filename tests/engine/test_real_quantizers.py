@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks
+from te_precision_callbacks.base.numerics.recipes import RECIPES, round_blocks
+from te_precision_callbacks.base.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.kernels.columns import InBlocks
@@ -19,12 +22,9 @@ from te_precision_callbacks.engine.quantization import (
     read,
     settings_of,
 )
-from te_precision_callbacks.numerics.blocks import as_matrix, in_blocks
-from te_precision_callbacks.numerics.recipes import RECIPES, round_blocks
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import PERCENTILES
-from te_precision_callbacks.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
-from te_precision_callbacks.watched import Watched
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.test_quantization import fp8_dtype, te

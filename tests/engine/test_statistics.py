@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine, _Measuring
 from te_precision_callbacks.engine.kernels import compiled, native
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import (
     UnknownStatisticError,
     logged_request,
@@ -30,8 +32,6 @@ from te_precision_callbacks.statistics.table import (
     TENSOR_STATISTICS,
     table,
 )
-from te_precision_callbacks.vocabulary import RECIPES
-from te_precision_callbacks.watched import Watched
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.test_real_quantizers import quantizer

@@ -35,9 +35,9 @@ from te_precision_callbacks.engine.kernels.columns import (
     Places,
 )
 from te_precision_callbacks.engine.quantization import read
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from te_precision_callbacks.statistics.table import RANGES, SCALES
-from te_precision_callbacks.watched import Watched
 from tests.engine import exact, recipes
 from tests.engine.recipes import INF, NAN, Pair, Quantized, quantize
 from tests.engine.test_block_statistics import spread, swizzled

@@ -30,8 +30,8 @@ from te_precision_callbacks.engine.kernels.columns import (
     layout,
     measured_by,
 )
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
-from te_precision_callbacks.watched import Watched
 from tests.engine.exact import columns, named, statistic
 from tests.engine.test_quantization import fp8_dtype, te
 

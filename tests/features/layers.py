@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 
 from te_precision_callbacks import reference
+from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.vocabulary import ELEMENT_FORMATS
 from tests.engine.exact import BLOCK_STATISTICS
 
 ROWS, INPUTS, OUTPUTS = 96, 160, 96

@@ -18,8 +18,8 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 import te_precision_callbacks.features as own_features
 from te_precision_callbacks.features.registration import register
+from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.upstream import Snapshot
 
 OURS = str(Path(own_features.__path__[0]))
 THEIRS = str(Path(te_features.__path__[0]))

@@ -10,12 +10,12 @@ import pytest
 import torch
 import yaml
 
+from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.records import MetricSelection, StepRecords
-from te_precision_callbacks.records.loggers import add_to_tensorboard, wandb_histogram
-from te_precision_callbacks.records.metrics import Histogram
+from te_precision_callbacks.sinks import MetricSelection, StepRecords
+from te_precision_callbacks.sinks.loggers import add_to_tensorboard, wandb_histogram
+from te_precision_callbacks.sinks.metrics import Histogram
 from te_precision_callbacks.statistics.series import family_of
-from te_precision_callbacks.vocabulary import ELEMENT_FORMATS
 from tests.engine import recipes
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import Pair, quantize

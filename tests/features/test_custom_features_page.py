@@ -16,8 +16,8 @@ from nvdlfw_inspect.registry import Registry
 from transformer_engine.common.recipe import DelayedScaling
 
 import te_precision_callbacks.features
+from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import Keeper
 from tests.docs.pages import blocks
 from tests.features.plain import OURS, plain

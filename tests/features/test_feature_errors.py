@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.errors import FeatureError
+from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper
 from tests.features.plain import linear, plain, train

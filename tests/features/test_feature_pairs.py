@@ -16,9 +16,9 @@ import transformer_engine_torch as tex
 import yaml
 from transformer_engine.common.recipe import DelayedScaling
 
+from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.schemas import FEATURES
-from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.session import InspectSession
 from tests.features.plain import linear, plain, train
 from tests.test_config_loading_and_plan import LAYERS

@@ -15,8 +15,8 @@ from transformer_engine.debug.features.api import TEConfigAPIMapper
 from te_precision_callbacks.config import ConfigError, levels
 from te_precision_callbacks.features import base
 from te_precision_callbacks.features.base import matching_options
+from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.upstream import Snapshot
 from te_precision_callbacks.statistics.schedule import Schedule
 from tests.features.plain import linear, plain, train
 

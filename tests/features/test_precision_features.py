@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from te_precision_callbacks.errors import FeatureError
+from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.session import InspectSession
 from tests.features.plain import linear, plain
 

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from te_precision_callbacks import InspectSession, PrecisionDebugCallback
-from te_precision_callbacks.summary import summary
+from te_precision_callbacks.session.summary import summary
 from tests.conftest import statistics
 from tests.lightning.models import Batches, Plain, trainer
 

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins import TransformerEnginePrecision
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks import ConfigError, PrecisionDebugCallback
-from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.session import SessionError
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 from tests.lightning.models import (

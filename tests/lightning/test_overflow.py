@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from te_precision_callbacks import PrecisionDebugCallback
-from te_precision_callbacks.debug_utils import ActivationOverflowError
+from te_precision_callbacks.overflow import ActivationOverflowError
 from tests.conftest import statistics
 from tests.lightning.models import Plain, loader
 

@@ -13,7 +13,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import PrecisionDebugCallback
-from te_precision_callbacks.fingerprints import FingerprintError
+from te_precision_callbacks.runs.fingerprints import FingerprintError
 from te_precision_callbacks.session import ResumeAuditError
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics

@@ -14,12 +14,12 @@ import yaml
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
+from te_precision_callbacks.base.numerics.recipes import RECIPES
+from te_precision_callbacks.cli.manual.features import UnknownFeatureError, features, find
+from te_precision_callbacks.cli.manual.statistics import recipes_table
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.schemas import FEATURES
-from te_precision_callbacks.manual.features import UnknownFeatureError, features, find
-from te_precision_callbacks.manual.statistics import recipes_table
-from te_precision_callbacks.numerics.recipes import RECIPES
 from te_precision_callbacks.statistics.names import UnknownStatisticError
 from te_precision_callbacks.statistics.table import BLOCKWISE, STATISTICS, SYMBOLS, TENSOR_STATISTICS
 from tests.conftest import feature

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 import tests.test_schemas as schema_cases
+from te_precision_callbacks.cli.manual.json_schema import config_schema
 from te_precision_callbacks.config import ConfigError, load_config
+from te_precision_callbacks.config.byte_sizes import size_in_bytes
 from te_precision_callbacks.config.conditions import parse_condition
 from te_precision_callbacks.config.contract import CONTRACT
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.config.schemas import FEATURES
-from te_precision_callbacks.config.sizes import size_in_bytes
-from te_precision_callbacks.manual.json_schema import config_schema
 from te_precision_callbacks.statistics.names import UnknownStatisticError, quantized_request
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS
 from tests.conftest import feature

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from te_precision_callbacks.numerics.blocks import as_matrix, from_blocks, in_blocks
-from te_precision_callbacks.numerics.recipes import RECIPES, Settings, round_blocks, round_to_mxfp8
+from te_precision_callbacks.base.numerics.blocks import as_matrix, from_blocks, in_blocks
+from te_precision_callbacks.base.numerics.recipes import RECIPES, Settings, round_blocks, round_to_mxfp8
 from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy
 

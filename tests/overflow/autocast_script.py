@@ -14,7 +14,7 @@ import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.transformers import Trainer, TrainingArguments
 from tests.preparing import prepare
 

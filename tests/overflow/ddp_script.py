@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from te_precision_callbacks.debug_utils import (
+from te_precision_callbacks.base.ranks.tree import Tree
+from te_precision_callbacks.overflow import (
     ActivationOverflowError,
     DebugActivationOverflow,
     DetectionFailedError,
     looking,
 )
-from te_precision_callbacks.debug_utils.hooks import ModelHooks
-from te_precision_callbacks.ranks.tree import Tree
+from te_precision_callbacks.overflow.hooks import ModelHooks
 
 
 class Collectives:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from te_precision_callbacks.debug_utils import (
+from te_precision_callbacks.overflow import (
     AbortAfterBatch,
     ActivationOverflowError,
     DebugActivationOverflow,
@@ -19,8 +19,8 @@ from te_precision_callbacks.debug_utils import (
     OverflowOptionError,
     looking,
 )
-from te_precision_callbacks.debug_utils.hooks import ModelHooks
-from te_precision_callbacks.debug_utils.slots import Slots
+from te_precision_callbacks.overflow.extreme_slots import Slots
+from te_precision_callbacks.overflow.hooks import ModelHooks
 from tests.overflow.models import hooks_on
 
 INF = float("inf")

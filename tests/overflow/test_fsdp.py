@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from tests.overflow.models import lines_of
 
 

@@ -17,14 +17,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.debug_utils import DebugUnderflowOverflow
 
-from te_precision_callbacks.debug_utils import (
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.overflow import (
     AbortAfterBatch,
     ActivationOverflowError,
     DebugActivationOverflow,
     OverflowDetectorError,
     OverflowOptionError,
 )
-from te_precision_callbacks.errors import OptionError
 from tests.overflow.models import Line, hooks_on, lines_of
 
 INF = float("inf")

@@ -23,7 +23,7 @@ from te_precision_callbacks import (
     PrecisionDebugTrainerCallback,
 )
 from te_precision_callbacks.accelerate import PrecisionDebugger
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.transformers import Trainer
 from tests.transformers.models import SIZE, Vectors, arguments, trainer
 

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from tests.overflow.models import WO, Line, hooks_on, lines_of, mini_t5, overflow_at, seen_by_plain_hooks, tokens
 
 MODES: list[Literal["deferred", "immediate"]] = ["deferred", "immediate"]

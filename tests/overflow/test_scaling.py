@@ -19,7 +19,7 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.session import InspectSession
 from tests.overflow.models import hooks_on
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from te_precision_callbacks.debug_utils import (
+from te_precision_callbacks.overflow import (
     ActivationOverflowError,
     DebugActivationOverflow,
     DetectionFailedError,
     detect_overflow,
 )
-from te_precision_callbacks.debug_utils.slots import TWICE_IS_FASTER, Slots
+from te_precision_callbacks.overflow.extreme_slots import TWICE_IS_FASTER, Slots
 from tests.overflow.models import Line, lines_of
 
 INF = float("inf")

@@ -13,7 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, looking, slots
+from te_precision_callbacks.overflow import (
+    ActivationOverflowError,
+    DebugActivationOverflow,
+    extreme_slots,
+    looking,
+)
 from tests.overflow.models import hooks_on, lines_of
 
 INF = float("inf")
@@ -115,14 +120,14 @@ def test_one_copy_a_look_and_nothing_else() -> None:
 
     def reads(*, watched: bool) -> tuple[list[int], list[int]]:
         """Reads of elements, and copies, in each of: forward and backward, the optimizer's step, an evaluation."""
-        counting, copies = HostReads(), mock.Mock(side_effect=slots.to_host)
+        counting, copies = HostReads(), mock.Mock(side_effect=extreme_slots.to_host)
         elements, looks = [0], [0]
 
         def note() -> None:
             elements.append(counting.count)
             looks.append(copies.call_count)
 
-        with mock.patch.object(slots, "to_host", copies):
+        with mock.patch.object(extreme_slots, "to_host", copies):
             overflow = DebugActivationOverflow(model) if watched else None
             with counting:
                 model(input_ids=batch, labels=batch).loss.backward()
@@ -226,7 +231,7 @@ def test_abandoned() -> None:
     watching = DebugActivationOverflow(model)
     watching.abandoned = ended
     step(model, optimizer)
-    with mock.patch.object(slots, "to_host", side_effect=slots.to_host) as reads:
+    with mock.patch.object(extreme_slots, "to_host", side_effect=extreme_slots.to_host) as reads:
         bad = model(torch.ones(2, 4)).sum() * INF
         ended.return_value = True
         bad.backward()

@@ -10,7 +10,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
 from tests.overflow.models import hooks_on

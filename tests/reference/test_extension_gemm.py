@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from te_precision_callbacks import gemm_shapes, reference
+from te_precision_callbacks import reference
+from te_precision_callbacks.base.numerics import gemm_shapes
 
 reference.install()
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from te_precision_callbacks.numerics.scaling import amax_of, fp8_scale
+from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 

@@ -11,7 +11,7 @@ import pytest
 from te_precision_callbacks.reference import InstallError, children, inherited
 from tests.forked import executable
 from tests.reference.processes import answers, python, run
-from tests.store.making import write_run
+from tests.runs.making import write_run
 
 WORKER = """
 def forward(queue):
@@ -155,7 +155,7 @@ def test_a_module_that_the_backend_needs_may_import_torch_first(tmp_path: Path) 
     first, second, third = answers(
         """
         import sys
-        from te_precision_callbacks.numerics import formats, scaling
+        from te_precision_callbacks.base.numerics import formats, scaling
         from te_precision_callbacks.reference import installed
 
         answer = [installed().pretend_cuda, "te_precision_callbacks.reference.extension" in sys.modules]

@@ -181,7 +181,7 @@ def test_hadamard_transform_of_the_columns(shape: tuple[int, int], kind: str, ra
 def test_the_transform_cancels_in_a_product_over_the_transformed_dimension() -> None:
     left, right = tensor_of("random", (64, 32), torch.bfloat16), tensor_of("random", (64, 48), torch.bfloat16, 1)
     signs = NVFP4Quantizer().rht_matrix_random_sign_mask_t
-    from te_precision_callbacks.numerics.hadamard import random_hadamard_transform as transform
+    from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform as transform
 
     product = transform(left.t(), signs).double() @ transform(right.t(), signs).double().t()
     torch.testing.assert_close(product, left.double().t() @ right.double(), rtol=0.0, atol=0.15)

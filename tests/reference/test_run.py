@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 
 from te_precision_callbacks.cli import main
-from te_precision_callbacks.reference import compiled, launch
+from te_precision_callbacks.reference import compiled_extension, launch
 from te_precision_callbacks.reference.launch import Backend, script_command, why_no_module
 from tests.forked import executable
 from tests.reference.processes import REPOSITORY, answers, python, te_precision
@@ -365,7 +365,7 @@ def test_what_a_script_runs_on(
     """As reference.install_where_needed() decides: on a login node the compiled one is imported, and nothing runs."""
     asked = []
     monkeypatch.setattr(launch, "_has_gpu", lambda: has_gpu)
-    monkeypatch.setattr(compiled, "why_unavailable", lambda: asked.append(1) or why)
+    monkeypatch.setattr(compiled_extension, "why_unavailable", lambda: asked.append(1) or why)
     assert description in launch.plan_launch(backend).description
     assert bool(asked) == (has_gpu or backend is Backend.TE)
 
@@ -381,19 +381,19 @@ def test_of_the_ranks_of_a_machine_one_tries_the_import(
         return subprocess.CompletedProcess([], 0 if why is None else 1, "", why or "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))  # type: ignore[attr-defined]
+    monkeypatch.setattr(compiled_extension.tempfile, "tempdir", str(tmp_path))  # type: ignore[attr-defined]
     monkeypatch.setenv("LOCAL_RANK", "1")
     answers: list[str | None] = []
-    ranks = [threading.Thread(target=lambda: answers.append(compiled.why_unavailable())) for _ in range(4)]
+    ranks = [threading.Thread(target=lambda: answers.append(compiled_extension.why_unavailable())) for _ in range(4)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
     assert answers == [why] * 4
     assert len(tried) == 1
-    monkeypatch.setattr(compiled, "_HOLDS_FOR", 0.0)
-    assert compiled.why_unavailable() == why
+    monkeypatch.setattr(compiled_extension, "_HOLDS_FOR", 0.0)
+    assert compiled_extension.why_unavailable() == why
     assert len(tried) == 2, "an old answer is another launch's"
     monkeypatch.delenv("LOCAL_RANK")
-    assert compiled.why_unavailable() == why
+    assert compiled_extension.why_unavailable() == why
     assert len(tried) == 3

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from te_precision_callbacks.statistics.table import EXPONENTS
-from te_precision_callbacks.store import RecordedRun, RunWriter, Segment
-from te_precision_callbacks.store.tables import (
+from te_precision_callbacks.runs import RecordedRun, RunWriter, Segment
+from te_precision_callbacks.runs.tables import (
     EVENTS,
     GEMMS,
     LAYERS,
@@ -30,6 +29,7 @@ from te_precision_callbacks.store.tables import (
     VALUES,
     VECTORS,
 )
+from te_precision_callbacks.statistics.table import EXPONENTS
 
 PARTS = ("self_attention.qkv", "self_attention.proj", "mlp.fc1", "mlp.fc2")
 TENSORS = ("activation", "weight", "gradient")

@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from te_precision_callbacks.report import write_report
+from te_precision_callbacks.views.report import write_report
 from tests.docs.pages import ROOT
 from tests.report.conftest import ARGUMENTS, Look
 from tests.report.runs import drifting

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from te_precision_callbacks.cli import main
-from te_precision_callbacks.store import open_run
+from te_precision_callbacks.runs import open_run
 from tests.report.runs import drifting, write
 
 
@@ -73,7 +73,7 @@ def test_the_name_of_the_file_says_what_is_written(report: Any, log_dir: Path, t
     ):
         assert report(str(log_dir), "-o", name)[0] == 0
         assert (tmp_path / name).read_bytes().startswith(begin)
-    from te_precision_callbacks.report import ReportError, write_report
+    from te_precision_callbacks.views.report import ReportError, write_report
 
     with pytest.raises(ReportError, match=r"no \.png file. Name it .*page\.html"):
         write_report(open_run(log_dir), tmp_path / "page.png")
@@ -153,7 +153,7 @@ def test_what_is_no_run(report: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_without_numbers(report: Any, tmp_path: Path) -> None:
-    from te_precision_callbacks.store import RunWriter
+    from te_precision_callbacks.runs import RunWriter
 
     with RunWriter.begin(tmp_path, run_id="nothing"):
         pass

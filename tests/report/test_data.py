@@ -14,17 +14,17 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import InspectSession
-from te_precision_callbacks.report import ReportError, write_report
-from te_precision_callbacks.report.data import PageData, findings
-from te_precision_callbacks.report.histograms import histograms
-from te_precision_callbacks.report.overview import ALL_RANKS, Columns, overviews, pieces
-from te_precision_callbacks.report.packing import INF, LEVELS, NAN, ZERO, Scale, narrowed
-from te_precision_callbacks.report.ranges import FORMATS, Window
-from te_precision_callbacks.report.subjects import REDUCED, Subjects, layer_name
+from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import Worse
-from te_precision_callbacks.store import RecordedRun, open_run
-from te_precision_callbacks.store.tables import STEP0
+from te_precision_callbacks.views.report import ReportError, write_report
+from te_precision_callbacks.views.report.data import PageData, findings
+from te_precision_callbacks.views.report.histograms import histograms
+from te_precision_callbacks.views.report.overview import ALL_RANKS, Columns, overviews, pieces
+from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, Scale, narrowed
+from te_precision_callbacks.views.report.ranges import FORMATS, Window
+from te_precision_callbacks.views.report.subjects import REDUCED, Subjects, layer_name
 from tests.conftest import feature
 from tests.report.runs import drifting, empty
 
@@ -53,7 +53,7 @@ def test_a_cell_is_the_worst_of_its_steps(most: int) -> None:
 def test_families_that_are_read_in_pieces_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     subjects, columns = Subjects(RUN), Columns.of(RUN, 9)
     whole = list(overviews(RUN, subjects.families, columns, exact=[0, 36]))
-    monkeypatch.setattr("te_precision_callbacks.report.overview.pieces", lambda counts: pieces(counts, 100))
+    monkeypatch.setattr("te_precision_callbacks.views.report.overview.pieces", lambda counts: pieces(counts, 100))
     for one, other in zip(whole, overviews(RUN, subjects.families, columns, exact=[0, 36]), strict=True):
         assert one.family == other.family
         np.testing.assert_array_equal(one.cells[REDUCED], other.cells[REDUCED])

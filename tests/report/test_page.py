@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from playwright.sync_api import Locator
 
-from te_precision_callbacks.report import write_report
-from te_precision_callbacks.store import RecordedRun, RunWriter, open_run
-from tests.comparing.recorded import record
+from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
+from te_precision_callbacks.views.report import write_report
+from tests.compare.recorded import record
 from tests.report.conftest import Look
 from tests.report.runs import PARTS, drifting
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from te_precision_callbacks.report import pictures
-from te_precision_callbacks.store import RecordedRun
-from tests.comparing.recorded import record
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.views.report import pictures
+from tests.compare.recorded import record
 from tests.report.runs import drifting
 
 STEPS = 4

@@ -12,10 +12,10 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks import InspectSession
-from te_precision_callbacks.report import facts, write_report
-from te_precision_callbacks.showing.view import look as look_at
-from te_precision_callbacks.store import RecordedRun, open_run
-from te_precision_callbacks.store.tables import STEP0
+from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.views.report import facts, write_report
+from te_precision_callbacks.views.show.view import look as look_at
 from tests.conftest import feature
 from tests.report.conftest import Look
 

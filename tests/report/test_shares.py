@@ -11,8 +11,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 
 from te_precision_callbacks import InspectSession
-from te_precision_callbacks.report import write_report
-from te_precision_callbacks.store import RecordedRun, open_run
+from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.views.report import write_report
 from tests.conftest import feature
 from tests.report.conftest import Look
 

@@ -14,9 +14,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from transformer_engine.common import recipe
 
 from te_precision_callbacks import InspectSession, PrecisionDebugCallback
-from te_precision_callbacks.errors import MissingExtraError, OptionError
-from te_precision_callbacks.records.loggers import REPORT_NAME
-from te_precision_callbacks.store import list_runs, open_run
+from te_precision_callbacks.base.errors import MissingExtraError, OptionError
+from te_precision_callbacks.runs import list_runs, open_run
+from te_precision_callbacks.sinks.loggers import REPORT_NAME
 from tests.conftest import feature, statistics
 from tests.lightning.models import Plain, board_text, loader
 from tests.report.conftest import Look

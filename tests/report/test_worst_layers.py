@@ -12,17 +12,17 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks import InspectSession
-from te_precision_callbacks.errors import OptionError
-from te_precision_callbacks.records.choice import SeriesChoice
-from te_precision_callbacks.records.worst import judged
-from te_precision_callbacks.report import write_report
-from te_precision_callbacks.report.data import PageData
-from te_precision_callbacks.report.numbers import numbers
-from te_precision_callbacks.showing.view import look
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.runs import RecordedRun, UnknownSubjectError, open_run
+from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.session.summary import StatisticsTables
+from te_precision_callbacks.sinks.choice import SeriesChoice
+from te_precision_callbacks.sinks.worst import judged
 from te_precision_callbacks.statistics.series import family_of
-from te_precision_callbacks.store import RecordedRun, UnknownSubjectError, open_run
-from te_precision_callbacks.store.tables import STEP0
-from te_precision_callbacks.summary import StatisticsTables
+from te_precision_callbacks.views.report import write_report
+from te_precision_callbacks.views.report.data import PageData
+from te_precision_callbacks.views.report.numbers import numbers
+from te_precision_callbacks.views.show.view import look
 from tests.conftest import Keeper, feature
 from tests.report.conftest import Look
 
@@ -132,8 +132,8 @@ def test_the_report_names_the_same(trained: Trained) -> None:
 
 
 def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("te_precision_callbacks.records.choice.MOST_SERIES", 1)
-    monkeypatch.setattr("te_precision_callbacks.records.choice.PLACES", 4)
+    monkeypatch.setattr("te_precision_callbacks.sinks.choice.MOST_SERIES", 1)
+    monkeypatch.setattr("te_precision_callbacks.sinks.choice.PLACES", 4)
     choice, records = SeriesChoice(), trained.keeper.steps[-1]
     choice.take(records.families, judged(records))
     assert set(trained.lossy) <= choice.logged(family_of("weight", "sqnr_db"))
@@ -141,7 +141,7 @@ def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPat
 
 def test_the_summary_names_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a table that is too narrow for the column of what is lost."""
-    monkeypatch.setattr("te_precision_callbacks.summary.MOST_ROWS", 4)
+    monkeypatch.setattr("te_precision_callbacks.session.summary.MOST_ROWS", 4)
     tables = StatisticsTables(trained.session._findings.statistics, {})
     for statistic in ("underflows%", "sqnr_db"):
         shown = [tables._tensors[number] for number in tables._shown([statistic])]

@@ -27,13 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-from te_precision_callbacks.fingerprints import pooling
-from te_precision_callbacks.ranks import tree
-from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.base.ranks import tree
+from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.runs.fingerprints import pooling
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
-from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import feature, statistics
-from tests.session.taps import assert_alike, layers_of, spied, tapped
+from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
 
 CASES = ("world", "all", "own group", "no reduction", "one fails")
 

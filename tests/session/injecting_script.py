@@ -34,11 +34,12 @@ import torch.distributed as dist
 import transformer_engine.pytorch as te
 
 import te_precision_callbacks
-from te_precision_callbacks import ranks
+from te_precision_callbacks.base import ranks
+from te_precision_callbacks.base.ranks import messages, tree
+from te_precision_callbacks.coverage import parallel
 from te_precision_callbacks.engine import reduction
-from te_precision_callbacks.ranks import messages, tree
-from te_precision_callbacks.session import InspectSession, parallel, run, session
-from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.session import InspectSession, run, session
+from te_precision_callbacks.session.observed_model import ObservedModel
 from tests.conftest import Keeper, statistics
 
 logger = logging.getLogger("te_precision_callbacks.injecting")
@@ -93,7 +94,7 @@ class Injection:
         name = frame.f_code.co_filename
         if not name.startswith((PACKAGE, FEATURES)):
             return None
-        if name.startswith((str(Path(PACKAGE) / "reference"), str(Path(PACKAGE) / "numerics"))):
+        if name.startswith((str(Path(PACKAGE) / "reference"), str(Path(PACKAGE) / "base" / "numerics"))):
             return None
         return self._line
 

@@ -27,8 +27,8 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.upstream import Snapshot
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.cli import app
-from te_precision_callbacks.store import open_run
-from te_precision_callbacks.vocabulary import GEMMS
+from te_precision_callbacks.runs import open_run
 from tests.forked import ranks
 from tests.lightning.models import log_of, logged_lines, marked_lines
 

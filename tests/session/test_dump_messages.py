@@ -15,8 +15,8 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps.contents import dump_of
-from te_precision_callbacks.dumps.files import write
-from te_precision_callbacks.dumps.sizes import most_bytes
+from te_precision_callbacks.dumps.dump_files import write
+from te_precision_callbacks.dumps.file_size import most_bytes
 from te_precision_callbacks.session import InspectSession
 from tests.features.plain import linear, plain
 from tests.session.test_dumps import config, files, messages, random, step

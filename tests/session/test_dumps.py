@@ -17,9 +17,9 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.config import ConfigError
-from te_precision_callbacks.debug_utils import ActivationOverflowError
 from te_precision_callbacks.dumps import disk
 from te_precision_callbacks.dumps.writer import Writer
+from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
 from tests.full_disk import files_up_to
@@ -372,7 +372,7 @@ def test_what_cannot_work_is_refused_before_the_run(
     [("10MB", 10**7), ("2GiB", 2 << 30), ("1.5 kB", 1500), (4096, 4096), ("4096", 4096), ("3tib", 3 << 40)],
 )
 def test_sizes(text: Any, size: int) -> None:
-    from te_precision_callbacks.config.sizes import size_in_bytes
+    from te_precision_callbacks.config.byte_sizes import size_in_bytes
 
     assert size_in_bytes(text) == size
 

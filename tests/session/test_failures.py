@@ -15,10 +15,10 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
-from te_precision_callbacks.errors import FeatureError, OptionError
-from te_precision_callbacks.records import StepRecords, statistics_log, writer_thread
+from te_precision_callbacks.base.errors import FeatureError, OptionError
+from te_precision_callbacks.runs import sink
 from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, sinks
-from te_precision_callbacks.store import sink
+from te_precision_callbacks.sinks import StepRecords, statistics_log, writer_thread
 from tests.conftest import Keeper, feature, statistics
 from tests.reference.processes import python
 

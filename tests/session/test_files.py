@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from te_precision_callbacks.store import open_run
+from te_precision_callbacks.runs import open_run
 from tests.forked import Running
 from tests.lightning.models import log_of, logged_lines
 from tests.session.files_script import CASES

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.session import InspectSession, running_session
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 from tests.forked import executable

@@ -17,10 +17,10 @@ import transformer_engine.pytorch as te
 import yaml
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError
-from te_precision_callbacks.records.log_file import claim
+from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
-from te_precision_callbacks.session.upstream import Snapshot
+from te_precision_callbacks.sinks.log_file import claim
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 from tests.forked import executable
 

@@ -12,9 +12,9 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
+from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.store import open_run
-from tests.session.test_coverage import (
+from tests.coverage.test_coverage import (
     BATCH,
     HEADS,
     INNER,

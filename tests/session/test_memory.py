@@ -19,9 +19,9 @@ from nvdlfw_inspect.registry import Registry
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks.engine.kernels import native
-from te_precision_callbacks.records import writer_thread
+from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.upstream import Snapshot
+from te_precision_callbacks.sinks import writer_thread
 from tests.conftest import feature, statistics
 
 LAYERS = 8

@@ -15,19 +15,20 @@ import torch
 import transformer_engine.pytorch as te
 
 import te_precision_callbacks
-from te_precision_callbacks.debug_utils import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
-from te_precision_callbacks.errors import (
+from te_precision_callbacks.base.errors import (
     MissingExtraError,
     ObservationError,
     PrecisionDebugError,
     TransformerEngineUnavailableError,
 )
-from te_precision_callbacks.ranks.tree import Departure, RanksLostError
-from te_precision_callbacks.session import InspectSession, failures
-from te_precision_callbacks.session.model import ObservedModel
-from te_precision_callbacks.session.parallel import Ranks
+from te_precision_callbacks.base.ranks.tree import Departure, RanksLostError
+from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.instrumentation import failures
+from te_precision_callbacks.overflow import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
+from te_precision_callbacks.runs.errors import SeveralRunsError
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.run import Run
-from te_precision_callbacks.store.errors import SeveralRunsError
 from tests.conftest import Keeper, statistics
 
 ASKED_FOR = {

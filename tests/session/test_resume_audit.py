@@ -17,8 +17,8 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.fingerprints import FILE_NAME, Fingerprint, FingerprintError, ResumeReport, read
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.runs.fingerprints import FILE_NAME, Fingerprint, FingerprintError, ResumeReport, read
 from te_precision_callbacks.session import InspectSession, ObservationError, ResumeAuditError
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature, statistics

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
+from te_precision_callbacks.session.summary import summary
 from te_precision_callbacks.statistics.series import family_of
-from te_precision_callbacks.summary import summary
 
 LONG = "fp8_block_scaling_block_dynamic_range_mean_columnwise"
 STRANGE = "[red]\x1b[2J\u202e[/red] a_name_that_is_longer_than_a_line_of_the_table"

@@ -20,10 +20,10 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.lightning import PrecisionDebugCallback
-from te_precision_callbacks.records import writer_thread
+from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import signals
 from te_precision_callbacks.session.wakeup import Wakeup
-from te_precision_callbacks.store import open_run
+from te_precision_callbacks.sinks import writer_thread
 from tests.conftest import Keeper, statistics
 from tests.forked import REPOSITORY, executable
 from tests.lightning.models import Plain, loader, logged_lines, trainer
@@ -290,7 +290,7 @@ def test_what_a_layer_adds_to_the_end_is_bounded(
     tmp_path: Path, hurried: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At 20,000 layers 600 calls are 12 million, which take a second or two."""
-    monkeypatch.setattr("te_precision_callbacks.summary.MOST_LAYERS", 10)
+    monkeypatch.setattr("te_precision_callbacks.session.summary.MOST_LAYERS", 10)
     calls_of_stop(tmp_path / "first", 20, hurried=hurried)  # imports what it needs
     few, many = (calls_of_stop(tmp_path / str(layers), layers, hurried=hurried) for layers in (20, 60))
     assert (many - few) / 40 <= most

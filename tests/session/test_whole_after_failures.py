@@ -8,8 +8,8 @@ from array import array
 import numpy as np
 import torch
 
-from te_precision_callbacks.records.model import StepRecords
-from te_precision_callbacks.records.worst import RunStatistics
+from te_precision_callbacks.sinks.step_records import StepRecords
+from te_precision_callbacks.sinks.worst import RunStatistics
 from te_precision_callbacks.statistics.series import SeriesTable
 from tests.session.injecting_script import Injection
 

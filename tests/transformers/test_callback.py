@@ -17,11 +17,11 @@ from accelerate.state import AcceleratorState
 from transformers.trainer_callback import CallbackHandler
 
 from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
-from te_precision_callbacks.errors import OptionError
-from te_precision_callbacks.records import Row, StepRecords
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.session import SessionError
+from te_precision_callbacks.sinks import Row, StepRecords
 from te_precision_callbacks.transformers.closing import DataParallelError
-from te_precision_callbacks.transformers.history import HistorySummary
+from te_precision_callbacks.transformers.log_history import HistorySummary
 from tests.conftest import Keeper, feature, module_state, statistics
 from tests.lightning.models import logged_lines
 from tests.transformers.models import FP8_STATISTICS, Net, arguments, llama, sample, trainer

@@ -18,9 +18,9 @@ from transformers import HfArgumentParser
 from transformers.debug_utils import DebugOption
 
 from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.debug_options import UnknownDebugOptionError
-from te_precision_callbacks.debug_utils import ActivationOverflowError
-from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.session import SessionError
 from te_precision_callbacks.transformers import PrecisionDebugOption, Trainer, TrainingArguments
 from te_precision_callbacks.transformers.closing import DataParallelError

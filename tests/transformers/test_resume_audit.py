@@ -17,7 +17,7 @@ import transformers
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import PrecisionDebugTrainerCallback
-from te_precision_callbacks.fingerprints import FILE_NAME, FingerprintError
+from te_precision_callbacks.runs.fingerprints import FILE_NAME, FingerprintError
 from te_precision_callbacks.session import ResumeAuditError
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics

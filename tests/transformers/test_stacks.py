@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch._dynamo.utils import counters
 
+from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.session import running_session
-from te_precision_callbacks.store import list_runs, open_run
 from te_precision_callbacks.transformers import PrecisionDebugTrainerCallback
 from tests.conftest import Keeper, statistics
 from tests.transformers.models import Net, arguments, llama, trainer

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from te_precision_callbacks.devices import is_lost
+from te_precision_callbacks.base.devices import is_lost
 from te_precision_callbacks.engine.kernels import eager, eager_blocks, native
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,

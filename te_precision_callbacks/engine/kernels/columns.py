@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.numerics.blocks import as_matrix
-from te_precision_callbacks.numerics.layouts import Stored
-from te_precision_callbacks.numerics.recipes import FLOAT32_SCALES
+from te_precision_callbacks.base.numerics.blocks import as_matrix
+from te_precision_callbacks.base.numerics.layouts import Stored
+from te_precision_callbacks.base.numerics.recipes import FLOAT32_SCALES
 
 MOMENT_SUMS = ("finite", "nonfinite", "zeros", "sum", "square_sum", "abs_sum")
 """Number of finite elements; of inf and nan; of zeros; sum of x; sum of x^2; sum of abs(x)."""

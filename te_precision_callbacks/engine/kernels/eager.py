@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from te_precision_callbacks.base.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
@@ -23,7 +24,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     Places,
     layout,
 )
-from te_precision_callbacks.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.statistics.table import Bins
 
 PIECE = 65_536

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.numerics.blocks import in_blocks
+from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING, BlockPlaces, InBlocks, Pending
-from te_precision_callbacks.numerics.blocks import in_blocks
-from te_precision_callbacks.numerics.formats import FloatFormat
 from te_precision_callbacks.statistics.table import RANGES, SCALES, Of
 
 SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]

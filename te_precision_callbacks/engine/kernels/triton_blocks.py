@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from te_precision_callbacks.base.numerics.layouts import SWIZZLE_ROWS
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
@@ -63,7 +64,6 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     tile_moments,
     total_of,
 )
-from te_precision_callbacks.numerics.layouts import SWIZZLE_ROWS
 from te_precision_callbacks.statistics.table import RANGES, SCALES
 
 _COLUMNS = len((*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS, *LIMIT_SUMS, *LOSS_SUMS, *RANGE_SUMS))
@@ -581,7 +581,7 @@ def _add_counts(counts: tl.tensor, found: tl.tensor, NUMBER: tl.constexpr, KEPT:
 
 @jit
 def _swizzled(row: tl.tensor, column: tl.tensor, tile_stride: tl.tensor) -> tl.tensor:
-    """Where a scale lies in the order that a GEMM reads, as :mod:`te_precision_callbacks.numerics.layouts` has it."""
+    """Where a scale lies in the order that a GEMM reads: see :mod:`te_precision_callbacks.base.numerics.layouts`."""
     at = (row // 128).to(tl.int64) * tile_stride + (column // 4) * 512
     return at + ((row % 32) * 16 + row % 128 // 32 * 4 + column % 4)
 

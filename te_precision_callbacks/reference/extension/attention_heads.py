@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.numerics import layouts
-from te_precision_callbacks.numerics.layouts import Stored, is_quantized, scaling_mode, stored
+from te_precision_callbacks.base.numerics import layouts
+from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, scaling_mode, stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.enums import NVTE_QKV_Format, NVTE_QKV_Layout
 

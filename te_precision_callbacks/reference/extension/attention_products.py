@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from te_precision_callbacks.numerics.scaling import amax_of
+from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.extension.attention_heads import Heads
 
 

@@ -15,7 +15,7 @@ from typing import SupportsInt
 
 import torch
 
-from te_precision_callbacks.numerics.formats import E4M3, E5M2, FloatFormat
+from te_precision_callbacks.base.numerics.formats import E4M3, E5M2, FloatFormat
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.enums import DType
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.gemm_shapes import takes_any_layout
-from te_precision_callbacks.numerics.layouts import PER_TENSOR, scaling_mode
-from te_precision_callbacks.numerics.scaling import amax_of, fp8_scale
+from te_precision_callbacks.base.numerics.gemm_shapes import takes_any_layout
+from te_precision_callbacks.base.numerics.layouts import PER_TENSOR, scaling_mode
+from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import build, empty, is_noop, overwrite, transposed_shape
 from te_precision_callbacks.reference.extension.dtypes import fp8_format

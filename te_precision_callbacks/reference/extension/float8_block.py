@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.numerics.blocks import block_amaxes, times_blocks
-from te_precision_callbacks.numerics.layouts import BLOCK_1D, BLOCK_2D, scaling_mode
-from te_precision_callbacks.numerics.scaling import fp8_scale
+from te_precision_callbacks.base.numerics.blocks import block_amaxes, times_blocks
+from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, scaling_mode
+from te_precision_callbacks.base.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     Shapes,

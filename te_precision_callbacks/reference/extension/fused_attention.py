@@ -41,8 +41,9 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.numerics import layouts
-from te_precision_callbacks.numerics.layouts import fp8_format, is_quantized, scaling_mode
+from te_precision_callbacks.base.numerics import layouts
+from te_precision_callbacks.base.numerics.layouts import fp8_format, is_quantized, scaling_mode
+from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.extension.attention_heads import (
     format_of,
@@ -61,7 +62,6 @@ from te_precision_callbacks.reference.extension.attention_support import CAUSAL,
 from te_precision_callbacks.reference.extension.float8 import raise_amax
 from te_precision_callbacks.reference.extension.quantization import quantize_result
 from te_precision_callbacks.reference.extension.quantizers import casting_for
-from te_precision_callbacks.vocabulary import recipe_of
 
 
 @torch.no_grad()

@@ -26,10 +26,9 @@ from typing import Any, SupportsInt
 
 import torch
 
-from te_precision_callbacks import gemm_shapes
-from te_precision_callbacks.numerics import layouts
-from te_precision_callbacks.numerics.formats import E2M1, E5M2
-from te_precision_callbacks.numerics.layouts import Stored, is_quantized
+from te_precision_callbacks.base.numerics import gemm_shapes, layouts
+from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
+from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.activation import GELU
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
@@ -383,7 +382,7 @@ def _check_formats(a: Operand, b: Operand, dtype: torch.dtype) -> None:
 
 
 def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torch.dtype) -> None:
-    """Refuse sizes that no GPU of this capability takes: :mod:`te_precision_callbacks.gemm_shapes`."""
+    """Refuse sizes that no GPU of this capability takes: :mod:`te_precision_callbacks.base.numerics.gemm_shapes`."""
     rows_a, columns_a = a.matrix_shape
     rows_b, columns_b = b.matrix_shape
     sizes = {

@@ -17,13 +17,13 @@ from typing import Any, SupportsInt
 
 import torch
 
-from te_precision_callbacks.numerics.scaling import amax_of, fp8_scale
+from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
+from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.dtypes import fp8_format, torch_dtype
 from te_precision_callbacks.reference.extension.gemm import product_into
 from te_precision_callbacks.reference.extension.operands import dequantized
 from te_precision_callbacks.reference.extension.quantization import quantize, row_sum
-from te_precision_callbacks.vocabulary import class_names
 
 _BUFFERS = {
     "data": ("_rowwise_data", "_data"),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from te_precision_callbacks.numerics.scaling import fp8_scale
+from te_precision_callbacks.base.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import overwrite
 

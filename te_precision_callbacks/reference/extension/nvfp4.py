@@ -10,7 +10,7 @@ Usage::
     out._rowwise_scale_inv  # E4M3 as uint8, padded with zeros to multiples of 128 x 4
 
 ``pytorch/csrc/quantizer.cpp``, ``NVFP4Quantizer`` (TE 2.20). The arithmetic of the kernels is in
-:mod:`te_precision_callbacks.numerics.nvfp4`.
+:mod:`te_precision_callbacks.base.numerics.nvfp4`.
 
 ``NVTE_USE_FAST_MATH=1``, with which the GPU divides approximately, changes nothing here;
 ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1`` has the same effect as upstream.
@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.numerics.blocks import block_amaxes
-from te_precision_callbacks.numerics.hadamard import random_hadamard_transform
-from te_precision_callbacks.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, scaling_mode
-from te_precision_callbacks.numerics.nvfp4 import BLOCK, Rules, quantized
-from te_precision_callbacks.numerics.scaling import amax_of
+from te_precision_callbacks.base.numerics.blocks import block_amaxes
+from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
+from te_precision_callbacks.base.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, scaling_mode
+from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Rules, quantized
+from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     build,

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 
 import torch
 
-from te_precision_callbacks.numerics.blocks import block_amaxes
-from te_precision_callbacks.numerics.formats import E2M1, E4M3
-from te_precision_callbacks.numerics.layouts import packed, unpacked
-from te_precision_callbacks.numerics.nvfp4 import BLOCK
-from te_precision_callbacks.numerics.scaling import (
+from te_precision_callbacks.base.numerics.blocks import block_amaxes
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
+from te_precision_callbacks.base.numerics.layouts import packed, unpacked
+from te_precision_callbacks.base.numerics.nvfp4 import BLOCK
+from te_precision_callbacks.base.numerics.scaling import (
     FLOAT32_MAX,
     amax_of,
     nvfp4_block_scales,

@@ -8,8 +8,8 @@ Usage::
     dequantized(tensor)  # float32, the logical shape
 
 A block-scaled tensor holds different numbers rowwise and columnwise, so a reader always names the direction. Per-tensor
-FP8 holds the same numbers in both, in one layout or two. :mod:`te_precision_callbacks.numerics.layouts` describes the
-memory layout of each format.
+FP8 holds the same numbers in both, in one layout or two. :mod:`te_precision_callbacks.base.numerics.layouts` describes
+the memory layout of each format.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.numerics import layouts
-from te_precision_callbacks.numerics.blocks import times_blocks
-from te_precision_callbacks.numerics.formats import FloatFormat
-from te_precision_callbacks.numerics.layouts import Stored, is_quantized, stored
+from te_precision_callbacks.base.numerics import layouts
+from te_precision_callbacks.base.numerics.blocks import times_blocks
+from te_precision_callbacks.base.numerics.formats import FloatFormat
+from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.float8 import has_any_layout_gemm
@@ -69,7 +69,7 @@ class Operand:
 
     @property
     def mode(self) -> str | None:
-        """Scaling mode, of :mod:`te_precision_callbacks.numerics.layouts`; None for a plain tensor."""
+        """Scaling mode, of :mod:`te_precision_callbacks.base.numerics.layouts`; None for a plain tensor."""
         return None if self.part is None else self.part.mode
 
     @property

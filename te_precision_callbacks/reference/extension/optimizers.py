@@ -14,7 +14,7 @@ from typing import SupportsInt
 
 import torch
 
-from te_precision_callbacks.numerics.scaling import amax_of
+from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.multi_tensor import TensorLists, groups
 

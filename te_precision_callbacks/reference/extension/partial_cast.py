@@ -18,9 +18,9 @@ from typing import SupportsInt
 
 import torch
 
-from te_precision_callbacks.numerics.blocks import block_amaxes
-from te_precision_callbacks.numerics.formats import E4M3, E8M0
-from te_precision_callbacks.numerics.scaling import e8m0_codes, mxfp8_scale_inv
+from te_precision_callbacks.base.numerics.blocks import block_amaxes
+from te_precision_callbacks.base.numerics.formats import E4M3, E8M0
+from te_precision_callbacks.base.numerics.scaling import e8m0_codes, mxfp8_scale_inv
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension import float8_block, mxfp8
 from te_precision_callbacks.reference.extension.buffers import padded

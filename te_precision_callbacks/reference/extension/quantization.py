@@ -17,7 +17,7 @@ from typing import Any, SupportsInt
 
 import torch
 
-from te_precision_callbacks.numerics.scaling import amax_of
+from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.dtypes import torch_dtype
 from te_precision_callbacks.reference.extension.float8 import transposed

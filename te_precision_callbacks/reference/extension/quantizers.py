@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
+from te_precision_callbacks.base.vocabulary import QUANTIZERS, recipe_of
 from te_precision_callbacks.reference.errors import UnsupportedRecipeError
 from te_precision_callbacks.reference.extension import float8, float8_block, mxfp8, nvfp4
-from te_precision_callbacks.vocabulary import QUANTIZERS, recipe_of
 
 # Transformer Engine's classes are known only at run time.
 Quantizer = Any

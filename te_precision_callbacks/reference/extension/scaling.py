@@ -1,4 +1,4 @@
-"""Measuring amax, and the update of delayed scaling, in place. The arithmetic is in ``numerics/scaling.py``.
+"""Measuring amax, and the update of delayed scaling, in place. The arithmetic is in ``base/numerics/scaling.py``.
 
 Usage::
 
@@ -13,7 +13,7 @@ from typing import SupportsInt
 
 import torch
 
-from te_precision_callbacks.numerics.scaling import amax_of, delayed_scaling
+from te_precision_callbacks.base.numerics.scaling import amax_of, delayed_scaling
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import overwrite
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
@@ -37,7 +37,7 @@ def fused_amax_and_scale_update_after_reduction(
     """Roll the amax histories and renew the scales of delayed scaling, in place.
 
     ``common/recipe/delayed_scaling.cu``, ``kernel_bulk`` (TE 2.20). Each tensor is updated as in
-    :func:`~te_precision_callbacks.numerics.scaling.delayed_scaling`.
+    :func:`~te_precision_callbacks.base.numerics.scaling.delayed_scaling`.
 
     Args:
         amax_reduction_buffer: float32, the newest amaxes of all modules, concatenated.

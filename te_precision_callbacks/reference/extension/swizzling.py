@@ -5,7 +5,7 @@ Usage::
     swizzle_scales_for_gemm_(tensor)  # both directions, and the tensor's flag
 
 ``pytorch/csrc/extensions/swizzle.cpp`` (TE 2.20). The order itself is in
-:mod:`te_precision_callbacks.numerics.layouts`. Padding of the scales becomes 0.
+:mod:`te_precision_callbacks.base.numerics.layouts`. Padding of the scales becomes 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.numerics import layouts
+from te_precision_callbacks.base.numerics import layouts
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import padded
 

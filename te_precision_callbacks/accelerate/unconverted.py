@@ -1,0 +1,164 @@
+"""The layers that Accelerate did not convert to Transformer Engine, and why."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.nn.modules.conv import _ConvNd
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.layers.naming import Model, is_adapted, is_wrapper_part, named_roots
+
+logger = logging.getLogger(__name__)
+
+_CONVERTED_MULTIPLE = 16
+_LAYERS_IN_WARNING = 5
+
+
+class _Unconverted(NamedTuple):
+    why: str
+    elements: int
+    """Elements of the weight."""
+
+
+def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str]:
+    """Warn on the main process of layers that ``accelerator.prepare`` did not convert, with reasons and their share.
+
+    Returns:
+        The result of :func:`unconverted_layers`; empty if the accelerator does not convert layers.
+    """
+    if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
+        return {}
+    unconverted, text = unconverted_in_words(model)
+    if text and accelerator.is_main_process:
+        logger.warning("%s", text)
+    return unconverted
+
+
+def unconverted_in_words(model: Model) -> tuple[dict[str, str], str]:
+    """The result of :func:`unconverted_layers`, and the same in words with its share; no words for no layers."""
+    found = _find(model)
+    layers = {layer: unconverted.why for layer, unconverted in found.items()}
+    if not found:
+        return layers, ""
+    one = len(found) == 1
+    named = [f"{layer}: {why}" for layer, why in layers.items()]
+    more = len(named) - _LAYERS_IN_WARNING
+    if more > 0:
+        all_of_them = f"and {more} more: te_precision_callbacks.accelerate.unconverted_layers(model) has all"
+        named = [*named[:_LAYERS_IN_WARNING], all_of_them]
+    left = sum(unconverted.elements for unconverted in found.values())
+    share = 100 * left / max(1, left + _converted_elements(model))
+    return layers, (
+        f"Accelerate left {len(found)} layer{'' if one else 's'} unconverted, which run{'s' if one else ''} without"
+        f" FP8: {share:.3g} % of the weights that are multiplied. {'; '.join(named)}."
+    )
+
+
+def unconverted_layers(model: Model) -> dict[str, str]:
+    """Lists the layers that ``accelerator.prepare`` with Transformer Engine's FP8 did not convert: name -> why.
+
+    These are ``torch.nn.Linear``, and weights of other classes that multiply the input as a Linear does: ``Conv1D`` of
+    transformers' GPT-2, the routers and the experts of its mixtures, ``torch.nn.MultiheadAttention``. Nothing is run to
+    find them. A weight counts if it has two dimensions and "weight" in its name, or three dimensions, one of them for
+    the experts, in a module that is no embedding, convolution or norm. The name is the module's path, or the path of
+    the parameter if that is not called ``weight``.
+
+    In a container, Accelerate's ``convert_model`` stops at the first ``torch.nn.Linear`` whose weight has a dimension
+    that is not a multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15,
+    ``utils/transformer_engine.py``. The other facts are read from the converted model.
+
+    Args:
+        model: the prepared model, or a list of them.
+    """
+    return {layer: found.why for layer, found in _find(model).items()}
+
+
+def _find(model: Model) -> dict[str, _Unconverted]:
+    found: dict[str, _Unconverted] = {}
+
+    def visit(module: torch.nn.Module, path: str, why: str | None) -> str | None:
+        """Visit the modules below; returns why the following modules in the same container were skipped."""
+        if isinstance(module, torch.nn.Linear):
+            indivisible = [size for size in (module.in_features, module.out_features) if size % _CONVERTED_MULTIPLE]
+            elements = module.in_features * module.out_features
+            if why is None and not path:
+                inside = "Accelerate converts the layers inside of a model, not the model itself"
+                found[type(module).__name__] = _Unconverted(inside, elements)
+            elif why is not None or not indivisible:
+                other = "it was added later, or also has another name, under which it was converted"
+                found[path] = _Unconverted(why or other, elements)
+            else:
+                numbers = " and ".join(map(str, indivisible))
+                are = "is no multiple" if len(indivisible) == 1 else "are no multiples"
+                size = f"{module.in_features} x {module.out_features}"
+                found[path] = _Unconverted(f"{size}: {numbers} {are} of {_CONVERTED_MULTIPLE}", elements)
+                return f"skipped, because {path} before it stopped the conversion"
+            return why
+        for name, shape in _multiplied(module):
+            size = " x ".join(map(str, shape[-2:]))
+            what = type(module).__name__ if len(shape) == 2 else f"{type(module).__name__}, {shape[0]} experts"
+            parts = [part for part in (path, "" if name == "weight" else name) if part]
+            found[".".join(parts) or type(module).__name__] = _Unconverted(
+                f"{size} of {what}: Accelerate converts Linear alone", math.prod(shape)
+            )
+        of_children = why
+        for name, child in module.named_children():
+            if is_wrapper_part(module, name):
+                return visit(child, path, why)
+            below = path if is_adapted(module, name) else f"{path}.{name}" if path else name
+            of_children = visit(child, below, of_children)
+        return why
+
+    for prefix, root in roots_of(model):
+        visit(root, prefix, None)
+    return found
+
+
+def _multiplied(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name and shape of the module's own parameters that multiply its input, if its class is not a Linear."""
+    if _is_of_transformer_engine(module) or isinstance(module, _ConvNd):
+        return
+    if any("Embedding" in base.__name__ or "Norm" in base.__name__ for base in type(module).__mro__):
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed keeps a part in each process
+        matrix = parameter.is_floating_point() and "bias" not in name and min(shape, default=0) > 1
+        if matrix and (len(shape) == 3 or (len(shape) == 2 and "weight" in name)):
+            yield name, shape
+
+
+def _converted_elements(model: Model) -> int:
+    """The elements of the weights of Transformer Engine's layers."""
+    modules = {id(module): module for _, root in roots_of(model) for module in root.modules()}
+    return sum(
+        math.prod(parameter.shape)
+        for module in modules.values()
+        if _is_of_transformer_engine(module)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() > 1
+    )
+
+
+def _is_of_transformer_engine(module: torch.nn.Module) -> bool:
+    return any(base.__module__.startswith("transformer_engine.") for base in type(module).__mro__)
+
+
+def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
+    """Gives each model of one or several, with the prefix of the names in it.
+
+    Raises:
+        OptionError: ``model`` is neither a model nor several.
+    """
+    if roots := named_roots(model):
+        return roots
+    raise OptionError(
+        f"model= must be the torch.nn.Module that accelerator.prepare() returned, or a list or mapping of them, not a"
+        f" {type(model).__name__}."
+    )

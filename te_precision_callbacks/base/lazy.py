@@ -1,0 +1,55 @@
+"""Names of a package that are imported when they are first used.
+
+In a package's ``__init__.py``, the block that a type checker reads says where each name is from::
+
+    if TYPE_CHECKING:
+        from te_precision_callbacks.views.compare.comparison import compare
+
+    __all__ = ["compare"]
+    __getattr__, __dir__ = lazy_names(__name__)
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+
+
+def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of a package whose block ``if TYPE_CHECKING:`` imports its names.
+
+    The block is read from the package's source when a name is first asked for.
+
+    Args:
+        package: its ``__name__``.
+    """
+
+    @cache
+    def homes() -> dict[str, tuple[str, str]]:
+        return dict(_imported_for_checkers(package))
+
+    def getattr_(name: str) -> object:
+        if name.startswith("__") or name not in homes():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, own = homes()[name]
+        return getattr(importlib.import_module(module), own)
+
+    def dir_() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes()})
+
+    return getattr_, dir_
+
+
+def _imported_for_checkers(package: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Each name with its module and its name there."""
+    spec = importlib.import_module(package).__spec__
+    source = None if spec is None or spec.loader is None else spec.loader.get_source(package)  # type: ignore[attr-defined]
+    for statement in ast.parse(source or "").body:
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+            for imported in statement.body:
+                if isinstance(imported, ast.ImportFrom) and imported.module is not None:
+                    for alias in imported.names:
+                        yield alias.asname or alias.name, (imported.module, alias.name)

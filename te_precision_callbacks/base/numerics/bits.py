@@ -1,0 +1,109 @@
+"""The floating-point formats of one byte or less, as data: what readers of recorded runs need, without torch.
+
+Usage::
+
+    from te_precision_callbacks.base.numerics.bits import E4M3
+
+    E4M3.max  # 448.0
+
+A format follows entirely from its numbers of exponent and mantissa bits and from which codes are not numbers.
+E4M3 and E5M2: "OCP 8-bit Floating Point Specification (OFP8)", revision 1.0. E2M1 and E8M0: "OCP Microscaling Formats
+(MX) Specification", version 1.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Specials(Enum):
+    """Which codes of a format are not numbers."""
+
+    IEEE = "the highest exponent holds infinities (mantissa 0) and NaN"
+    ONE_NAN = "only the code with all exponent and mantissa bits set is NaN; no infinity"
+    NONE = "every code is a number"
+
+
+@dataclass(frozen=True)
+class Bits:
+    """A format with at most 8 bits.
+
+    Attributes:
+        name: the name in the specification.
+        exponent_bits: number of exponent bits.
+        mantissa_bits: number of mantissa bits that are stored.
+        specials: which codes are not numbers.
+        signed: whether there is a sign bit.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    specials: Specials
+    signed: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bias(self) -> int:
+        """The number that is subtracted from the exponent field."""
+        return int(2 ** (self.exponent_bits - 1) - 1)
+
+    @property
+    def max_code(self) -> int:
+        """The code of the largest finite number."""
+        highest = int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
+        if self.specials is Specials.IEEE:
+            return int(highest - 2**self.mantissa_bits)
+        return highest - 1 if self.specials is Specials.ONE_NAN else highest
+
+    @property
+    def nan_code(self) -> int | None:
+        """The code that a cast gives for NaN, of either sign; None if the format has none.
+
+        Upstream casts with ``cvt.rn.satfinite``, whose NaN has all bits but the sign set.
+        """
+        return None if self.specials is Specials.NONE else int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        return self.value(self.max_code)
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest normal number above zero."""
+        return float(2.0 ** (1 - self.bias)) if self.mantissa_bits else float(2.0**-self.bias)
+
+    @property
+    def min_subnormal(self) -> float:
+        """The smallest number above zero."""
+        return float(self.min_normal * 2.0**-self.mantissa_bits)
+
+    def value(self, code: int) -> float:
+        """The number of a code.
+
+        Args:
+            code: 0 to 2**bits - 1.
+        """
+        magnitude = code & (2 ** (self.exponent_bits + self.mantissa_bits) - 1)
+        sign = -1.0 if magnitude != code else 1.0
+        # Not divmod, which torch.compile does not know.
+        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & (2**self.mantissa_bits - 1)
+        if magnitude > self.max_code:
+            infinite = self.specials is Specials.IEEE and mantissa == 0
+            return sign * float("inf") if infinite else float("nan")
+        fraction = mantissa / 2**self.mantissa_bits
+        if exponent == 0 and self.mantissa_bits > 0:
+            return float(sign * fraction * self.min_normal)
+        return float(sign * (1.0 + fraction) * 2.0 ** (exponent - self.bias))
+
+
+E4M3 = Bits("E4M3", 4, 3, Specials.ONE_NAN)
+E5M2 = Bits("E5M2", 5, 2, Specials.IEEE)
+E2M1 = Bits("E2M1", 2, 1, Specials.NONE)
+E8M0 = Bits("E8M0", 8, 0, Specials.ONE_NAN, signed=False)

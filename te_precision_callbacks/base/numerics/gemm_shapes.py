@@ -1,0 +1,227 @@
+"""The shapes that a GEMM of quantized operands accepts: one table for each recipe and compute capability.
+
+Usage::
+
+    for refusal in refusals("fp8_current_scaling", (9, 0), tokens=30, in_features=64, out_features=64):
+        refusal.gemm, refusal.dimension, refusal.size, refusal.multiple, refusal.next_size  # "wgrad", "tokens", 30, ...
+        str(refusal)  # wgrad: tokens is 30 and has to be a multiple of 16 (next: 32), for cuBLAS ...
+
+A linear layer multiplies three times. In the terms of cuBLAS, which is column-major, the result is m x n, and each of
+its elements is a sum of k products:
+
+======= ====== ============ ============ ============ ========== ==========
+GEMM    layout m            n            k            operand A  operand B
+======= ====== ============ ============ ============ ========== ==========
+fprop   TN     out_features tokens       in_features  weight     activation
+dgrad   NN     in_features  tokens       out_features weight     gradient
+wgrad   NT     in_features  out_features tokens       activation gradient
+======= ====== ============ ============ ============ ========== ==========
+
+Sources: ``common/gemm/cublaslt_gemm.cu`` (CanonicalizeGemmInput), ``pytorch/csrc/extensions/gemm.cpp``,
+``pytorch/csrc/quantizer.cpp`` and ``pytorch/utils.py`` (assert_dim_for_fp8_exec) of Transformer Engine 2.20.2; cuBLAS's
+documentation, "Tensor Core Usage", which asks FP8 and FP4 GEMMs for rows of 16 bytes in each operand and in the result.
+Neither Transformer Engine nor the reference backend is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
+from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
+
+Dimension = Literal["tokens", "in_features", "out_features"]
+Size = Literal["m", "n", "k", "lda", "ldb"]
+
+SCALING_OF_RECIPE: Mapping[str, str] = {
+    "fp8_delayed_scaling": PER_TENSOR,
+    "fp8_current_scaling": PER_TENSOR,
+    "fp8_block_scaling": BLOCK_1D,
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+}
+"""Recipe, as in the names of statistics -> the scaling mode of its activations and gradients."""
+
+ROW_BYTES = 16
+"""The bytes of which a row of an operand or of the result must be a multiple."""
+
+_CUBLAS = "cuBLAS, which reads and writes rows of 16 bytes"
+_GEMM = "Transformer Engine's FP8 GEMM (leading dimension requirement)"
+_BLOCK_GEMM = "Transformer Engine's GEMM of FP8 blocks (outer dimension requirement)"
+_MODULE = "Transformer Engine's modules (assert_dim_for_fp8_exec)"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that a size of a GEMM must be a multiple of a number.
+
+    Attributes:
+        size: ``m``, ``n`` or ``k``, or the leading dimension of an operand in memory: ``lda``, ``ldb``.
+        multiple: the number, in elements.
+        asked_by: the software that refuses other sizes.
+    """
+
+    size: Size
+    multiple: int
+    asked_by: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A dimension of a layer with which one of its GEMMs does not run.
+
+    Attributes:
+        gemm: the GEMM.
+        dimension: the dimension; ``tokens`` is the product of all dimensions of the input but the last.
+        size: its size.
+        multiple: the number of which the size must be a multiple.
+        asked_by: the software that refuses the size.
+    """
+
+    gemm: GemmName
+    dimension: Dimension
+    size: int
+    multiple: int
+    asked_by: str
+
+    @property
+    def next_size(self) -> int:
+        """The smallest larger size that works."""
+        return -(-self.size // self.multiple) * self.multiple
+
+    def __str__(self) -> str:
+        return (
+            f"{self.gemm}: {self.dimension} is {self.size} and has to be a multiple of {self.multiple} "
+            f"(next: {self.next_size}), for {self.asked_by}"
+        )
+
+
+def takes_any_layout(capability: tuple[int, int]) -> bool:
+    """Whether GPUs of this capability multiply per-tensor FP8 in any layout, not only with A transposed.
+
+    ``nvte_is_non_tn_fp8_gemm_supported`` (``common/transformer_engine.cpp``).
+    """
+    return (10, 0) <= capability < (12, 0) or capability >= (13, 0)
+
+
+def rules(
+    scaling: str | None, capability: tuple[int, int], *, result_bytes: int = 2, b_in_rows: bool = True
+) -> tuple[Rule, ...]:
+    """The rules for the sizes of a GEMM.
+
+    Args:
+        scaling: a scaling mode of :mod:`te_precision_callbacks.base.numerics.layouts`; None for high precision, which
+            takes any size.
+        capability: the compute capability of the GPU.
+        result_bytes: bytes of an element of the result: 2 for bfloat16, 4 for float32.
+        b_in_rows: whether operand B, if it is in FP8 blocks, has 1D blocks, as activations and gradients have.
+    """
+    result = Rule("m", max(1, ROW_BYTES // result_bytes), _CUBLAS)
+    if scaling == PER_TENSOR:
+        if takes_any_layout(capability):
+            return Rule("lda", ROW_BYTES, _GEMM), Rule("ldb", ROW_BYTES, _GEMM), result
+        return Rule("k", ROW_BYTES, _GEMM), result
+    if scaling in (BLOCK_1D, BLOCK_2D):
+        if capability >= (10, 0):  # multiplied as MXFP8, with A transposed
+            return Rule("k", ROW_BYTES, _CUBLAS), result
+        return (
+            Rule("k", ROW_BYTES, _GEMM),
+            Rule("m", 8, _BLOCK_GEMM),
+            *((Rule("n", 8, _BLOCK_GEMM),) if b_in_rows else ()),
+        )
+    if scaling == MXFP8:
+        return tuple(Rule(size, 32, "MXFP8's blocks, in both directions") for size in ("m", "n", "k"))
+    if scaling == NVFP4:
+        blocks = "NVFP4's blocks, in both directions"
+        return Rule("k", 2 * ROW_BYTES, _CUBLAS), Rule("m", 16, blocks), Rule("n", 16, blocks)
+    return ()
+
+
+def refusals(
+    recipe: str,
+    capability: tuple[int, int],
+    *,
+    tokens: int,
+    in_features: int,
+    out_features: int,
+    gemms: Collection[GemmName] = GEMMS,
+    result_bytes: int = 2,
+    asserted: bool = True,
+) -> list[Refusal]:
+    """The dimensions with which a layer's GEMMs do not run: one for each GEMM and dimension, the largest multiple.
+
+    Args:
+        recipe: one of :data:`SCALING_OF_RECIPE`.
+        capability: the compute capability of the GPU.
+        tokens: the product of all dimensions of the layer's input but the last; with 0 nothing is multiplied.
+        in_features: the layer's, on this rank.
+        out_features: the layer's, on this rank.
+        gemms: the GEMMs that run in the recipe.
+        result_bytes: bytes of an element of the results.
+        asserted: whether the layer checks its operands before fprop, as ``Linear``, ``LayerNormLinear`` and
+            ``LayerNormMLP`` do; ``GroupedLinear`` and ``te.ops`` do not.
+
+    Raises:
+        KeyError: no such recipe.
+    """
+    scaling = SCALING_OF_RECIPE[recipe]
+    sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
+    if 0 in sizes.values():
+        return []
+    found: dict[tuple[GemmName, Dimension], Refusal] = {}
+    for gemm in GEMMS:
+        if gemm not in gemms:
+            continue
+        asked = [
+            (_DIMENSIONS[gemm][rule.size], rule.multiple, rule.asked_by)
+            for rule in rules(scaling, capability, result_bytes=result_bytes)
+        ]
+        if asserted and gemm == "fprop":
+            asked += [(dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
+        for dimension, multiple, asked_by in asked:
+            size, before = sizes[dimension], found.get((gemm, dimension))
+            if size % multiple and (before is None or before.multiple < multiple):
+                found[gemm, dimension] = Refusal(gemm, dimension, size, multiple, asked_by)
+    return list(found.values())
+
+
+_ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_features": 8}
+
+
+def asserted_refusals(*, tokens: int, in_features: int, out_features: int) -> list[Refusal]:
+    """The dimensions with which ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` do not run under any recipe, even
+    if features run all of their GEMMs in high precision. Arguments are those of :func:`refusals`."""
+    sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
+    return [
+        Refusal("fprop", dimension, sizes[dimension], multiple, _MODULE)
+        for dimension, multiple in _ASSERTED.items()
+        if sizes[dimension] % multiple
+    ]
+
+
+_DIMENSIONS: Mapping[GemmName, Mapping[Size, Dimension]] = {
+    # lda is k where A is transposed, else m; ldb is n where B is transposed, else k.
+    "fprop": {
+        "m": "out_features",
+        "n": "tokens",
+        "k": "in_features",
+        "lda": "in_features",
+        "ldb": "in_features",
+    },
+    "dgrad": {
+        "m": "in_features",
+        "n": "tokens",
+        "k": "out_features",
+        "lda": "in_features",
+        "ldb": "out_features",
+    },
+    "wgrad": {
+        "m": "in_features",
+        "n": "out_features",
+        "k": "tokens",
+        "lda": "in_features",
+        "ldb": "out_features",
+    },
+}

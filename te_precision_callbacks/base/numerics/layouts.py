@@ -1,0 +1,414 @@
+"""The memory layouts of Transformer Engine's quantized tensors, and their conversion to one plain layout.
+
+Usage::
+
+    part = stored(quantized, columnwise=False)  # None if there are no rowwise data
+    part.codes  # uint8, as stored
+    part.scales  # one for each block: neither padded nor swizzled
+    part.dequantized()  # float32, the tensor's logical shape
+
+Transformer Engine is not imported: a tensor, or its storage class, is recognised by its attributes, so a subclass is
+read like its parent. Read from Transformer Engine 2.20.2: ``pytorch/tensor/storage/*.py`` (layouts, and the
+arithmetic of their ``dequantize``), ``common/cast/mxfp8/swizzle.cuh`` and cuBLAS's "1D block scaling factors layout"
+(the order of swizzled scales), ``common/cast/nvfp4/dequantize_nvfp4.cuh``.
+
+With a tensor of M rows (its leading dimensions in one) and K columns:
+
+============== =============================== ====================== ==============================================
+format         data                            a block of the data    scales, as stored
+============== =============================== ====================== ==============================================
+per-tensor FP8 M x K, or its transpose         all                    float32, [1]
+MXFP8          M x K, columnwise too           1 x 32; columnwise 32  E8M0, padded to multiples of 128 x 4; columnwise
+                                               x 1                    of 4 x 128
+FP8, 1D blocks M x K; columnwise the transpose 1 x 128                float32, transposed, padded to a multiple of 4
+                                                                      along the data's rows
+FP8, 2D blocks M x K; columnwise the transpose 128 x 128              float32, padded to a multiple of 4 columns
+NVFP4          M x K; columnwise the           1 x 16                 E4M3, padded to multiples of 128 x 4; and amax,
+               transpose; two codes a byte                            float32, [1] or one for each row
+============== =============================== ====================== ==============================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.numerics import blocks
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+from te_precision_callbacks.base.numerics.scaling import nvfp4_factors
+
+SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
+"""The tile of scales that a GEMM of MXFP8 or NVFP4 reads at once."""
+
+PER_TENSOR, MXFP8, BLOCK_1D, BLOCK_2D, NVFP4 = "per_tensor", "mxfp8", "fp8_block_1d", "fp8_block_2d", "nvfp4"
+"""The scaling modes."""
+
+
+class LayoutError(PrecisionDebugError, ValueError):
+    """A quantized tensor whose layout is not known, or does not fit its shape."""
+
+
+class ScaleMemory(NamedTuple):
+    """The scales of blocks as they lie in memory.
+
+    Attributes:
+        matrix: [rows of blocks, columns of blocks] or larger; swizzled scales instead in the shape that
+            :func:`unswizzled` takes. float32, or codes as uint8.
+        swizzled: whether they are in the order that a GEMM reads.
+        transposed: whether swizzled scales are of the transpose: [columns of blocks, rows of blocks].
+    """
+
+    matrix: torch.Tensor
+    swizzled: bool = False
+    transposed: bool = False
+
+    def in_rows(self) -> torch.Tensor:
+        """The scales by row and column of their block, with what pads them."""
+        if not self.swizzled:
+            return self.matrix
+        compact = unswizzled(self.matrix)
+        return compact.t() if self.transposed else compact
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One direction of a quantized tensor.
+
+    Attributes:
+        mode: one of the scaling modes above.
+        columnwise: the direction: columnwise or rowwise.
+        codes: uint8, [rows, columns], in the order of memory; FP4 has two codes a byte, the even one in the low half.
+        transposed: whether the codes' rows are the tensor's last dimension.
+        element_format: the format of the codes.
+        scale_memory: where the scales of the blocks of the codes lie: float32, or the codes of ``scale_format`` as
+            uint8.
+        scale_format: E8M0 or E4M3; None if the scales are float32.
+        block: rows and columns of a block of the codes.
+        amax: NVFP4 only: float32, [1], or [rows] if each row has its own.
+        largest_scale: NVFP4 only: the E4M3 number of the largest scale, 448 or 256.
+        shape: the tensor's shape. Columnwise NVFP4 data are a matrix, whatever the tensor's leading dimensions were.
+        stored_scale_shape: the shape of the scales in memory.
+        swizzled: whether the scales in memory were in the order that a GEMM reads.
+        hadamard: whether the codes are of a random Hadamard transform of the tensor.
+    """
+
+    mode: str
+    columnwise: bool
+    codes: torch.Tensor
+    transposed: bool
+    element_format: FloatFormat
+    scale_memory: ScaleMemory
+    scale_format: FloatFormat | None
+    block: tuple[int, int]
+    shape: tuple[int, ...]
+    stored_scale_shape: tuple[int, ...]
+    amax: torch.Tensor | None = None
+    largest_scale: float | None = None
+    swizzled: bool = False
+    hadamard: bool = False
+
+    @cached_property
+    def scales(self) -> torch.Tensor:
+        """One for each block of the codes, [rows / block rows, columns / block columns], rounded up; as stored."""
+        if self.mode == PER_TENSOR:  # an empty tensor has its scale too
+            return self.scale_memory.matrix
+        rows, columns = blocks.number(self.matrix_shape, self.block)
+        return self.scale_memory.in_rows()[:rows, :columns]
+
+    def elements(self, rows: slice = slice(None)) -> torch.Tensor:
+        """The decoded codes, of all rows or some, without scale: float32, [rows, columns]."""
+        codes = unpacked(self.codes[rows]) if self.element_format.bits == 4 else self.codes[rows]
+        return self.element_format.decode(codes)
+
+    def block_scales(self) -> torch.Tensor:
+        """The blocks' scales as numbers, without the factor of the whole tensor: float32, as :attr:`scales`."""
+        return self.scales if self.scale_format is None else self.scale_format.decode(self.scales)
+
+    def factors(self) -> torch.Tensor:
+        """The factor from decoded code to value of each block: float32, as :attr:`scales`."""
+        scales = self.block_scales()
+        if self.amax is None or self.largest_scale is None:
+            return scales
+        return nvfp4_factors(scales, self.amax.reshape(-1, 1), self.largest_scale)
+
+    def spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
+        """A number per block, like :attr:`scales`, repeated for each element: [rows, columns]."""
+        return blocks.spread(of_blocks, self.block, self.matrix_shape)
+
+    def matrix(self) -> torch.Tensor:
+        """The dequantized numbers in the order of memory: float32, [rows, columns]."""
+        return blocks.times_blocks(self.elements(), self.factors(), self.block)
+
+    def dequantized(self) -> torch.Tensor:
+        """The dequantized numbers: float32, the tensor's shape.
+
+        If :attr:`hadamard` is set, they are of a Hadamard transform of the tensor.
+        """
+        return self.as_tensor(self.matrix())
+
+    def as_tensor(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A matrix in the order of memory, [rows, columns], in the tensor's shape."""
+        return (matrix.t() if self.transposed else matrix).reshape(self.shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the numbers in memory."""
+        rows, columns = self.codes.shape
+        return rows, columns * 2 if self.element_format.bits == 4 else columns
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether this is a quantized tensor of a known format."""
+    return scaling_mode(tensor) is not None
+
+
+def scaling_mode(tensor: Any) -> str | None:
+    """The scaling mode of a quantized tensor, or of its storage; None for an unknown format."""
+    if hasattr(tensor, "_fp8_dtype"):
+        if hasattr(tensor, "_transpose_invalid"):
+            return PER_TENSOR
+        if hasattr(tensor, "_is_2D_scaled"):
+            return BLOCK_2D if tensor._is_2D_scaled else BLOCK_1D
+        if hasattr(tensor, "_with_gemm_swizzled_scales"):
+            return MXFP8
+    elif hasattr(tensor, "_fp4_dtype") and hasattr(tensor, "_with_gemm_swizzled_scales"):
+        return NVFP4
+    return None
+
+
+def fp8_format(thing: Any) -> FloatFormat:
+    """The element format, E4M3 or E5M2, of a quantized FP8 tensor, its storage or a quantizer."""
+    dtype = getattr(thing, "_fp8_dtype", None)
+    dtype = getattr(thing, "dtype", None) if dtype is None else dtype
+    return E5M2 if getattr(dtype, "name", str(dtype)) == "kFloat8E5M2" else E4M3
+
+
+def has_scale(tensor: Any) -> bool:
+    """Whether this is one of Transformer Engine's quantized tensors, even of an unknown format."""
+    if tensor is None or type(tensor) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
+        return False
+    return hasattr(tensor, "_scale_inv") or hasattr(tensor, "_rowwise_scale_inv")
+
+
+def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
+    """The object that a GEMM reads when it is given a tensor.
+
+    From a hybrid tensor the GEMM reads the part of the direction, from an identity the plain tensor inside, and any
+    other tensor itself, as in Transformer Engine (``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``).
+
+    Args:
+        tensor: a tensor of any class, or None.
+        columnwise: which of its data the GEMM reads.
+    """
+    if tensor is None or type(tensor) is torch.Tensor:
+        return tensor
+    if hasattr(tensor, "_rowwise_storage"):
+        part = tensor._columnwise_storage if columnwise else tensor._rowwise_storage
+        return gemm_operand(part, columnwise=columnwise)
+    return tensor._hp_data if hasattr(tensor, "_hp_data") else tensor
+
+
+def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
+    """One direction of a quantized tensor; None if it has no data of that direction.
+
+    The rowwise data of per-tensor FP8 are its columnwise data too, and either is read from the layout that exists.
+
+    Raises:
+        LayoutError: the tensor's format is unknown, or its buffers do not match one another.
+    """
+    mode = scaling_mode(tensor)
+    if mode is None:
+        raise LayoutError(f"{type(tensor).__name__}: not a quantized tensor of a known format.")
+    if mode == PER_TENSOR:
+        return _per_tensor(tensor, columnwise)
+    direction = "columnwise" if columnwise else "rowwise"
+    data, scales = getattr(tensor, f"_{direction}_data"), getattr(tensor, f"_{direction}_scale_inv")
+    if data is None:
+        return None
+    if scales is None:
+        raise LayoutError(f"The {type(tensor).__name__} has {direction} data but no scales for them.")
+    if mode == NVFP4:
+        return _nvfp4(tensor, data, scales, columnwise)
+    if mode == MXFP8:
+        return _mxfp8(tensor, data, scales, columnwise)
+    return _block_fp8(tensor, mode, data, scales, columnwise)
+
+
+def logical_shape(tensor: Any) -> tuple[int, ...]:
+    """The shape of a quantized tensor, even if it has columnwise data only."""
+    part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
+    if part is None:
+        raise LayoutError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
+    return part.shape
+
+
+def swizzled(scales: torch.Tensor) -> torch.Tensor:
+    """Scales in the order that a GEMM reads, in the same shape.
+
+    Tiles of 128 x 4 follow one another, along a row of tiles first; in a tile the scale of row i and column j is at
+    ``(i % 32) * 16 + (i // 32) * 4 + j``.
+
+    Args:
+        scales: [a multiple of 128, a multiple of 4]; for MXFP8's columnwise data the transpose.
+    """
+    rows, columns = _tiles(scales)
+    tiled = scales.reshape(rows, 4, 32, columns, SWIZZLE_COLUMNS)
+    return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
+
+
+def unswizzled(scales: torch.Tensor) -> torch.Tensor:
+    """Scales in rows and columns, from the order that a GEMM reads: the inverse of :func:`swizzled`."""
+    rows, columns = _tiles(scales)
+    tiled = scales.reshape(rows, columns, 32, 4, SWIZZLE_COLUMNS)
+    return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
+
+
+def unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """FP4 codes one a byte, from two a byte: uint8, the last dimension twice as long."""
+    return torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """FP4 codes two a byte, the even one in the low half: uint8, the last dimension half as long."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _per_tensor(tensor: Any, columnwise: bool) -> Stored | None:
+    transpose = None if tensor._transpose_invalid else tensor._transpose
+    transposed = tensor._data is None or (columnwise and transpose is not None)
+    data = transpose if transposed else tensor._data
+    if data is None:
+        return None
+    codes = _matrix(data, transposed)
+    return Stored(
+        mode=PER_TENSOR,
+        columnwise=columnwise,
+        codes=codes,
+        transposed=transposed,
+        element_format=fp8_format(tensor),
+        scale_memory=ScaleMemory(tensor._scale_inv.detach().reshape(1, 1)),
+        scale_format=None,
+        block=(max(1, codes.shape[0]), max(1, codes.shape[1])),
+        shape=_shape(data, transposed),
+        stored_scale_shape=tuple(tensor._scale_inv.shape),
+    )
+
+
+def _mxfp8(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
+    codes = _matrix(data, False)
+    block = (32, 1) if columnwise else (1, 32)
+    # A row of swizzled scales has the blocks of one row, or of one column.
+    along = scales.detach().reshape(-1, scales.shape[-1])
+    is_swizzled = bool(tensor._with_gemm_swizzled_scales)
+    turned = is_swizzled and columnwise
+    along = along.reshape(along.shape[::-1]) if turned else along
+    return Stored(
+        mode=MXFP8,
+        columnwise=columnwise,
+        codes=codes,
+        transposed=False,
+        element_format=fp8_format(tensor),
+        scale_memory=_scale_memory(
+            tensor, along.view(torch.uint8), codes.shape, block, swizzled=is_swizzled, transposed=turned
+        ),
+        scale_format=E8M0,
+        block=block,
+        shape=tuple(data.shape),
+        stored_scale_shape=tuple(scales.shape),
+        swizzled=is_swizzled,
+    )
+
+
+def _block_fp8(tensor: Any, mode: str, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
+    codes = _matrix(data, columnwise)
+    block = (128, 128) if mode == BLOCK_2D else (1, 128)
+    return Stored(
+        mode=mode,
+        columnwise=columnwise,
+        codes=codes,
+        transposed=columnwise,
+        element_format=fp8_format(tensor),
+        scale_memory=_scale_memory(
+            tensor, scales.detach() if mode == BLOCK_2D else scales.detach().t(), codes.shape, block
+        ),
+        scale_format=None,
+        block=block,
+        shape=_shape(data, columnwise),
+        stored_scale_shape=tuple(scales.shape),
+    )
+
+
+def _nvfp4(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
+    codes = _matrix(data, False)
+    rows, columns = codes.shape[0], codes.shape[1] * 2
+    is_swizzled = bool(tensor._with_gemm_swizzled_scales)
+    amax = tensor._amax_columnwise if columnwise else tensor._amax_rowwise
+    if amax is None:
+        raise LayoutError(f"The {type(tensor).__name__} has FP4 data without their amax.")
+    block = (1, 16)
+    return Stored(
+        mode=NVFP4,
+        columnwise=columnwise,
+        codes=codes,
+        transposed=columnwise,
+        element_format=E2M1,
+        scale_memory=_scale_memory(
+            tensor, scales.detach().view(torch.uint8), (rows, columns), block, swizzled=is_swizzled
+        ),
+        scale_format=E4M3,
+        block=block,
+        shape=(columns, rows) if columnwise else (*data.shape[:-1], columns),
+        stored_scale_shape=tuple(scales.shape),
+        amax=amax.detach().float().reshape(-1),
+        largest_scale=float(getattr(tensor, "_nvfp4_e4m3_max", E4M3.max)),
+        swizzled=is_swizzled,
+        hadamard=columnwise and bool(getattr(tensor._quantizer, "with_rht", False)),
+    )
+
+
+def _matrix(data: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """The data as a matrix: the tensor's last dimension, first if transposed, and all other dimensions merged."""
+    data = data.detach()
+    if data.dim() < 2:
+        return data.reshape(-1, 1) if transposed else data.reshape(1, -1)
+    if transposed:
+        return data.reshape(data.shape[0], math.prod(data.shape[1:]))
+    return data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
+
+
+def _shape(data: torch.Tensor, transposed: bool) -> tuple[int, ...]:
+    return (*data.shape[1:], *data.shape[:1]) if transposed else tuple(data.shape)
+
+
+def _scale_memory(
+    tensor: Any,
+    scales: torch.Tensor,
+    shape: tuple[int, ...] | torch.Size,
+    block: tuple[int, int],
+    *,
+    swizzled: bool = False,
+    transposed: bool = False,
+) -> ScaleMemory:
+    if swizzled:
+        _tiles(scales)
+    needed = blocks.number(shape, block)
+    has = tuple(scales.shape[::-1] if transposed else scales.shape)
+    if len(has) != 2 or any(there < needs for there, needs in zip(has, needed, strict=True)):
+        raise LayoutError(
+            f"The {type(tensor).__name__} has scales of shape {has}, where its data of {tuple(shape)} need {needed}."
+        )
+    return ScaleMemory(scales, swizzled, transposed)
+
+
+def _tiles(scales: torch.Tensor) -> tuple[int, int]:
+    if scales.dim() != 2 or scales.shape[0] % SWIZZLE_ROWS or scales.shape[1] % SWIZZLE_COLUMNS:
+        raise LayoutError(
+            f"Scales for a GEMM come in tiles of {SWIZZLE_ROWS} x {SWIZZLE_COLUMNS}; the shape {tuple(scales.shape)} is"
+            " not a multiple."
+        )
+    return scales.shape[0] // SWIZZLE_ROWS, scales.shape[1] // SWIZZLE_COLUMNS

@@ -1,0 +1,161 @@
+"""Quantizes a matrix to NVFP4: E2M1 codes, and an E4M3 scale for 16 elements.
+
+Usage::
+
+    codes, scales = quantized(matrix, amax_of(matrix), Rules())
+
+Read from the kernels of Transformer Engine 2.20: ``common/cast/nvfp4/quantize_transpose_nvfp4.cuh``,
+``common/transpose/quantize_transpose_vector_blockwise_fp4.cu``, ``common/cast/nvfp4/quantize_4over6_nvfp4.cuh``,
+``common/hadamard_transform/row_cast_col_hadamard_transform_cast_fusion.cu``.
+
+With A the tensor's amax, a the block's, and F the largest finite float32, all in float32:
+
+==================== ================================================================================================
+encode scale S       min(6 * 448 / A, F); 1 where A or S is 0
+a block's scale      E4M3, nearest and saturating, of min(a * (S * (1 / 6)), F)
+multiplier           min(1 / (the block's scale * (1 / S)), F)
+data                 E2M1, nearest (ties to even) and saturating, of element * multiplier; NaN becomes 6, -0 stays -0
+==================== ================================================================================================
+
+NaN is skipped in every amax. Only the kernel that fuses the Hadamard transform is different: there a block with NaN has
+the scale NaN, and an infinite A makes every scale 0 or NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
+from te_precision_callbacks.base.numerics.layouts import packed
+from te_precision_callbacks.base.numerics.scaling import nvfp4_block_scales, nvfp4_encode_scale, nvfp4_multiplier
+
+BLOCK = 16
+"""Elements that share a scale, and the side of a square block."""
+
+# Elements that are quantized at once: all intermediate results fit into a cache.
+_ELEMENTS_AT_ONCE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How one matrix is quantized.
+
+    Attributes:
+        square: whether 16 x 16 elements share a scale, not 1 x 16.
+        stochastic: whether data is rounded up or down at random.
+        largest_scale: the E4M3 number of the largest scale.
+        better_of_two: whether each block takes the better of two scales ("4over6"), by the error "MAE" or "MSE".
+        error_in_scale_units: whether that error is taken in units of the E4M3 scale.
+        nan_spreads: whether a NaN makes its block's amax NaN.
+    """
+
+    square: bool = False
+    stochastic: bool = False
+    largest_scale: float = E4M3.max
+    better_of_two: str | None = None
+    error_in_scale_units: bool = False
+    nan_spreads: bool = False
+
+
+def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize the rows of a matrix.
+
+    Args:
+        matrix: any float type, [rows, columns]; both multiples of 16, rows for square blocks only.
+        amax: float32, [1], or [rows] if each row has its own.
+        rules: how to quantize.
+
+    Returns:
+        E2M1 codes, uint8, [rows, columns / 2], two a byte; and E4M3 codes of the scales, uint8, [rows, columns / 16].
+    """
+    rows, columns = matrix.shape
+    codes = matrix.new_empty((rows, columns // 2), dtype=torch.uint8)
+    scales = matrix.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
+    encode_scale = nvfp4_encode_scale(amax.view(-1, 1), rules.largest_scale, nan_spreads=rules.nan_spreads)
+    step = -(-max(1, _ELEMENTS_AT_ONCE // columns) // BLOCK) * BLOCK
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        blocks = matrix[part].contiguous().float().view(-1, columns // BLOCK, BLOCK)
+        each = slice(None) if amax.numel() == 1 else part
+        if rules.better_of_two is None:
+            found, scale = _one_scale(blocks, encode_scale[each], rules)
+        else:
+            found, scale = _better_of_two_scales(blocks, amax.view(-1, 1)[each], encode_scale[each], rules)
+        codes[part] = packed(found.view(-1, columns))
+        scales[part] = scale
+    return codes, scales
+
+
+def _stochastic_codes(values: torch.Tensor) -> torch.Tensor:
+    magnitude = values.abs().clamp(max=E2M1.max)
+    # Numbers are 0.5 apart below 2, 1 below 4, 2 above: half of the power of two below the magnitude.
+    binade = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
+    apart = binade.clamp_(min=1.0).mul_(0.5)
+    below = (magnitude / apart).floor_().mul_(apart)
+    up = torch.rand_like(magnitude) < magnitude.sub_(below).div_(apart)
+    return E2M1.encode(below.add_(apart.mul_(up)).copysign_(values))
+
+
+def _one_scale(blocks: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = E4M3.encode(nvfp4_block_scales(_block_amax(blocks, rules), encode_scale))
+    values = blocks * _multiplier(scales, encode_scale, rules)
+    return (_stochastic_codes(values) if rules.stochastic else E2M1.encode(values)), scales
+
+
+def _better_of_two_scales(
+    blocks: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Rules
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """4over6: each block's largest element becomes 6, or 4 if that makes the block's error smaller."""
+    base = _block_amax(blocks, rules)
+    base = base / torch.full_like(base, E2M1.max) * encode_scale
+    scales_6, scales_4 = E4M3.encode(base), E4M3.encode(base * 1.5)
+    codes_6, error_6 = _candidate(blocks, scales_6, amax, encode_scale, rules)
+    codes_4, error_4 = _candidate(blocks, scales_4, amax, encode_scale, rules)
+    take_4 = error_4 < error_6
+    return torch.where(take_4.unsqueeze(-1), codes_4, codes_6), torch.where(take_4, scales_4, scales_6)
+
+
+def _candidate(
+    blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Rules
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes under one choice of scales, and the error of each block: float32, summed in the kernel's order."""
+    codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules))
+    scale = E4M3.decode(scale_codes)
+    # In the order of the sum, so that each term is contiguous over all blocks.
+    back = E2M1.decode(codes).movedim(-1, 0) * scale
+    elements = blocks.movedim(-1, 0)
+    if rules.error_in_scale_units:
+        # Upstream multiplies in float16, which is exact: 2 and 4 significant bits.
+        difference = back - elements * encode_scale
+    else:
+        back = back * amax
+        difference = back / torch.full_like(back, E2M1.max * rules.largest_scale) - elements
+    error = difference.square() if rules.better_of_two == "MSE" else difference.abs()
+    total = torch.zeros_like(scale)
+    for term in error:
+        total += term
+    if rules.square:
+        # The tree of a warp's reduction: halves are added until one is left.
+        halves = total.view(-1, BLOCK, total.shape[-1])
+        while halves.shape[1] > 1:
+            halves = halves[:, : halves.shape[1] // 2] + halves[:, halves.shape[1] // 2 :]
+        total = halves.expand(-1, BLOCK, -1).reshape(total.shape)
+    return codes, total
+
+
+def _multiplier(scale_codes: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """The multiplier of each block's elements: [rows, blocks, 1]."""
+    return nvfp4_multiplier(E4M3.decode(scale_codes), encode_scale, nan_spreads=rules.nan_spreads).unsqueeze(-1)
+
+
+def _block_amax(blocks: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """The largest magnitude of each block: float32, [rows, blocks]; the same for all rows of a square block."""
+    amax = blocks.abs().amax(dim=-1)
+    if not rules.nan_spreads and bool(amax.isnan().any()):
+        amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(dim=-1)
+    if rules.square:
+        squares = amax.view(-1, BLOCK, amax.shape[-1]).amax(dim=1, keepdim=True)
+        amax = squares.expand(-1, BLOCK, -1).reshape(amax.shape)
+    return amax

@@ -1,0 +1,194 @@
+"""Quantizes and dequantizes a tensor by a recipe, in numbers: blocks are rounded, without codes in memory.
+
+Usage::
+
+    settings = RECIPES["mxfp8"].defaults("gradient")
+    blocks = in_blocks(as_matrix(tensor), RECIPES["mxfp8"].block(settings))
+    rounded = round_blocks("mxfp8", blocks, tensor_amax, settings)
+    rounded.values, rounded.factors
+
+Only arithmetic on whole tensors: nothing waits for the device, and the code can be compiled into a larger pass.
+Rounding is to nearest; NVFP4 is without the random Hadamard transform, and without the better of two scales ("4over6").
+Delayed scaling is not here: its scale comes from the amaxes of earlier steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from te_precision_callbacks.base.numerics.blocks import as_matrix, from_blocks, in_blocks
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+from te_precision_callbacks.base.numerics.scaling import (
+    FLOAT32_MAX,
+    fp8_scale,
+    mxfp8_scale_inv,
+    nvfp4_block_scales,
+    nvfp4_encode_scale,
+    nvfp4_factors,
+    nvfp4_multiplier,
+)
+
+FLOAT32_SCALES = (E8M0.min_subnormal, E8M0.max)
+"""The limits of MXFP8's scales, 2^-127 and 2^127, and of a float32 scale: 1 / amax is limited to the largest float32,
+or to the largest power of two below it."""
+
+
+class Settings(NamedTuple):
+    """The settings that a quantizer may choose within its recipe.
+
+    Attributes:
+        e5m2: whether FP8 elements are E5M2, not E4M3.
+        square: whether blocks are squares, not pieces of a row.
+        power_of_two: whether a float32 scale is rounded down to a power of two.
+        amax_epsilon: the least amax that a float32 scale is taken from.
+    """
+
+    e5m2: bool = False
+    square: bool = False
+    power_of_two: bool = False
+    amax_epsilon: float = 0.0
+
+    @property
+    def fp8(self) -> FloatFormat:
+        """The format of FP8 elements."""
+        return E5M2 if self.e5m2 else E4M3
+
+
+class Rounded(NamedTuple):
+    """Blocks that were quantized and dequantized: float32.
+
+    Attributes:
+        values: [blocks, elements].
+        factors: [blocks, 1], from code to value.
+        scales: [blocks, 1], as stored; the factors follow from them.
+    """
+
+    values: torch.Tensor
+    factors: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe whose result follows from the tensor alone.
+
+    Attributes:
+        side: elements along a block; None for the whole tensor.
+        rounded: (x [blocks, elements], amax of the blocks [blocks, 1], amax of the tensor, settings, largest float32
+            scale of a block) -> the rounded blocks.
+        limits: the limits of the stored scales.
+        square_weights: whether the blocks of a weight are squares by default.
+        hybrid: whether gradients are E5M2 by default (``Format.HYBRID``), and all others E4M3. Read from TE 2.20.2,
+            ``common/recipe/__init__.py``: ``fp8_format`` of each recipe.
+        power_of_two: whether float32 scales are powers of two by default.
+    """
+
+    side: int | None
+    rounded: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Settings, float], Rounded]
+    limits: tuple[float, float] = (0.0, math.inf)
+    square_weights: bool = False
+    hybrid: bool = False
+    power_of_two: bool = False
+
+    def block(self, settings: Settings) -> tuple[int, int] | None:
+        """Rows and columns of a block; None for the whole tensor."""
+        return None if self.side is None else (self.side if settings.square else 1, self.side)
+
+    def defaults(self, tensor: str, *, e5m2: bool | None = None) -> Settings:
+        """The recipe's defaults for a tensor.
+
+        Args:
+            tensor: activation, weight or gradient. The blocks of a weight are squares under FP8 block scaling and
+                NVFP4.
+            e5m2: whether an FP8 recipe casts to E5M2, not to E4M3; None for the recipe's default.
+        """
+        return Settings(
+            e5m2=(self.hybrid and tensor == "gradient") if e5m2 is None else e5m2,
+            square=self.square_weights and tensor == "weight",
+            power_of_two=self.power_of_two,
+        )
+
+
+def _current(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
+    return _with_float32_scale(x, tensor_amax.reshape(1, 1), settings, FLOAT32_MAX)
+
+
+def _block_fp8(
+    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float
+) -> Rounded:
+    return _with_float32_scale(x, amax, settings, cap)
+
+
+def _with_float32_scale(x: torch.Tensor, amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
+    scale = fp8_scale(
+        amax,
+        settings.fp8.max,
+        power_of_two=settings.power_of_two,
+        epsilon=settings.amax_epsilon,
+        largest_scale=cap,
+    )
+    scale_inv = torch.reciprocal(scale)
+    return Rounded(settings.fp8.round(x * scale) * scale_inv, scale_inv, scale_inv)
+
+
+def _mxfp8(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
+    scale_inv = mxfp8_scale_inv(amax, settings.fp8)
+    return Rounded(settings.fp8.round(x * torch.reciprocal(scale_inv)) * scale_inv, scale_inv, scale_inv)
+
+
+def _nvfp4(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
+    encode = nvfp4_encode_scale(tensor_amax)
+    scales = E4M3.round(nvfp4_block_scales(amax, encode))
+    factors = nvfp4_factors(scales, tensor_amax)
+    return Rounded(E2M1.round(x * nvfp4_multiplier(scales, encode)) * factors, factors, scales)
+
+
+RECIPES: dict[str, Recipe] = {
+    "fp8_current_scaling": Recipe(None, _current, hybrid=True),
+    "mxfp8": Recipe(32, _mxfp8, FLOAT32_SCALES),
+    "fp8_block_scaling": Recipe(128, _block_fp8, FLOAT32_SCALES, square_weights=True, power_of_two=True),
+    "nvfp4": Recipe(16, _nvfp4, (0.0, E4M3.max), square_weights=True),
+}
+"""The recipes whose result follows from the tensor alone, by their names in statistics."""
+
+
+def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings) -> Rounded:
+    """Blocks as a recipe would quantize them.
+
+    Args:
+        recipe: a key of :data:`RECIPES`.
+        blocks: [blocks, elements], any float dtype; elements that are not finite are taken as 0, and those beyond
+            float32 as its largest number.
+        tensor_amax: float32, of one element: the largest finite magnitude of the whole tensor.
+        settings: the settings of the recipe's quantizer.
+    """
+    x = blocks if blocks.dtype == torch.float64 else blocks.to(torch.float32)
+    x = torch.where(x.abs() < math.inf, x, 0.0).clamp(-FLOAT32_MAX, FLOAT32_MAX).to(torch.float32)
+    amax = x.abs().amax(1, keepdim=True)
+    # FP8 block scaling replaces a scale beyond float32 by the largest number of the tensor's own type.
+    cap = min(torch.finfo(blocks.dtype).max, FLOAT32_MAX)
+    return RECIPES[recipe].rounded(x, amax, tensor_amax, settings, cap)
+
+
+def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> torch.Tensor:
+    """A tensor rounded to MXFP8 and back.
+
+    Args:
+        values: any shape, float32, float16 or bfloat16; blocks at an edge may be partial.
+        e5m2: whether the elements are E5M2, not E4M3.
+        columnwise: whether blocks of 32 run down the columns, not along the rows of the last dimension.
+
+    Returns:
+        float32, the same shape. As in the recipe, NaN does not affect the scale of its block and stays NaN. inf stays
+        inf, and makes the scale of its block 2^127, under which most other elements become 0.
+    """
+    matrix, block = as_matrix(values).to(torch.float32), (32, 1) if columnwise else (1, 32)
+    blocks = in_blocks(matrix, block, 0.0)
+    amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(1, keepdim=True)
+    rounded = _mxfp8(blocks, amax, amax, Settings(e5m2), FLOAT32_MAX)
+    return from_blocks(rounded.values, block, (matrix.shape[0], matrix.shape[1])).reshape(values.shape)

@@ -1,0 +1,201 @@
+"""Computes scales from amaxes, for each recipe.
+
+Usage::
+
+    amax = amax_of(tensor)  # float32, shape [1]
+    scale = fp8_scale(amax, E4M3.max)  # multiplies the values before the cast
+    scale_inv = torch.reciprocal(scale)  # multiplies the codes to get the values back
+
+    scale_inv = mxfp8_scale_inv(block_amaxes(matrix, (1, 32)), E4M3)  # powers of two
+    stored = e8m0_codes(scale_inv)  # uint8
+
+    encode = nvfp4_encode_scale(amax)  # of the whole tensor
+    stored = E4M3.encode(nvfp4_block_scales(block_amaxes(matrix, (1, 16)), encode))
+    multiplier = nvfp4_multiplier(E4M3.decode(stored), encode)  # of the elements before the cast
+    factors = nvfp4_factors(E4M3.decode(stored), amax)  # of the decoded codes
+
+All in float32, rounded as the kernels of Transformer Engine 2.20 round. A division here is always of a tensor by a
+tensor: torch computes number / tensor as a reciprocal and a product, which is off by one unit in the last place for
+some values. Except for :func:`amax_of`, this is arithmetic on whole tensors: nothing waits for the device, and the code
+can be compiled into a larger pass. Sources: ``common/recipe/recipe_common.cuh`` (current and FP8 block scaling),
+``common/recipe/delayed_scaling.cu``, ``common/util/ptx_arch_spec.cuh`` (E8M0), ``common/cast/nvfp4/core_nvfp4.cuh``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E8M0, FloatFormat
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def amax_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude; NaN is skipped, infinity is not.
+
+    ``common/recipe/current_scaling.cu``: the running maximum is ``fmaxf``, which prefers a number to NaN.
+
+    Args:
+        tensor: any float type, any shape.
+
+    Returns:
+        float32, shape [1]; 0 for a tensor that is empty or NaN throughout.
+    """
+    if tensor.numel() == 0:
+        return torch.zeros(1, dtype=torch.float32, device=tensor.device)
+    extremes = tensor.detach().aminmax()
+    amax = torch.maximum(-extremes.min, extremes.max).float().reshape(1)
+    if bool(amax.isnan()):
+        magnitudes = tensor.detach().abs()
+        amax = magnitudes.masked_fill(magnitudes.isnan(), 0.0).max().float().reshape(1)
+    return amax
+
+
+def fp8_scale(
+    amax: torch.Tensor,
+    largest_number: float,
+    *,
+    power_of_two: bool = False,
+    epsilon: float = 0.0,
+    largest_scale: float = FLOAT32_MAX,
+) -> torch.Tensor:
+    """The scale of current and of FP8 block scaling: the largest FP8 number divided by amax.
+
+    ``compute_scale_from_amax``: amax is raised to epsilon first. An amax of 0, infinity or NaN gives 1; a quotient
+    beyond float32 gives ``largest_scale``.
+
+    Args:
+        amax: float32, any shape.
+        largest_number: the largest number of the format.
+        power_of_two: whether the scale is rounded down to a power of two.
+        epsilon: lower bound of amax.
+        largest_scale: replaces an infinite scale, also rounded down. FP8 block scaling: the largest number of the
+            tensor's own type.
+
+    Returns:
+        float32, the shape of ``amax``.
+    """
+    bound = torch.full_like(amax, epsilon)
+    amax = torch.where(amax < bound, bound, amax)
+    scale = torch.full_like(amax, largest_number) / amax
+    scale = torch.where(scale.isinf(), torch.full_like(scale, largest_scale), scale)
+    if power_of_two:
+        # Sign and exponent only.
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    unusable = amax.isinf() | (amax == 0) | amax.isnan()
+    return torch.where(unusable, torch.ones_like(scale), scale)
+
+
+def delayed_scaling(
+    newest: torch.Tensor, history: torch.Tensor, scale: torch.Tensor, *, most_recent: bool, largest_number: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The amax history and the scale of delayed scaling after a step.
+
+    ``kernel_bulk``: the newest amax is ``newest``, or row 0 of the history if ``newest`` is 0. If the newest amax is
+    not 0, the history moves up by one row, the newest amax becomes its last row, and row 0 becomes 0. The scale becomes
+    ``largest_number / amax`` if amax is finite and above 0, at most the largest float32 number; else it is unchanged.
+
+    Args:
+        newest: float32, [tensors]: the amaxes of the step.
+        history: float32, [history length, tensors].
+        scale: float32, [tensors].
+        most_recent: whether the newest amax counts, not the largest of the history.
+        largest_number: the format's largest number, lowered by the margin: ``max * 2**-margin``.
+
+    Returns:
+        history and scale, new tensors.
+    """
+    newest = torch.where(newest != 0, newest, history[0])
+    rolled = torch.cat([history[1:], newest.unsqueeze(0)])
+    if most_recent:
+        amax = newest
+    else:
+        # fmaxf prefers a number to NaN. A tensor without a new amax keeps its scale, as if its history were 0.
+        amax = torch.where(rolled.isnan(), torch.zeros_like(rolled), rolled).amax(dim=0)
+        amax = torch.where(newest != 0, amax, torch.zeros_like(amax))
+    rolled[0] = 0.0
+    usable = amax.isfinite() & (amax > 0)
+    renewed = (torch.full_like(amax, largest_number) / amax).clamp(max=FLOAT32_MAX)
+    return torch.where(newest != 0, rolled, history), torch.where(usable, renewed, scale.clamp(max=FLOAT32_MAX))
+
+
+def mxfp8_scale_inv(amaxes: torch.Tensor, element_format: FloatFormat) -> torch.Tensor:
+    """MXFP8's inverse scale of each block: amax divided by the format's largest number, rounded up to a power of two.
+
+    ``cvt.rp.satfinite.ue8m0x2.f32``: numbers up to 2**-127, and 0, become 2**-127; infinity becomes 2**127. The
+    division is a product with the float32 reciprocal, as in upstream's kernels.
+
+    Args:
+        amaxes: float32, any shape, no NaN.
+        element_format: E4M3 or E5M2.
+
+    Returns:
+        float32, same shape: numbers of E8M0, whose reciprocals, the scales, are exact.
+    """
+    bits = (amaxes * (1.0 / element_format.max)).view(torch.int32)
+    exponents, mantissas = bits >> 23, bits & 0x7FFFFF
+    above = (mantissas > 0) & ~((exponents == 0) & (mantissas <= 0x400000))
+    exponents = (exponents + above).clamp(max=E8M0.max_code)
+    return torch.where(exponents == 0, 0x400000, exponents << 23).view(torch.float32)
+
+
+def e8m0_codes(numbers: torch.Tensor) -> torch.Tensor:
+    """The E8M0 codes of powers of two from 2**-127 to 2**127 (float32): uint8, same shape."""
+    return (numbers.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def nvfp4_encode_scale(
+    amax: torch.Tensor, largest_scale: float = E4M3.max, *, nan_spreads: bool = False
+) -> torch.Tensor:
+    """The scale that brings a tensor into the range of E2M1 times E4M3: ``6 * largest_scale / amax``.
+
+    ``compute_global_encode_scaling_factor_FP4``.
+
+    Args:
+        amax: float32, any shape.
+        largest_scale: 448, or 256 for a tensor of 4over6.
+        nan_spreads: whether to compute as the fused kernel of the Hadamard transform does, and for master weights: the
+            scale of an infinite amax is then 0 and that of NaN is 1, not 1 and the largest float32.
+
+    Returns:
+        float32, same shape.
+    """
+    scale = torch.full_like(amax, E2M1.max * largest_scale) / amax
+    scale = torch.fmin(scale, torch.full_like(scale, FLOAT32_MAX))
+    unusable = ~(amax > 0) if nan_spreads else (amax == 0) | (scale == 0)
+    return torch.where(unusable, torch.ones_like(scale), scale)
+
+
+def nvfp4_block_scales(block_amaxes: torch.Tensor, encode_scale: torch.Tensor) -> torch.Tensor:
+    """Each block's scale before it is rounded to E4M3: float32, the shape of ``block_amaxes`` (float32)."""
+    return block_amaxes * (encode_scale * (1.0 / E2M1.max))
+
+
+def nvfp4_multiplier(scales: torch.Tensor, encode_scale: torch.Tensor, *, nan_spreads: bool = False) -> torch.Tensor:
+    """The multiplier of each block's elements before they are cast to E2M1.
+
+    Args:
+        scales: float32, any shape: the blocks' scales, rounded to E4M3.
+        encode_scale: the result of :func:`nvfp4_encode_scale`.
+        nan_spreads: whether a scale of NaN gives NaN, not the largest float32.
+
+    Returns:
+        float32, the shape of ``scales``, at most the largest float32.
+    """
+    multiplier = torch.reciprocal(scales * torch.reciprocal(encode_scale))
+    largest = torch.full_like(multiplier, FLOAT32_MAX)
+    return torch.minimum(multiplier, largest) if nan_spreads else torch.fmin(multiplier, largest)
+
+
+def nvfp4_factors(scales: torch.Tensor, amax: torch.Tensor, largest_scale: float = E4M3.max) -> torch.Tensor:
+    """The factor from E2M1 number to value of each block.
+
+    Computed in the order of upstream's kernel: ``(scale * amax) * (1 / (6 * largest_scale))``
+    (``common/cast/nvfp4/dequantize_nvfp4.cuh``).
+
+    Args:
+        scales: float32: the blocks' scales, rounded to E4M3.
+        amax: float32, to be broadcast: the amax of the tensor, or of each row.
+        largest_scale: 448, or 256 for a tensor of 4over6.
+    """
+    return scales * amax * (1.0 / (E2M1.max * largest_scale))

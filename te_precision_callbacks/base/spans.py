@@ -1,0 +1,84 @@
+"""Facts that hold for a span of iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+
+FactT = TypeVar("FactT")
+
+
+class IterationError(PrecisionDebugError, LookupError):
+    """The requested iteration has not run."""
+
+
+class Iterations:
+    """The debug iterations that have run under a session."""
+
+    def __init__(self) -> None:
+        self._ran: list[list[int]] = []  # first and last of each span
+
+    def __contains__(self, iteration: int) -> bool:
+        return any(first <= iteration <= last for first, last in self._ran)
+
+    @property
+    def last(self) -> int | None:
+        """The last one; None if none has run."""
+        return self._ran[-1][1] if self._ran else None
+
+    def ran(self, iteration: int) -> bool:
+        """Note that an iteration has run. One that runs again, after a return to a checkpoint, counts as it ran last,
+        and those after it have not run.
+
+        Returns:
+            Whether there were such iterations.
+        """
+        returned = bool(self._ran) and iteration < self._ran[-1][1]
+        if returned:
+            self._ran = [[first, min(last, iteration - 1)] for first, last in self._ran if first < iteration]
+        if self._ran and iteration - self._ran[-1][1] in (0, 1):
+            self._ran[-1][1] = iteration
+        else:
+            self._ran.append([iteration, iteration])
+        return returned
+
+    def require(self, what: str, iteration: int) -> None:
+        """Raise an IterationError if an iteration has not run.
+
+        Args:
+            what: what is asked of it, such as ``precision``.
+            iteration: the iteration.
+        """
+        if iteration not in self:
+            ran = ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in self._ran)
+            raise IterationError(
+                f"{what}(at={iteration!r}): that iteration has not run under this session."
+                f" {f'Those that have: {ran}.' if ran else 'None has run yet.'}"
+            )
+
+
+class AnyIteration(tuple[FactT, ...]):
+    """Facts about a run; calling the object gives the facts of one iteration."""
+
+    _at: Callable[[int], Iterable[FactT]]
+
+    def __new__(cls, entries: Iterable[FactT], at: Callable[[int], Iterable[FactT]]) -> AnyIteration[FactT]:
+        made = super().__new__(cls, tuple(entries))
+        made._at = at
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self), self._at
+
+    def __call__(self, *, at: int) -> tuple[FactT, ...]:
+        """Gives the facts of one debug iteration.
+
+        Args:
+            at: the debug iteration.
+
+        Raises:
+            IterationError: the iteration has not run under this session; a LookupError.
+        """
+        return tuple(self._at(at))

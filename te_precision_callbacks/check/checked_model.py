@@ -1,0 +1,308 @@
+"""Plans a config on a model without running it: what each matrix product will run in, and what does not fit.
+
+checked = check_model(model, load_config("config.yaml"), recipe="fp8_current_scaling", tokens=4096)
+print(checked.coverage)                            # FP8 in 91.4 % of the multiply-adds (fprop 94.2, ...); ...
+for finding in checked.findings:
+    print(finding.kind, finding.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from te_precision_callbacks.base import notebooks
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.vocabulary import Observe, class_names
+from te_precision_callbacks.check.dry_run import dry_run
+from te_precision_callbacks.check.findings import Finding, by_key, listed, of_recipe, of_shapes, without_kernel
+from te_precision_callbacks.check.named_recipes import AUTO, NONE, recipe_named
+from te_precision_callbacks.config import Config, ConfigError, Plan, Section
+from te_precision_callbacks.config.checking import ReadOptions
+from te_precision_callbacks.config.contract import ContractSource, read_contract
+from te_precision_callbacks.config.dumping import check_conditions
+from te_precision_callbacks.config.effects import NAMESPACE, Effect
+from te_precision_callbacks.config.idle import notes_of
+from te_precision_callbacks.config.keys import Scheduled
+from te_precision_callbacks.config.known import known_features
+from te_precision_callbacks.config.levels import ObservingFeature
+from te_precision_callbacks.config.planning import draft
+from te_precision_callbacks.coverage.contract_keeper import broken_clauses, left_out, require_layers
+from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.coverage.planned_products import plan_products
+from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
+from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
+from te_precision_callbacks.instrumentation.refusals import RefusedLayers
+from te_precision_callbacks.layers.naming import Layer, Model, named_roots, named_te_modules
+from te_precision_callbacks.options import read_observe
+
+
+class ActingFeature(NamedTuple):
+    """A feature that acts on a layer.
+
+    Attributes:
+        feature: its name, as in the config.
+        section: the section of the config.
+        on: the tensors or GEMMs that it is for; empty for all.
+        steps: the steps in which it acts, such as ``every step``.
+    """
+
+    feature: str
+    section: str
+    on: str
+    steps: str
+
+    def __str__(self) -> str:
+        return f"{self.section}: {self.feature}{f' of {self.on}' if self.on else ''}, {self.steps}"
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """The plan of a config on a model.
+
+    Attributes:
+        coverage: the planned matrix products of a step, with ``runs="planned"``.
+        recipe: the recipe, as in :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; empty for none.
+        tokens: the tokens of a step on this rank; None if they were not given: multiply-adds are then for one token, or
+            for the batch.
+        has_batch: whether the products are those of a forward and backward with a batch.
+        layers: the number of layers of Transformer Engine that a config can select.
+        features: layer -> the features that act on it.
+        findings: what does not fit.
+        notes: what may not be meant, and is no error.
+        not_counted: modules with a weight of which no product could be planned.
+        not_reached: with a batch, the modules with a weight and the layers that the forward does not call.
+    """
+
+    coverage: Coverage
+    recipe: str
+    tokens: int | None
+    layers: int
+    features: Mapping[str, tuple[ActingFeature, ...]]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    not_counted: tuple[str, ...]
+    not_reached: tuple[str, ...] = ()
+    has_batch: bool = False
+
+    def _repr_html_(self) -> str:
+        findings = notebooks.bullets(f"{finding.kind}: {finding.text}" for finding in self.findings)
+        notes = notebooks.bullets(f"Note: {note}" for note in self.notes)
+        return f"{findings or notebooks.paragraph('No findings.')}{notes}{self.coverage._repr_html_()}"
+
+
+def check_model(
+    model: Model,
+    config: Config,
+    *,
+    recipe: Any = AUTO,
+    tokens: int | None = None,
+    batch: Any = None,
+    require: ContractSource = None,
+    observe: Observe = "auto",
+    unconverted: Mapping[str, str] | None = None,
+) -> CheckedModel:
+    """Plan a training step of a model, without running it. Nothing of the model changes.
+
+    With a batch the forward and backward are called once for the sizes of all products, on the model's device; layers
+    of Transformer Engine quantize nothing in it. On ``meta`` nothing is computed.
+
+    Args:
+        model: the model, on any device, also on ``meta``.
+        config: the config.
+        recipe: ``auto``, Transformer Engine's default recipe for the GPU; ``none``; one of
+            :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; or one of Transformer Engine's recipe objects.
+        tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
+        batch: what the model's forward is called with, in place of ``tokens``: a tensor, a mapping of keywords, or a
+            tuple of positional arguments. Tensors are copied to the model's device.
+        require: a contract, as the front doors take it: what the plan does not hold of it is a finding. Of what is kept
+            in which type, a plan knows nothing.
+        observe: the path that layers take while features look at their tensors, as the front doors take it.
+        unconverted: of a model that Accelerate has converted, the layers that it left out and why, as
+            ``te_precision_callbacks.accelerate.unconverted_layers(model)`` has them.
+
+    Raises:
+        ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
+        RecipeError: as in :func:`~te_precision_callbacks.check.named_recipes.recipe_named`.
+        OptionError: ``tokens`` is not positive, or there is a batch as well; ``observe`` is no such path.
+        BatchError: the forward or backward does not run with ``batch``.
+    """
+    if tokens is not None and batch is not None:
+        raise OptionError("tokens= and batch= were given: a batch tells the tokens of each layer. Give one of them.")
+    if tokens is not None and tokens < 1:
+        raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
+    read_observe(observe)
+    made = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    contract = read_contract(require)
+    checked = _Check(model, config, made, tokens, batch, observe, unconverted, is_wanted=recipe != NONE).checked()
+    if contract is None:
+        return checked
+    require_layers(contract, {product.layer for product in checked.coverage})
+    broken = [Finding("contract", text) for text in broken_clauses(contract, checked.coverage)]
+    left = left_out(contract, checked.coverage, checked.not_counted)
+    return replace(checked, findings=(*checked.findings, *broken), notes=(*checked.notes, *([left] if left else [])))
+
+
+class _Check:
+    """Arguments are those of :func:`check_model`.
+
+    Args:
+        is_wanted: whether low precision is.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: Config,
+        recipe: Any,
+        tokens: int | None,
+        batch: Any,
+        observe: Observe,
+        unconverted: Mapping[str, str] | None,
+        *,
+        is_wanted: bool,
+    ) -> None:
+        self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
+        self._observe = observe
+        self._unconverted = unconverted
+        self._is_wanted = is_wanted and recipe is not None
+        self._modules = named_te_modules(model, config.layer_names or "path")
+        self._sections = {section.name: section for section in config.enabled_sections}
+        self._findings: list[Finding] = []
+        self._notes: list[str] = []
+
+    def checked(self) -> CheckedModel:
+        plan = self._plan()
+        acting = {
+            entry.layer.name: [self._sections[name] for name in entry.sections]
+            for entry in plan.layers
+            if any(entry.features.values())
+        }
+        features = {
+            names: tuple(_features(self._sections[name] for name in names))
+            for names in {entry.sections for entry in plan.layers}
+        }
+        ran = None
+        if self._batch is not None:
+            ran = dry_run(self._model, self._modules, self._batch, self._recipe)
+        products = plan_products(
+            self._model,
+            self._modules,
+            acting,
+            self._recipe,
+            tokens=self._tokens or 1,
+            ran=ran,
+            unconverted=self._unconverted,
+        )
+        self._findings += of_recipe(self._recipe, self._modules, acting)
+        self._findings += of_shapes(
+            self._recipe,
+            self._model,
+            self._modules,
+            products.coverage,
+            tokens=self._tokens,
+            tokens_of=None if ran is None else ran.tokens,
+        )
+        if ran is not None and ran.without_kernel:
+            self._findings.append(without_kernel(ran.without_kernel))
+        if self._is_wanted and not any(product.is_low for product in products.coverage):
+            is_there = any(product.family in ("te", "te_ops") for product in products.coverage)
+            why = "the plan says why" if is_there else "the model has no layer of Transformer Engine"
+            self._findings.append(Finding("high_precision", f"Nothing runs in low precision: {why}."))
+        return CheckedModel(
+            products.coverage,
+            recipe_text(self._recipe),
+            self._tokens,
+            sum(len(named.layers) for named in self._modules),
+            {layer: features[tuple(section.name for section in sections)] for layer, sections in acting.items()},
+            tuple(self._findings),
+            tuple(self._notes),
+            products.not_counted,
+            products.not_reached,
+            ran is not None,
+        )
+
+    def _plan(self) -> Plan:
+        """The plan without the layers that Transformer Engine's debug path refuses."""
+        layers = [layer for named in self._modules for layer in named.layers]
+        config = self._config
+        drafted = draft(config.enabled_sections, layers, known_features(), layer_names=config.layer_names)
+        self._findings += [Finding("config", text) for text in drafted.wrong.texts]
+        self._findings += [Finding("unmatched", text) for text in drafted.missing.texts]
+        self._notes += drafted.idle.texts
+        self._notes += notes_of(config)
+        self._notes += filter(
+            None, (self._without_layers(layers), alike_in_words(layers), drafted.plan.otherwise_upstream)
+        )
+        try:
+            check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
+        except ConfigError as error:
+            self._findings += [Finding("config", text) for text in error.problems]
+        refused = RefusedLayers(strict=False)
+        effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
+        plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_own_path(drafted.plan))
+        kept = {entry.layer.name for entry in plan.layers}
+        left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
+        for why, names in by_key((refused.why(name), name) for name in left).items():
+            text = f"No feature can act on {listed(names)}, since Transformer Engine's debug path refuses: {why}."
+            self._findings.append(Finding("refused", text, tuple(names)))
+        return plan
+
+    def _without_layers(self, layers: Sequence[Layer]) -> str:
+        """That there is no layer to observe, and for a model of transformers how to plan one; empty if there are."""
+        if layers:
+            return ""
+        text = without_layers("without precision debugging")
+        if self._unconverted is None and _is_of_transformers(self._model):
+            text += (
+                " Accelerate makes Linear layers into Transformer Engine's when it trains in FP8: te-precision check"
+                " --convert accelerate plans the model so."
+            )
+        return text
+
+    def _on_own_path(self, plan: Plan) -> frozenset[int]:
+        """The ids of the modules that are observed on their own fused path."""
+        try:
+            fused, not_fused = choose(self._observe, self._modules, plan)
+        except ConfigError as error:
+            self._findings.append(Finding("refused", str(error)))
+            return choose("auto", self._modules, plan)[0]
+        if not_fused:
+            self._notes.append(f'observe="{self._observe}": {paths_in_words(len(fused), not_fused)}')
+        return fused
+
+
+def _is_of_transformers(model: Model) -> bool:
+    """Whether one of transformers' models is in it, also inside of a wrapper such as PEFT's."""
+    modules = (module for _, root in named_roots(model) or () for module in root.modules())
+    return any("PreTrainedModel" in class_names(module) for module in modules)
+
+
+def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
+    """The features of a layer's sections, one for each schedule."""
+    for section in sections:
+        for name, options in section.features.get(NAMESPACE, {}).items():
+            if not options.get("enabled"):
+                continue
+            schema = options.schema if isinstance(options, ReadOptions) else None
+            if isinstance(schema, ObservingFeature):
+                due = [(str(_schedule(target.options)), str(target.tensor)) for target in schema.targets]
+                for steps, tensors in by_key(due).items():
+                    yield ActingFeature(name, section.name, ", ".join(tensors), steps)
+            elif schema is not None:
+                yield ActingFeature(name, section.name, _on(section.effects[name]), "every step")
+            else:
+                yield ActingFeature(name, section.name, "", "a feature of your own, of which the plan knows nothing")
+
+
+def _schedule(options: Any) -> object:
+    return options.schedule if isinstance(options, Scheduled) else "every step"
+
+
+def _on(effect: Effect) -> str:
+    """The GEMMs, with the tensors that are replaced: ``fprop (activation, weight), dgrad``."""
+    replaced = by_key(effect.modifies)
+    gemms = dict.fromkeys((*effect.high_precision, *replaced))
+    return ", ".join(f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms)

@@ -1,0 +1,71 @@
+"""Transformer Engine's recipes by name.
+
+recipe = recipe_named("mxfp8")     # as Transformer Engine makes it without arguments
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.vocabulary import RECIPES
+from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.reference import is_installed, target
+
+AUTO, NONE = "auto", "none"
+
+CHOICES = (AUTO, NONE, *RECIPES)
+"""What :func:`recipe_named` takes."""
+
+_CLASSES: Mapping[str, str] = {
+    "fp8_delayed_scaling": "DelayedScaling",
+    "fp8_current_scaling": "Float8CurrentScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "fp8_block_scaling": "Float8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+"""Recipe -> its class in Transformer Engine 2.20.2, ``common/recipe``."""
+
+
+class RecipeError(PrecisionDebugError, ValueError):
+    """A recipe that does not exist, or that the GPU does not have."""
+
+
+def recipe_named(name: str) -> Any:
+    """A recipe with Transformer Engine's defaults, which environment variables such as NVTE_BACKWARD_OVERRIDE change.
+
+    Args:
+        name: one of :data:`CHOICES`: ``auto`` is Transformer Engine's default recipe for the GPU, ``none`` is None.
+
+    Raises:
+        RecipeError: there is no such recipe, Transformer Engine refuses it on this GPU, or an environment variable sets
+            what it does not take.
+    """
+    if name not in CHOICES:
+        raise RecipeError(f"There is no recipe {name!r}.{suggestion(name, CHOICES)}")
+    if name == NONE:
+        return None
+    from transformer_engine.common import recipe as recipes
+    from transformer_engine.pytorch import quantization
+
+    try:
+        made = quantization.get_default_fp8_recipe() if name == AUTO else getattr(recipes, _CLASSES[name])()
+    except (AssertionError, ValueError) as error:  # of pydantic, if that is installed
+        details = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+        raise RecipeError(f"Transformer Engine refuses the recipe {name!r}: {details}") from error
+    try:
+        quantization.check_recipe_support(made)
+        supported, why = quantization.check_nvfp4_support() if made.nvfp4() else (True, "")  # which that leaves out
+    except RuntimeError as error:
+        supported, why = False, str(error)
+    if not supported:
+        raise RecipeError(f"Transformer Engine refuses the recipe {name!r}: {why}{_other_gpu()}")
+    return made
+
+
+def _other_gpu() -> str:
+    if not is_installed() or target.capability() == target.ALLOWED[-1]:
+        return ""
+    best = "{}.{}".format(*target.ALLOWED[-1])
+    return f" {target.ENVIRONMENT_VARIABLE}={best} in the environment makes the reference backend emulate another GPU."

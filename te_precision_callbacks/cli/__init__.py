@@ -1,0 +1,129 @@
+"""The command line, ``te-precision``.
+
+Usage::
+
+    te-precision run train.py --epochs 3
+    te-precision run -m package.train --epochs 3
+    te-precision run torchrun --nproc-per-node 2 train.py
+    te-precision check config.yaml --model package.module:factory
+    te-precision show logs --follow
+    te-precision compare bf16 fp8 --noise bf16_again
+    te-precision report logs -o report.html
+    te-precision dumps list logs/tensor_dumps
+    te-precision features FakeQuant
+    te-precision statistics
+    te-precision doctor
+
+Each command imports what it needs when it is called, so that ``te-precision --help`` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.check.command import check_command
+from te_precision_callbacks.cli.doctor.command import doctor_command
+from te_precision_callbacks.cli.manual.command import features_command, statistics_command
+from te_precision_callbacks.dumps.command import app as dumps
+from te_precision_callbacks.reference import inherited
+from te_precision_callbacks.reference.launch import Backend
+from te_precision_callbacks.views.compare.command import compare_command
+from te_precision_callbacks.views.report.command import report_command
+from te_precision_callbacks.views.show.command import show_command
+
+app = typer.Typer(
+    name="te-precision",
+    help="Precision debugging for NVIDIA Transformer Engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(dumps)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"te-precision-callbacks {version('te-precision-callbacks')}")
+        raise typer.Exit
+
+
+_READERS = {"compare", "dumps", "features", "report", "show", "statistics"}
+"""The commands that need no Transformer Engine."""
+
+
+@app.callback()
+def _commands(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Precision debugging for NVIDIA Transformer Engine."""
+    if context.invoked_subcommand in _READERS:
+        inherited.forget_pending()
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    options_metavar="[--backend auto|te|reference] [-m]",
+)
+def run(
+    script: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT", help="The Python script to run, unmodified, or a launcher such as torchrun."),
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS...", help="Arguments for the script.")] = None,
+    *,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
+    backend: Annotated[
+        Backend,
+        typer.Option(
+            help="auto: the compiled Transformer Engine if there is a GPU and it can be imported, otherwise the "
+            'reference backend: on the real GPU if there is one, otherwise on the CPU, and "cuda" then means the CPU.'
+        ),
+    ] = Backend.AUTO,
+) -> None:
+    """Run an unmodified GPU training script, with or without a GPU.
+
+    The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that the reference backend
+    emulates. The exit code is the script's own.
+    """
+    from te_precision_callbacks.reference.launch import (
+        CommandError,
+        launch,
+        module_command,
+        plan_launch,
+        script_command,
+    )
+
+    try:
+        command = module_command(script) if module else script_command(script)
+    except CommandError as error:
+        raise typer.BadParameter(str(error), param_hint="SCRIPT") from None
+    plan = plan_launch(backend)
+    typer.echo(f"te-precision: {plan.description}", err=True)
+    launch(plan, [*command, *(arguments or [])])
+
+
+app.command("check")(check_command)
+app.command("compare")(compare_command)
+app.command("show")(show_command)
+app.command("report")(report_command)
+app.command("features")(features_command)
+app.command("statistics")(statistics_command)
+app.command("doctor")(doctor_command)
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names; an exception of this package becomes a message and exit code 2."""
+    try:
+        app()
+    except PrecisionDebugError as error:
+        lines = map(terminal.visible, str(error).split("\n"))  # messages quote names from files
+        typer.echo("te-precision: " + "\n".join(lines), err=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,158 @@
+"""What there is to say of each feature, read from its schema.
+
+    features()                       # all that a config may name
+    (found,) = find("FakeQuant")     # case does not matter
+    found.keys[0].name               # "enabled"
+
+docs/features.md, ``te-precision features`` and the JSON Schema of configs are made from it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.config.effects import NAMESPACE
+from te_precision_callbacks.config.fields import names, words
+from te_precision_callbacks.config.known import is_for_upstreams_tests, known_features
+from te_precision_callbacks.config.levels import FeatureSchema, levels
+from te_precision_callbacks.config.planning import BASE
+from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.config.schemas import schema_of
+
+
+class UnknownFeatureError(PrecisionDebugError, LookupError):
+    """There is no feature of this name."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a feature.
+
+    Attributes:
+        name: as in a config.
+        where: the levels at which the key may be given, outermost first.
+        values: the values that the key takes, in words.
+        required: whether the key must be given.
+        default: the value without the key; None if there is none.
+        meaning: what the key does.
+    """
+
+    name: str
+    where: tuple[tuple[str, ...], ...]
+    values: str
+    required: bool
+    default: Any
+    meaning: str
+
+    @property
+    def places(self) -> str:
+        """The levels at which the key may be given, in words."""
+        return ", ".join(dict.fromkeys(f"items of `{path[-1]}`" if path else "feature" for path in self.where))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature that a config may name.
+
+    Attributes:
+        name: as registered; configs may write it in any case.
+        namespace: the key of a section below which it is given; :data:`BASE` for the section itself.
+        paragraphs: what the feature does; the first paragraph says it briefly.
+        tensors: the tensors that it can act on; empty for a feature of whole GEMMs.
+        gemms: the GEMMs that it can act on; empty for a feature of whole tensors.
+        keys: its keys, those of its items included; empty if they are not checked.
+        example: a section of a config that uses the feature, as YAML; empty if there is none.
+    """
+
+    name: str
+    namespace: str
+    paragraphs: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+    gemms: tuple[str, ...] = ()
+    keys: tuple[Key, ...] = ()
+    example: str = ""
+
+    @classmethod
+    def of_schema(cls, model: type[FeatureSchema]) -> Feature:
+        """A feature of this project."""
+        texts = (inspect.getdoc(model) or "").split("\n\n")
+        fields = model.model_fields
+        return cls(
+            model.__name__,
+            NAMESPACE,
+            tuple(" ".join(text.split()) for text in texts),
+            names(fields["tensors"]) if "tensors" in fields else (),
+            _gemms(model),
+            keys_of(model),
+            model.example.strip(),
+        )
+
+    @classmethod
+    def unchecked(cls, name: str, namespace: str) -> Feature:
+        """A feature of another package, of which the name is all that is known."""
+        return cls(name, namespace, ("Not a feature of this project: its keys are not checked.",))
+
+    @property
+    def place(self) -> str:
+        """Where a config names the feature."""
+        return "the section" if self.namespace == BASE else f"{self.namespace}:"
+
+
+def features() -> tuple[Feature, ...]:
+    """All features that a config may name, but a user's own and those of upstream's tests; this project's first."""
+    return tuple(
+        _feature(name, namespace)
+        for namespace, registered in known_features().items()
+        for name in registered
+        if not is_for_upstreams_tests(namespace, name)
+    )
+
+
+def find(name: str) -> tuple[Feature, ...]:
+    """The features of a name, whatever its case; one of nvidia-dlfw-inspect's has the name of one of this project's.
+
+    Raises:
+        UnknownFeatureError: there is no such feature.
+    """
+    known = features()
+    found = tuple(feature for feature in known if feature.name.casefold() == name.casefold())
+    if not found:
+        hint = suggestion(name, dict.fromkeys(feature.name for feature in known), known_as="The features are")
+        raise UnknownFeatureError(f"there is no feature {name!r}.{hint}")
+    return found
+
+
+def keys_of(model: type[FeatureSchema]) -> tuple[Key, ...]:
+    """The keys of a feature, those of its items included."""
+    found: dict[str, Key] = {}
+    for path, level in levels(model).items():
+        for name, field in level.model_fields.items():
+            known = found.get(name) or Key(
+                name, (), words(field), field.is_required(), default_of(field), field.description or ""
+            )
+            found[name] = replace(known, where=(*known.where, path))
+    return tuple(found.values())
+
+
+def default_of(field: FieldInfo) -> Any:
+    """The value without the key; None if the key must be given, or if nothing stands for it."""
+    if field.is_required():
+        return None
+    default = field.get_default(call_default_factory=True)
+    return None if default == [] else default
+
+
+def _feature(name: str, namespace: str) -> Feature:
+    model = schema_of(name) if namespace == NAMESPACE else None
+    return Feature.unchecked(name, namespace) if model is None else Feature.of_schema(model)
+
+
+def _gemms(model: type[FeatureSchema]) -> tuple[str, ...]:
+    if "gemms" in model.model_fields:
+        return names(model.model_fields["gemms"])
+    return model.model_construct(enabled=True).effect().high_precision  # without a choice: those of the whole layer

@@ -1,0 +1,209 @@
+"""What there is to say of each statistic, read from the table of statistics, the grammar of names and the schemas.
+
+    statistics()                                # one for each row of the table
+    find("mxfp8_mse_columnwise").recipe.name    # "mxfp8"
+    find("mxfp8_mse_columnwise").example        # "stats: [mxfp8_mse_columnwise]"
+
+``te-precision statistics`` prints it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from te_precision_callbacks.base.vocabulary import (
+    COLUMNWISE,
+    ELEMENT_FORMATS,
+    ONE_SCALE,
+    RECIPES,
+    ROWWISE,
+    WITH_ELEMENT_FORMAT,
+)
+from te_precision_callbacks.config.fields import names
+from te_precision_callbacks.config.levels import FeatureSchema
+from te_precision_callbacks.config.problems import nearest, suggestion
+from te_precision_callbacks.config.schemas import FEATURES
+from te_precision_callbacks.statistics.names import (
+    OWN_RECIPE,
+    Request,
+    UnknownStatisticError,
+    named_request,
+    quantized_names,
+)
+from te_precision_callbacks.statistics.table import BLOCKWISE, STATISTICS, TENSOR_STATISTICS
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a recipe quantizes, in words.
+
+    Attributes:
+        name: as in statistics' names.
+        shares: the elements that share a factor.
+        factor: the factors from codes to values.
+        elements: the format of the elements, unless a name says one.
+        formats: the formats that a name can say.
+        is_simulated: whether a layer that does not run the recipe has its statistics, too: what it would give.
+    """
+
+    name: str
+    shares: str
+    factor: str
+    elements: str
+    formats: tuple[str, ...]
+    is_simulated: bool
+
+
+_WORDS = {
+    "fp8_delayed_scaling": ("all", "float32, from the amaxes of earlier steps", "E4M3; gradients E5M2"),
+    "fp8_current_scaling": ("all", "float32", "E4M3; gradients E5M2"),
+    "mxfp8": ("32", "a power of two (E8M0)", "E4M3"),
+    "fp8_block_scaling": ("128; in a weight 128 x 128", "a power of two (float32)", "E4M3"),
+    "nvfp4": ("16; in a weight 16 x 16", "E4M3 times one float32 of the tensor", "E2M1"),
+}
+
+_RECIPES = {
+    name: Recipe(
+        name,
+        *_WORDS[name],
+        formats=ELEMENT_FORMATS if name in WITH_ELEMENT_FORMAT else (),
+        is_simulated=name != "fp8_delayed_scaling",  # whose factor comes from earlier steps
+    )
+    for name in RECIPES
+}
+
+
+def recipes_table() -> str:
+    """The table of recipes of docs/statistics.md, in Markdown."""
+    lines = [
+        "| recipe | elements that share a factor | factor | elements by default | element format in a name |",
+        "|---|---|---|---|---|",
+    ]
+    for recipe in _RECIPES.values():
+        formats = ", ".join(f"`{name}`" for name in recipe.formats)
+        lines.append(f"| `{recipe.name}` | {recipe.shares} | {recipe.factor} | {recipe.elements} | {formats} |")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A statistic, under a name as in a config or in logs.
+
+    Attributes:
+        name: the name.
+        statistic: its name in the table, without recipe, element format, direction and parameters.
+        formula, unit: as in the table; :data:`te_precision_callbacks.statistics.table.SYMBOLS` says what x, y, n are.
+        of: what it is computed from.
+        merged: how micro-batches and ranks are merged.
+        worse: the direction in which it gets worse; empty for neither.
+        is_upstream: whether Transformer Engine 2.20 has the statistic.
+        is_histogram: whether its value is not one number.
+        collected_by: the features that take the name, each with the tensors that it can be of.
+        is_of_own_recipe: whether it is of the recipe that the layer runs.
+        recipe: the recipe that it is of, if the name says one.
+        element_format: the format of the recipe's elements, if the name says one.
+        direction: ``rowwise`` or ``columnwise`` if it is of quantized data that differ by direction, else None.
+        read_by: tensor -> the GEMM that reads its data of this direction.
+        block_size, dims: the blocks of :data:`BLOCKWISE`.
+        example: a line for the options of such a feature.
+    """
+
+    name: str
+    statistic: str
+    formula: str
+    unit: str
+    of: str
+    merged: str
+    worse: str
+    is_upstream: bool
+    is_histogram: bool
+    collected_by: dict[str, tuple[str, ...]]
+    is_of_own_recipe: bool
+    recipe: Recipe | None
+    element_format: str | None
+    direction: str | None
+    read_by: dict[str, str]
+    block_size: int | None
+    dims: int | None
+    example: str
+
+
+def statistics() -> tuple[Explained, ...]:
+    """All statistics, under their plain names, in the order of the table."""
+    return tuple(find(name) for name in STATISTICS)
+
+
+def find(name: str) -> Explained:
+    """The statistic of a name.
+
+    Raises:
+        UnknownStatisticError: there is no such statistic; the text names the nearest ones.
+    """
+    try:
+        request = named_request(name)
+    except UnknownStatisticError as error:
+        known = [*TENSOR_STATISTICS, BLOCKWISE, *quantized_names()]
+        hint = suggestion(name, known if nearest(name, known) else STATISTICS, known_as="The statistics are")
+        raise UnknownStatisticError(f"{error}.{hint}") from None
+    return _explained(name, request)
+
+
+def _explained(name: str, request: Request) -> Explained:
+    row, blocks, direction = request.statistic, request.blocks, _direction(request)
+    entry: Any = name
+    if blocks is not None:
+        entry = {BLOCKWISE: {"block_size": blocks.size, "dims": blocks.dims}}
+    return Explained(
+        name=name,
+        statistic=row.name,
+        formula=row.formula,
+        unit=row.unit,
+        of=row.of.value,
+        merged=row.merge,
+        worse=row.worse.value,
+        is_upstream=row.upstream,
+        is_histogram=row.bins is not None,
+        collected_by={
+            feature: names(model.model_fields["tensors"])
+            for feature, model in FEATURES.items()
+            if "stats" in model.model_fields and _takes(model, entry)
+        },
+        is_of_own_recipe=request.recipe == OWN_RECIPE,
+        recipe=_RECIPES.get(request.recipe or ""),
+        element_format=None if request.e5m2 is None else ELEMENT_FORMATS[request.e5m2],
+        direction=direction,
+        read_by={} if direction is None else dict(COLUMNWISE if request.columnwise else ROWWISE),
+        block_size=None if blocks is None else blocks.size,
+        dims=None if blocks is None else blocks.dims,
+        example=f"stats: [{_in_yaml(request)}]",
+    )
+
+
+def _takes(model: type[FeatureSchema], entry: Any) -> bool:
+    """Whether a feature takes an entry of its ``stats``."""
+    try:
+        _stats_of(model).validate_python([entry])
+    except ValidationError:
+        return False
+    return True
+
+
+@functools.cache
+def _stats_of(model: type[FeatureSchema]) -> TypeAdapter[Any]:
+    return TypeAdapter(model.model_fields["stats"].rebuild_annotation())
+
+
+def _direction(request: Request) -> str | None:
+    if request.recipe is None or request.recipe in ONE_SCALE:
+        return None
+    return "columnwise" if request.columnwise else "rowwise"
+
+
+def _in_yaml(request: Request) -> str:
+    if request.blocks is None:
+        return request.spelled_out
+    return f"{BLOCKWISE}: {{block_size: {request.blocks.size}, dims: {request.blocks.dims}}}"

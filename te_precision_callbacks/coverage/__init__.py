@@ -1,0 +1,1 @@
+"""What ran in which precision, and why: products, their multiply-adds, the precision of each GEMM, contracts."""

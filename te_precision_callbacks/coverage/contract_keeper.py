@@ -1,0 +1,314 @@
+"""Holds a run to its contract: judges what the model's products ran in, after the first steps and at each change.
+
+A run that ends before its first judgement, or with a change that was not judged yet, is judged at its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.base.vocabulary import PRECISIONS
+from te_precision_callbacks.config.contract import Contract, OnBroken
+from te_precision_callbacks.config.problems import ConfigError, suggestion
+from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, Reason, left_out_in_words
+from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.coverage.shared_products import shared_products, shared_state
+from te_precision_callbacks.coverage.state_row import StateRow
+from te_precision_callbacks.layers.folding import folded
+
+logger = logging.getLogger(__name__)
+
+_MOST_OFFENDERS = 5
+
+ASKING = 10
+"""The ranks ask one another in each so-manieth step whether precision has changed, where no statistics are due."""
+
+REMEDIES: Mapping[Reason, str] = {
+    Reason.SECTION: "take the GEMM or the layer out of that section",
+    Reason.SHAPE: "pad the dimension to the next size that works",
+    Reason.NOT_TE: "make it a layer of Transformer Engine, or leave it out of what the contract demands",
+    Reason.NOT_CONVERTED: "convert it by hand: te.Linear in place of the layer",
+    Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
+    Reason.RECOMPUTED: "checkpoint it with transformer_engine.pytorch.checkpoint, which computes again under the"
+    " recipe, or enter te.autocast inside of what is checkpointed",
+    Reason.RECIPE_EXCEPTION: "use a recipe that quantizes all of its tensors",
+    Reason.BACKWARD_OVERRIDE: "leave backward_override out of the recipe, and NVTE_BACKWARD_OVERRIDE unset",
+    Reason.ENVIRONMENT: "unset the variable",
+    Reason.ATTENTION: "give the recipe fp8_dpa=True, on a GPU whose fused attention has FP8",
+    Reason.QUANTIZED_INPUT: "let the layer before return high precision",
+}
+"""Reason -> what makes the product run in low precision."""
+
+_COUNTERPARTS = {f"torch.nn.{name}": f"te.{name}" for name in ("Linear", "MultiheadAttention")}
+_WITHOUT_COUNTERPART = re.compile(r"torch\.nn\.(?:(?:Lazy)?Conv.*|(?:RNN|LSTM|GRU)(?:Cell)?|Bilinear)")
+"""Classes of torch that multiply matrices, and Transformer Engine 2.20 has no layer for."""
+
+
+def remedy(reason: Reason, ref: str) -> str:
+    """What makes a product run in low precision; empty where that is not known.
+
+    Args:
+        reason, ref: as in :class:`te_precision_callbacks.coverage.coverage.Product`.
+    """
+    leave = "leave it out of what the contract demands"
+    if reason is Reason.NOT_TE and ref in _COUNTERPARTS:
+        return f"To change that, use {_COUNTERPARTS[ref]} in its place, or {leave}."
+    if reason is Reason.NOT_TE and _WITHOUT_COUNTERPART.fullmatch(ref):
+        return f"Transformer Engine has no layer of this kind: {leave}."
+    return f"To change that, {REMEDIES[reason]}." if reason in REMEDIES else ""
+
+
+class PrecisionContractError(PrecisionDebugError, RuntimeError):
+    """The run does not hold what ``require=`` demands.
+
+    Args:
+        message: the full message.
+        coverage: the products that were judged, of all ranks, each with the multiply-adds of all.
+    """
+
+    def __init__(self, message: str, coverage: Coverage = NOTHING) -> None:
+        super().__init__(message)
+        self.coverage = coverage
+
+
+class ContractKeeper:
+    """Judges a run's contract; on all ranks that reduce together alike.
+
+    Whether precision has changed on any rank travels with the statistics of a step. In a step in which none are due it
+    waits, unless the contract names the step, for the next one of :data:`ASKING`.
+
+    Args:
+        contract: what is demanded.
+        on_broken: what happens if it is broken and the contract does not say it.
+    """
+
+    def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
+        self._contract = contract
+        self._on_broken = contract.on_broken or on_broken
+        self._first: int | None = None
+        self._changes = self._changed_at = 0
+        self._judged = self._judged_until = -1
+        self._said = ""
+        self._said_left = ""
+
+    def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
+        """Note for the other ranks whether there is something to judge.
+
+        Args:
+            changes: how often this rank's products, or their precision, have changed so far.
+            iteration: the step.
+            ranks: those that judge together.
+        """
+        if self._first is None:
+            self._first = iteration + self._contract.by_step - 1
+        self._changes = changes
+        ranks.note = iteration >= self._first and self._judged != changes
+
+    def end_step(
+        self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
+    ) -> str | None:
+        """Judge, if it is time: at the step that the contract names, and where precision has changed on any rank since.
+
+        Args:
+            coverage_at: gives this rank's products in a step.
+            changes: as of :meth:`begin_step`, with those that were found since.
+            iteration: the step.
+            ranks: those that judge together.
+
+        Returns:
+            What is broken, in words; empty if nothing is; None if it was not the time, and if ranks that judge together
+            are apart.
+
+        Raises:
+            PrecisionContractError: the contract is broken, and is not only to be warned of; on all ranks.
+        """
+        first = iteration if self._first is None else self._first
+        asks = iteration == first or (iteration > first and iteration % ASKING == 0)
+        if not ranks.several:
+            ranks.note = iteration >= first and self._judged != changes
+        noted = ranks.noted(asks=asks)
+        # What was found after the numbers of a step were sent travels with the next ones; that step is judged then.
+        judges, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
+        if not noted:
+            return None
+        if iteration == first or not ranks.several:
+            self._judged, own = changes, coverage_at(iteration)
+        else:
+            self._judged, own = self._changes, coverage_at(judges)
+        products = (shared.product for shared in shared_products(own, ranks, "products to judge"))
+        coverage = Coverage(products, state=shared_state(own.state, ranks, "types to judge"))
+        if ranks.several and not ranks.are_together:
+            return None
+        self._judged_until = self._judged
+        self._say_left_out(coverage, ranks)
+        broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
+        when = f"judged after step {iteration - first + self._contract.by_step}"
+        raises = self._on_broken == "raise" and bool(broken) and ranks.still_together()
+        return self._tell(broken, coverage, when, raises=raises) if broken else ""
+
+    def end_run(
+        self, coverage: Coverage, changes: int, iteration: int, ranks: Ranks, *, why_not: str, raises: bool
+    ) -> str | None:
+        """Judge at the end of the run what has not been judged yet, on each rank for itself.
+
+        Args:
+            coverage: this rank's products in the last step, and those that it knows of other ranks.
+            changes: as of :meth:`begin_step`.
+            iteration: the last step.
+            ranks: those that judge together.
+            why_not: why there is nothing to judge, where there is nothing.
+            raises: False if something else ends the run, which must not be hidden.
+
+        Returns:
+            As :meth:`end_step`; None if all was judged before.
+
+        Raises:
+            PrecisionContractError: as :meth:`end_step`; also if the contract was never judged.
+        """
+        if self._judged_until >= changes and coverage:
+            return None
+        raises = raises and self._on_broken == "raise"
+        if not coverage and not coverage.state:
+            if self._judged_until >= 0:
+                return None
+            message = f"The precision contract (require=) was never judged: {why_not}."
+            return self._say(message, coverage, raises=raises)
+        self._judged_until = changes
+        self._say_left_out(coverage, ranks)
+        state = _broken_state(self._contract, coverage.state, of_all=not ranks.several)
+        broken = [*broken_clauses(self._contract, coverage), *state]
+        when = "judged at its end, without any step()"
+        if self._first is not None:
+            when = f"judged at its end, after step {iteration - self._first + self._contract.by_step}"
+        return self._tell(broken, coverage, when, raises=raises) if broken else ""
+
+    def _say_left_out(self, coverage: Coverage, ranks: Ranks) -> None:
+        """Warn once of what the shares leave out."""
+        left = left_out(self._contract, coverage)
+        if left and left != self._said_left and ranks.leads:
+            logger.warning("%s", left)
+        self._said_left = left
+
+    def _tell(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
+        listed = "\n".join(f"- {text}" for text in broken)
+        message = f"The run breaks its precision contract (require=), {when}:\n{listed}"
+        offenders = _offenders(coverage)
+        if offenders:
+            message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
+        return self._say(message, coverage, raises=raises)
+
+    def _say(self, message: str, coverage: Coverage, *, raises: bool) -> str:
+        if raises:
+            raise PrecisionContractError(message, coverage)
+        if own_rank() == 0 and message != self._said:
+            logger.warning("%s", message)
+        self._said = message
+        return message
+
+
+def left_out(contract: Contract, coverage: Coverage, not_planned: Sequence[str] = ()) -> str:
+    """What the shares of a contract leave out, in sentences; empty if they leave nothing out.
+
+    Args:
+        contract: the contract.
+        coverage: the products, seen or planned.
+        not_planned: modules with a weight of which no product could be planned.
+    """
+    texts = left_out_in_words(coverage)
+    if not_planned:
+        texts.append(
+            f"modules whose classes do not tell what they multiply ({' and '.join(folded(not_planned, most=4))})"
+        )
+    if not contract.shares or not texts:
+        return ""
+    return (
+        f"The shares of the precision contract (require=) leave out what is not counted: {'; '.join(texts)}. If that"
+        " multiplies matrices, the run may be in another precision than the contract says."
+    )
+
+
+def broken_clauses(contract: Contract, coverage: Coverage) -> list[str]:
+    """What products, seen or planned, do not hold of a contract, in sentences; but for what is kept in which type."""
+    return [*_broken_shares(contract, coverage), *_broken_layers(contract, coverage)]
+
+
+def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
+    for share in contract.shares:
+        backward = _HALVES.get(share.part)
+        gemm = share.part if share.part and backward is None else None
+        found = coverage.share(share.precision, gemm=gemm, backward=backward)
+        if not share.holds(found):
+            has = "there are no such products" if math.isnan(found) else f"it is {100 * found:.1f} %"
+            yield f"{share}: {has}."
+
+
+def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
+    for pattern, precision in contract.layers.items():
+        of_pattern = [product for product in coverage if product.macs and re.search(pattern, product.layer)]
+        others = [product for product in of_pattern if product.precision not in PRECISIONS[precision]]
+        if others:
+            first = max(others, key=lambda product: product.macs)
+            more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
+            yield (
+                f"{pattern!r} must run in {precision}: {first.layer} {first.gemm} runs in {first.precision}"
+                f"{f' ({first.why})' if first.why else ''}{more}."
+            )
+
+
+def _broken_state(contract: Contract, state: Iterable[StateRow], *, of_all: bool = True) -> Iterator[str]:
+    kept: dict[str, dict[str, None]] = {}
+    for row in state:
+        kept.setdefault(row.subject, {})[row.dtype] = None
+    for subject, dtype in contract.state.items():
+        others = [other for other in kept.get(subject, ()) if other != dtype]
+        if others or (of_all and subject not in kept):
+            found = f"some are {', '.join(others)}" if others else "none was seen"
+            yield f"{subject} must be {dtype}: {found}."
+
+
+def require_layers(contract: Contract, names: Iterable[str]) -> None:
+    """Refuse a contract with a pattern that matches no layer of a model.
+
+    Args:
+        contract: the contract.
+        names: of all layers and modules, on all ranks.
+
+    Raises:
+        ConfigError: there is such a pattern.
+    """
+    known = list(names)
+    for pattern in contract.layers:
+        if not any(re.search(pattern, name) for name in known):
+            raise ConfigError(
+                f"require=: no layer matches {pattern!r}, of which the contract demands"
+                f" {contract.layers[pattern]!r}.{suggestion(pattern, known)}"
+            )
+
+
+_HALVES = {"forward": False, "backward": True}
+
+
+def _offenders(coverage: Coverage) -> list[str]:
+    """The layers with the most multiply-adds outside of low precision, each with its share, the reason and a remedy."""
+    whole = coverage.macs()
+    of_layer: dict[tuple[str, str, Reason | None, str], list[Product]] = {}
+    for product in coverage:
+        if product.macs and not product.is_low:
+            key = product.layer, product.precision, product.reason, product.why
+            of_layer.setdefault(key, []).append(product)
+    rows = sorted(of_layer.items(), key=lambda row: -sum(product.macs for product in row[1]))
+    texts = []
+    for (layer, precision, reason, why), products in rows[:_MOST_OFFENDERS]:
+        share = 100 * sum(product.macs for product in products) / whole
+        gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
+        text = f"- {layer} {gemms}: {share:.1f} % in {precision}"
+        if reason is not None:
+            text += f": {why}. {remedy(reason, products[0].reason_ref)}".rstrip()
+        texts.append(text)
+    more = len(rows) - _MOST_OFFENDERS
+    return [*texts, f"- and {more} more"] if more > 0 else texts

@@ -1,0 +1,277 @@
+"""Which of a model's matrix products run in low precision, and why the others do not.
+
+coverage = session.coverage()
+coverage.share("fp8")                          # 0.914, of all multiply-adds
+coverage.share("fp8", gemm="wgrad")
+print(coverage)                                # FP8 in 91.4 % of the multiply-adds (fprop 94.2, ...); ...
+for product in coverage:
+    print(product.layer, product.gemm, product.precision, product.macs, product.reason)
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from te_precision_callbacks.base import notebooks
+from te_precision_callbacks.base.vocabulary import GEMMS, LOW_PRECISION, PRECISIONS
+from te_precision_callbacks.coverage.state_row import StateRow
+from te_precision_callbacks.layers.folding import folded
+
+ProductName = Literal["fprop", "dgrad", "wgrad", "qk", "pv", "other", "lookup"]
+Family = Literal["te", "te_ops", "torch", "functional", "attention", "lookup"]
+Runs = Literal["seen", "planned", "never", "uncounted"]
+
+_ORDER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32", "fp64")
+
+
+class Reason(enum.Enum):
+    """Why a product does not run in low precision."""
+
+    SECTION = "a feature of the config"
+    SHAPE = "its shape"
+    NOT_TE = "not a TE layer"
+    NOT_CONVERTED = "left out by the trainer's conversion"
+    NO_AUTOCAST = "runs outside of te.autocast"
+    RECOMPUTED = "a checkpoint computes it again outside of te.autocast"
+    RECIPE_EXCEPTION = "the recipe excepts it"
+    BACKWARD_OVERRIDE = "the recipe's backward_override"
+    ATTENTION = "attention without FP8"
+    ENVIRONMENT = "an environment variable"
+    QUANTIZED_INPUT = "its input was quantized before"
+    UNKNOWN = "for a reason that is not known"
+
+
+_WITH_VALUE = (Reason.NOT_TE, Reason.NOT_CONVERTED)
+"""The reasons that say more than what exactly it is."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a layer, in a step.
+
+    Attributes:
+        layer: the path of the module, as in ``session.layers``; followed by the name of the weight where a module has
+            several, or keeps it under another name than ``weight``.
+        family: ``te`` and ``te_ops`` for layers of Transformer Engine, ``torch`` for torch's own linear and convolution
+            layers, ``attention`` for the two products of attention, ``lookup`` for embeddings, and ``functional`` for
+            all others.
+        gemm: ``fprop``, ``dgrad`` and ``wgrad`` of a product with a weight; ``qk`` and ``pv`` of attention; ``lookup``;
+            ``other`` for a product without a weight.
+        backward: whether it belongs to the backward. Of ``qk``, ``pv`` and ``other`` these are two products each.
+        n, m, k: the result has n rows of m elements, each a sum of k products; of its first call in the step.
+        batch: the number of products of a call.
+        calls: the calls in a step, over its micro-batches. What an activation checkpoint computes again is not counted.
+        macs: the multiply-adds of a step.
+        operands: tensor -> its format.
+        runs: ``seen`` if it has run, ``planned`` if nothing has run, ``never`` if the step left it out; ``uncounted``
+            for what has run and may have multiplied matrices, of which no multiply-adds are counted.
+        not_run: why the step left it out, as in ``session.precision``; what is not counted, and why.
+        reason: why it does not run in low precision; None if it does, or does not run.
+        reason_ref: what exactly: the section with its file and line, the dimension, the variable.
+    """
+
+    layer: str
+    family: Family
+    gemm: ProductName
+    backward: bool
+    n: int
+    m: int
+    k: int
+    batch: int
+    calls: int
+    macs: int
+    operands: Mapping[str, str] = field(hash=False)
+    runs: Runs = "seen"
+    not_run: str = ""
+    reason: Reason | None = None
+    reason_ref: str = ""
+
+    @classmethod
+    def left_out(cls, layer: str, family: Family, gemm: ProductName, why: str) -> Product:
+        """A product that the step has left out."""
+        return cls(layer, family, gemm, gemm != "fprop", 0, 0, 0, 1, 0, 0, {}, "never", why)
+
+    @classmethod
+    def uncounted(cls, layer: str, family: Family, what: str, *, backward: bool = False) -> Product:
+        """What has run in a layer and is not counted: what, and why."""
+        return cls(layer, family, "other", backward, 0, 0, 0, 1, 0, 0, {}, "uncounted", what)
+
+    @functools.cached_property
+    def precision(self) -> str:
+        """The precision that it computes in, which is that of its widest operand: ``fp8``, ``mxfp8``, ``nvfp4``,
+        ``bf16``, ``fp32``, ...; of any other format that format in lower case, empty for a look-up."""
+        return _widest(tuple(self.operands.values()))
+
+    @property
+    def why(self) -> str:
+        """Why it does not run in low precision, or at all, in words; empty if it runs in low precision."""
+        if self.not_run:
+            return self.not_run
+        if self.reason is None or self.reason_ref in ("", self.reason.value):
+            return "" if self.reason is None else self.reason.value
+        return f"{self.reason.value}: {self.reason_ref}" if self.reason in _WITH_VALUE else self.reason_ref
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it runs in low precision."""
+        return self.precision in LOW_PRECISION["quantized"]
+
+
+def is_low(operands: Mapping[str, str]) -> bool:
+    """Whether a product of these operands, tensor -> format, runs in low precision."""
+    return _widest(tuple(operands.values())) in LOW_PRECISION["quantized"]
+
+
+@functools.cache
+def _widest(formats: tuple[str, ...]) -> str:
+    found = [precision_of(text) for text in formats if text]
+    return max(found, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER), default="")
+
+
+@functools.cache
+def precision_of(text: str) -> str:
+    """The precision of an operand's format, such as ``FP8 block E4M3``: one of :data:`PRECISIONS`, or the format in
+    lower case. Of several formats in one step it is the widest."""
+    names = [part.strip().partition(" ")[0].lower() for part in text.split("->")]
+    return max(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
+
+class Coverage(tuple[Product, ...]):
+    """All matrix products of a model in a step, in the order in which they ran first.
+
+    Its text is one line that says how much runs in low precision, and what does not.
+
+    Attributes:
+        state: what the model and its optimizers keep, and in which types, after the first step.
+    """
+
+    state: tuple[StateRow, ...]
+
+    def __new__(cls, products: Iterable[Product] = (), *, state: tuple[StateRow, ...] = ()) -> Coverage:
+        made = super().__new__(cls, products)
+        made.state = state
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (tuple(self),), {"state": self.state}
+
+    def macs(self, precision: str | None = None, *, gemm: str | None = None, backward: bool | None = None) -> int:
+        """The multiply-adds of a step, of all products or of some.
+
+        Args:
+            precision: one of :data:`PRECISIONS`.
+            gemm: as ``Product.gemm``.
+            backward: those of the backward, or of the forward.
+
+        Raises:
+            KeyError: there is no such precision.
+        """
+        meant = None if precision is None else PRECISIONS[precision]
+        return sum(
+            macs
+            for (of_precision, of_gemm, of_backward), macs in self._sums.items()
+            if (meant is None or of_precision in meant) and gemm in (None, of_gemm) and backward in (None, of_backward)
+        )
+
+    @functools.cached_property
+    def _sums(self) -> Mapping[tuple[str, str, bool], int]:
+        """Precision, GEMM, and whether it belongs to the backward -> multiply-adds."""
+        sums: dict[tuple[str, str, bool], int] = defaultdict(int)
+        for product in self:
+            sums[product.precision, product.gemm, product.backward] += product.macs
+        return sums
+
+    def share(self, precision: str, *, gemm: str | None = None, backward: bool | None = None) -> float:
+        """The share of the multiply-adds in a precision, from 0 to 1; nan where there are none. Arguments and errors
+        are those of :meth:`macs`."""
+        whole = self.macs(gemm=gemm, backward=backward)
+        return self.macs(precision, gemm=gemm, backward=backward) / whole if whole else float("nan")
+
+    @property
+    def in_high_precision(self) -> list[Product]:
+        """The products that run, and not in low precision; the largest first."""
+        return sorted((product for product in self if product.macs and not product.is_low), key=lambda p: -p.macs)
+
+    @property
+    def not_counted(self) -> dict[str, list[str]]:
+        """What has run and is not counted, and why -> the layers; the shares leave it out."""
+        found: dict[str, list[str]] = {}
+        for product in self:
+            if product.runs == "uncounted" and product.layer not in found.setdefault(product.not_run, []):
+                found[product.not_run].append(product.layer)
+        return found
+
+    def __str__(self) -> str:
+        whole = self.macs()
+        left = [f"not counted: {text}" for text in left_out_in_words(self)]
+        if not whole:
+            return "; ".join(["No matrix product has been seen", *left]) if left else "No matrix product has been seen."
+        by_precision: dict[str, int] = defaultdict(int)
+        for (precision, _, _), macs in self._sums.items():
+            by_precision[precision] += macs
+        low = [word for word in ("nvfp4", "fp8") if by_precision.keys() & LOW_PRECISION[word]] or ["fp8"]
+        told = [
+            f"{word.upper()} in {_percent(self.share(word))} % of the multiply-adds{self._apart(word)}" for word in low
+        ]
+        high = self.in_high_precision
+        for name in dict.fromkeys(product.precision for product in high):
+            of_name = [product for product in high if product.precision == name]
+            told.append(f"{_percent(by_precision[name] / whole)} % in {name.upper()}: {', '.join(_causes(of_name))}")
+        return "; ".join([*told, *left])
+
+    def _repr_html_(self) -> str:
+        whole = self.macs()
+        rows = [
+            (
+                p.layer,
+                p.gemm,
+                p.precision.upper(),
+                f"{p.macs:,}",
+                f"{100 * p.macs / whole:.1f} %" if whole else "",
+                p.why,
+            )
+            for p in self
+        ]
+        columns = ("layer", "product", "precision", "multiply-adds", "share", "why not low")
+        return notebooks.paragraph(str(self)) + notebooks.table(columns, rows)
+
+    def _apart(self, word: str) -> str:
+        apart = [f"{gemm} {_percent(self.share(word, gemm=gemm))}" for gemm in GEMMS if self.macs(gemm=gemm)]
+        return f" ({', '.join(apart)})" if apart else ""
+
+
+def left_out_in_words(coverage: Coverage) -> list[str]:
+    """What is not counted, each with its layers."""
+    found = coverage.not_counted
+    texts = [f"{what} ({' and '.join(folded(layers, most=2))})" for what, layers in found.items()]
+    return texts[:_MOST_CAUSES] + ([f"and {len(texts) - _MOST_CAUSES} more"] if len(texts) > _MOST_CAUSES else [])
+
+
+NOTHING = Coverage()
+"""That of a run without products."""
+
+_MOST_CAUSES = 3
+
+
+def _percent(share: float) -> str:
+    """A share in percent, with which 100 and 0 are only said where it is all or nothing."""
+    text = f"{100 * share:.1f}"
+    if text == "100.0" and share < 1:
+        return "99.9"
+    return "0.1" if text == "0.0" and share > 0 else text.removesuffix(".0") if share in (0, 1) else text
+
+
+def _causes(products: Iterable[Product]) -> list[str]:
+    """The layers of some products with their reason, the largest first."""
+    layers: dict[str, dict[str, None]] = {}
+    for product in products:
+        why = product.reason.value if product.reason is Reason.NOT_TE else product.why
+        layers.setdefault(why, {})[product.layer] = None
+    texts = [f"{' and '.join(folded(names, most=2))}{f' ({why})' if why else ''}" for why, names in layers.items()]
+    more = len(texts) - _MOST_CAUSES
+    return texts[:_MOST_CAUSES] + ([f"and {more} more reason{'s' if more > 1 else ''}"] if more > 0 else [])

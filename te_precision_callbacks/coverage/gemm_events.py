@@ -1,0 +1,243 @@
+"""A GEMM of Transformer Engine in the moment that it has run.
+
+    def listener(event: GemmEvent) -> None:
+        for operand in event.operands:
+            print(event.order, event.layer, event.gemm, operand.tensor, type(operand.data).__name__)
+
+Transformer Engine frees operands right after a GEMM and reuses their memory: a listener reads in its call, or copies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from te_precision_callbacks.base.numerics.layouts import gemm_operand
+from te_precision_callbacks.base.vocabulary import GemmName, OperandName
+from te_precision_callbacks.layers.forwards import ForwardKind
+
+OUTSIDE = "outside"
+"""The layer of a GEMM that no layer of the model runs, such as that of a user's own autograd function."""
+
+GEMM_OF_LAYOUT: Mapping[str, GemmName] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
+"""The GEMM by the layout that Transformer Engine asks for: whether each operand is transposed, as BLAS has it."""
+
+
+class GemmOperand(NamedTuple):
+    """One of the two operands of a GEMM.
+
+    Attributes:
+        tensor: ``activation``, ``weight`` or ``gradient``.
+        given: what Transformer Engine's Python handed over: a plain or quantized tensor of any class, or the wrapper of
+            its debug path.
+        columnwise: whether the GEMM reads columnwise data.
+        high: the tensor before its quantization, where the path has it and a listener has asked for it.
+        first: whether no GEMM of the same forward, or of its backward, has read the tensor before.
+    """
+
+    tensor: OperandName
+    given: Any
+    columnwise: bool
+    high: torch.Tensor | None = None
+    first: bool = True
+
+    @property
+    def on_debug_path(self) -> bool:
+        """Whether it is the wrapper of Transformer Engine's debug path."""
+        return hasattr(self.given, "rowwise_gemm_tensor")
+
+    @property
+    def data(self) -> Any:
+        """What the extension reads, with its scales: a plain tensor, or a quantized tensor or storage. None if there is
+        no data of that direction."""
+        given = self.given
+        if self.on_debug_path:
+            given = given.columnwise_gemm_tensor if self.columnwise else given.rowwise_gemm_tensor
+        return gemm_operand(given, columnwise=self.columnwise)
+
+
+@dataclass(frozen=True)
+class GemmEvent:
+    """One GEMM.
+
+    Attributes:
+        layer: the name of the layer, or :data:`OUTSIDE`.
+        gemm: which GEMM of the layer.
+        expert: the number of the expert among those of its module; None outside of grouped GEMMs.
+        a, b: the operands, as the extension names them: it multiplies B by A.
+        out: the result, high-precision or quantized, with what it was added to. None if a grouped GEMM has written the
+            results of all experts into one buffer that cannot be split.
+        order: the number of the GEMM among those of the iteration, in the order in which they ran.
+        kind: the kind of the forward that it belongs to.
+        recipe: the recipe of that forward, as spelled in statistics' names; empty in high precision.
+        arguments: the other arguments of the call (``transformer_engine/pytorch/cpp_extensions/gemm.py``).
+    """
+
+    layer: str
+    gemm: GemmName
+    expert: int | None
+    a: GemmOperand
+    b: GemmOperand
+    out: Any
+    order: int
+    kind: ForwardKind
+    recipe: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def operands(self) -> tuple[GemmOperand, GemmOperand]:
+        """Both operands."""
+        return self.a, self.b
+
+    @functools.cached_property
+    def call(self) -> GemmCall:
+        """The facts of the call, to be read in the listener first."""
+        taken = self.arguments
+        rows, columns = (_matrix(operand.data) for operand in self.operands)
+        layout = taken["layout"]
+        m, k = rows if layout[0] == "T" else rows[::-1]
+        n = columns[1] if layout[1] == "T" else columns[0]
+        return GemmCall(
+            layout=layout,
+            m=m,
+            n=n,
+            k=k,
+            alpha=taken.get("alpha", 1.0),
+            beta=taken.get("beta"),
+            accumulate=bool(taken.get("accumulate", False)),
+            bias=taken.get("bias") is not None and bool(taken.get("use_bias", True)),
+            gelu=bool(taken.get("gelu", False)),
+            grad=bool(taken.get("grad", False)),
+            split_accumulator=bool(taken.get("use_split_accumulator", False)),
+            output_quantizer=_own_quantizer(taken.get("quantization_params")),
+            userbuffers=taken.get("ub") is not None,
+            debug_path=any(operand.on_debug_path for operand in self.operands),
+        )
+
+
+class GemmCall(NamedTuple):
+    """The facts of a GEMM's call.
+
+    Attributes:
+        layout: of A and B, ``T`` or ``N`` each, as BLAS has it.
+        m, n, k: the result has n rows of m, each a sum of k products.
+        alpha, beta: the factors of the product and of what it is added to; beta is None where it follows from
+            ``accumulate``.
+        accumulate: whether the result is added to what is there.
+        bias: whether a bias is added, or with ``grad`` its gradient made.
+        gelu: whether GELU or its derivative is applied.
+        grad: whether it belongs to a backward.
+        split_accumulator: whether FP8 products are accumulated in more than the tensor core's own precision.
+        output_quantizer: what quantizes the result, or None.
+        userbuffers: whether communication overlaps with it.
+        debug_path: whether Transformer Engine's debug path ran it.
+    """
+
+    layout: str
+    m: int
+    n: int
+    k: int
+    alpha: float
+    beta: float | None
+    accumulate: bool
+    bias: bool
+    gelu: bool
+    grad: bool
+    split_accumulator: bool
+    output_quantizer: Any
+    userbuffers: bool
+    debug_path: bool
+
+
+class AttentionSizes(NamedTuple):
+    """The sizes of attention's two products.
+
+    Attributes:
+        batch: the number of products of each, that is of sequences times heads.
+        rows, columns: the lengths of the queries and of the keys.
+        size, size_v: the sizes of a head of queries and keys, and of values.
+    """
+
+    batch: int
+    rows: int
+    columns: int
+    size: int
+    size_v: int
+
+    @classmethod
+    def of(cls, query: Any, key: Any, value: Any, form: str) -> AttentionSizes:
+        """Those of operands in a format such as ``sbhd``, whose letters name dimensions. All sequences of ``thd``,
+        whose bounds are on the device, count as one."""
+        rows, columns = (dict(zip(form, tensor.size(), strict=True)) for tensor in (query, key))
+        sequences = rows.get("b", 1) * rows["h"]
+        length = "s" if "s" in form else "t"
+        return cls(sequences, rows[length], columns[length], rows["d"], value.size()[-1])
+
+
+@dataclass(frozen=True)
+class AttentionEvent:
+    """The products of fused attention, in a forward or its backward: of the queries with the keys, and of the
+    probabilities with the values.
+
+    Attributes:
+        layer: the name of the attention.
+        backward: whether it is the backward.
+        query, key, value: the operands as they were handed over, plain or quantized.
+        gradient: that of the result, in a backward; else None.
+        probabilities: what quantizes the probabilities, or None.
+        scores: what quantizes the gradient of the scores, in a backward, or None.
+        sizes: those of the products.
+        order, kind, recipe, arguments: as of :class:`GemmEvent`; arguments of ``fused_attn_fwd`` and ``fused_attn_bwd``
+            (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
+    """
+
+    layer: str
+    backward: bool
+    query: Any
+    key: Any
+    value: Any
+    gradient: Any
+    probabilities: Any
+    scores: Any
+    sizes: AttentionSizes
+    order: int
+    kind: ForwardKind
+    recipe: str
+    arguments: Mapping[str, Any]
+
+
+class AttentionListener(Protocol):
+    """Is told of attention as Transformer Engine computes it, by whatever kernel."""
+
+    def enter_attention(self, layer: str, kind: ForwardKind) -> None:
+        """A forward begins."""
+
+    def note_attention(self, event: AttentionEvent) -> None:
+        """Fused attention has run, in a forward or backward."""
+
+    def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
+        """A forward ends; ``given`` are the arguments of ``DotProductAttention.forward``."""
+
+
+Listener = Callable[[GemmEvent], None]
+"""Is called behind each GEMM; what it raises is reported, and does not reach training."""
+
+
+def _matrix(data: Any) -> tuple[int, int]:
+    """Rows and columns of what a GEMM reads as a matrix."""
+    shape = tuple(data.size()) if hasattr(data, "size") else ()
+    rows = 1
+    for extent in shape[:-1]:
+        rows *= extent
+    return rows, shape[-1] if shape else 1
+
+
+def _own_quantizer(given: Any) -> Any:
+    """The quantizer of a result, which Transformer Engine's debug path wraps."""
+    if isinstance(given, list):
+        given = given[0] if given else None
+    return getattr(given, "parent_quantizer", given)

@@ -1,0 +1,172 @@
+"""The matrix products of a run's model: those of its first step, in the precision of any step."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from te_precision_callbacks.config.effects import Acting
+from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, is_low
+from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
+from te_precision_callbacks.coverage.state_row import StateRow
+
+_OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """The facts about a layer of Transformer Engine that say why a GEMM of it is not in low precision.
+
+    Attributes:
+        kept: GEMM -> the feature that keeps it in high precision, with the place of its section.
+        backward_override: that of its recipe; empty if there is none.
+        recomputed_outside: whether a checkpoint has computed its forward again outside of its autocast.
+    """
+
+    kept: Mapping[str, str]
+    backward_override: str = ""
+    recomputed_outside: bool = False
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The products of a step, and the facts about layers then.
+
+    Attributes:
+        since: the iteration of the step.
+        products: as they were counted.
+        layers: the facts about layers of Transformer Engine.
+        state: what the model and its optimizers keep.
+        until: the last iteration for which that holds; None while it holds.
+    """
+
+    since: int
+    products: tuple[Product, ...]
+    layers: Mapping[str, LayerFacts]
+    state: tuple[StateRow, ...]
+    until: int | None = None
+
+
+class CoverageHistory:
+    """The matrix products of a run's model, and of those that followed it.
+
+    Attributes:
+        of_other_ranks: the products of layers that other ranks alone have, as they ran there in their first step.
+        changes: how often this rank's were put.
+    """
+
+    def __init__(self) -> None:
+        self._counted: list[Counted] = []
+        self.of_other_ranks: tuple[Product, ...] = ()
+        self.changes = 0
+
+    def put(
+        self,
+        iteration: int,
+        products: tuple[Product, ...],
+        layers: Mapping[str, LayerFacts],
+        state: tuple[StateRow, ...] = (),
+    ) -> None:
+        """Let products, and what is kept, be those of an iteration and of the following ones, until others are put."""
+        self.changes += 1
+        self._counted = [counted for counted in self._counted if counted.since < iteration]
+        self._counted.append(Counted(iteration, products, layers, state))
+
+    def put_of_ranks(self, products: Iterable[Product]) -> None:
+        """Keep the products of layers that other ranks alone have.
+
+        Args:
+            products: those of all ranks.
+        """
+        own = {product.layer for counted in self._counted for product in counted.products}
+        self.of_other_ranks = tuple(product for product in products if product.layer not in own)
+
+    def spans(self) -> list[Counted]:
+        """All that was put, with the iterations for which it holds."""
+        ends = [counted.since - 1 for counted in self._counted[1:]]
+        found = [replace(counted, until=end) for counted, end in zip(self._counted, ends, strict=False)]
+        return found + self._counted[-1:]
+
+    def at(self, iteration: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Coverage:
+        """The products of an iteration.
+
+        Args:
+            iteration: one that has run.
+            precision: that of the layers' GEMMs in it.
+            unconverted: layers that a trainer left without Transformer Engine, and why.
+        """
+        if not self._counted:
+            return NOTHING
+        number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
+        counted = self._counted[number]
+        products = in_precision(counted.products, counted.layers, list(precision), unconverted)
+        return Coverage(products, state=counted.state)
+
+
+def in_precision(
+    products: Iterable[Product],
+    layers: Mapping[str, LayerFacts],
+    precision: Sequence[GemmPrecision],
+    unconverted: Mapping[str, str],
+) -> Iterator[Product]:
+    """The products in the precision of an iteration, each with the reason why it is not in low precision.
+
+    Args:
+        products: the products.
+        layers: the facts about layers of Transformer Engine.
+        precision: that of the layers' GEMMs.
+        unconverted: layers that a trainer left without Transformer Engine, and why.
+    """
+    entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
+    seen = set()
+    for product in products:
+        if product.family not in ("te", "te_ops"):
+            why = unconverted.get(product.layer)
+            if why is not None and product.reason is Reason.NOT_TE:
+                product = replace(product, reason=Reason.NOT_CONVERTED, reason_ref=why)
+            yield product if not product.is_low else replace(product, reason=None, reason_ref="")
+            continue
+        entry = entries.get((product.layer, product.gemm))
+        seen.add((product.layer, product.gemm))
+        if entry is None or (product.is_low and product.reason is None and product.operands == entry.operands):
+            yield product
+        elif entry.not_run:
+            yield replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
+        elif is_low(entry.operands):
+            yield replace(product, operands=entry.operands)
+        else:
+            reason, ref = _reason(entry, layers.get(entry.layer))
+            yield replace(product, operands=entry.operands, reason=reason, reason_ref=ref)
+    for entry in precision:
+        if entry.not_run and (entry.layer, entry.gemm) not in seen:
+            yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)
+
+
+def _reason(entry: GemmPrecision, facts: LayerFacts | None) -> tuple[Reason, str]:
+    """Why a GEMM of Transformer Engine runs in high precision."""
+    if facts is not None and facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
+        return Reason.RECOMPUTED, Reason.RECOMPUTED.value
+    if entry.recipe == HIGH_PRECISION:
+        return Reason.NO_AUTOCAST, Reason.NO_AUTOCAST.value
+    if facts is not None and entry.gemm in facts.kept:
+        return Reason.SECTION, facts.kept[entry.gemm]
+    if facts is not None and facts.backward_override and entry.gemm != "fprop":
+        if os.environ.get(_OVERRIDE) == facts.backward_override:  # the default of all recipes
+            return Reason.ENVIRONMENT, f"{_OVERRIDE}={facts.backward_override}"
+        return Reason.BACKWARD_OVERRIDE, f"backward_override={facts.backward_override!r}"
+    if entry.recipe:
+        return Reason.RECIPE_EXCEPTION, f"the recipe {entry.recipe} leaves it in high precision"
+    return Reason.UNKNOWN, ""
+
+
+def kept_by_sections(sections: Iterable[Acting]) -> dict[str, str]:
+    """GEMM -> the feature of one of a layer's sections that keeps it in high precision, with the section's place."""
+    kept: dict[str, str] = {}
+    for section in sections:
+        for feature, effect in section.effects.items():
+            replaced = () if effect.quantizes else tuple(gemm for gemm, _ in effect.modifies)
+            for gemm in (*effect.high_precision, *replaced):
+                kept.setdefault(gemm, f"{feature} in {section.place()}")
+    return kept

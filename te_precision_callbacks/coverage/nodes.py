@@ -1,0 +1,146 @@
+"""Knows of which products of the forward a node of autograd computes the gradients.
+
+Autograd numbers the nodes of each thread on its own, so a number says nothing in another thread; and on a GPU the
+backward, with what a checkpoint computes again in it, runs in the device's thread. So a product is kept with the node
+itself, in ``torch.autograd.graph.Node.metadata``. The number only finds the node, in the thread that made it: autograd
+makes the node before it calls the kernel, and hangs it on the result after it.
+
+Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_nr``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from te_precision_callbacks.coverage.marks import tensors_in
+from te_precision_callbacks.layers.forwards import running_functions
+
+SeenT = TypeVar("SeenT")
+
+_PRODUCTS = "te_precision_products"
+_CALL = "te_precision_call"
+_NOTHING = object()
+_FURTHEST = 8
+
+
+class _OfThread(threading.local):
+    """What has been made in a thread and has no node yet.
+
+    Attributes:
+        waiting: number of a node -> the products that it belongs to.
+        results: those of the last product.
+        outer: the number of the node of the operator of a DTensor that runs, for those on its shards.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, list[Any]] = {}
+        self.results: list[torch.Tensor] = []
+        self.outer = -1
+
+
+class NodesOfProducts(Generic[SeenT]):
+    """The products of nodes."""
+
+    def __init__(self) -> None:
+        self._here = _OfThread()
+
+    def enter_outer(self, arguments: Iterable[Any]) -> None:
+        """Note that an operator of a DTensor begins, which runs others on its shards."""
+        self._here.outer = _last_number() if _has_node(arguments) else -1
+
+    def note(self, seen: SeenT, arguments: Iterable[Any], result: Any) -> None:
+        """Note a product of the forward that has just run.
+
+        Args:
+            seen: the product.
+            arguments: those of its operator.
+            result: that of its operator.
+        """
+        self.note_running(seen)
+        number = _last_number()
+        if _has_node(arguments) or self._here.outer == number:
+            self._here.waiting.setdefault(number, []).append(seen)
+            self._here.results = list(tensors_in([result]))
+
+    def note_running(self, seen: SeenT) -> None:
+        """Note a product with the autograd Functions whose forwards run; the outermost of them has gradients."""
+        for function in filter(None, running_functions()):
+            function.metadata.setdefault(_PRODUCTS, []).append(seen)  # type: ignore[attr-defined]
+
+    def bind(self, values: Iterable[Any]) -> None:
+        """Look for the nodes of products among tensors that come by: before each operator, and behind a forward."""
+        here = self._here
+        if not here.waiting:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            nodes: list[Any] = [tensor.grad_fn for tensor in (*here.results, *tensors_in(values))]
+        for _ in range(_FURTHEST):  # a DTensor's result may have become a plain tensor, through nodes of its own
+            nodes = list(dict.fromkeys(filter(None, nodes)))
+            for node in nodes:
+                number = node._sequence_nr()
+                if number in here.waiting and _PRODUCTS not in node.metadata:
+                    node.metadata[_PRODUCTS] = here.waiting.pop(number)
+            if not here.waiting:
+                break
+            nodes = [following for node in nodes for following, _ in node.next_functions]
+        here.results = []
+
+
+def products_of_node(node: Any) -> list[Any]:
+    """The products of a node, in the order in which they ran; none of one that has none."""
+    found: list[Any] = [] if node is None else node.metadata.get(_PRODUCTS, [])
+    return found
+
+
+def mark_call(results: Iterable[Any], mark: object) -> bool:
+    """Keep a mark with the nodes that a forward has ended with; False where it ended with none that can be found."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(results)]
+    marked = False
+    for node in nodes:
+        marked = marked or node is not None
+        if node is not None:
+            node.metadata.setdefault(_CALL, mark)
+    return marked
+
+
+def found_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[Any]]]:
+    """The marks of calls, and the products, that a backward from these tensors or edges comes to first.
+
+    Yields:
+        The mark of a call and the products of a node that has either. What lies behind it is not looked at.
+    """
+    nodes = [getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots]
+    known = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        metadata = node.metadata
+        if _CALL in metadata or _PRODUCTS in metadata:
+            yield metadata.get(_CALL), metadata.get(_PRODUCTS, [])
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in known:
+                known.add(following)
+                nodes.append(following)
+
+
+def made_in_thread() -> int:
+    """How many nodes this thread has made so far."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _last_number() -> int:
+    return made_in_thread() - 1
+
+
+def _has_node(arguments: Iterable[Any]) -> bool:
+    """Whether an operator with these arguments has a node; in an autograd Function's forward, the Function."""
+    # Without gradients the node is that of a Function: it is known, but for one whose forward has no context.
+    if not torch.is_grad_enabled() and next(running_functions(), _NOTHING) is not None:
+        return False
+    return any(tensor.requires_grad for tensor in tensors_in(arguments))

@@ -1,0 +1,349 @@
+"""The split of a model's layers over ranks, and decisions that ranks must make together.
+
+Read from Transformer Engine 2.20.2: the attributes ``tp_group``, ``tp_size``, ``parallel_mode`` and
+``sequence_parallel`` of the modules in ``pytorch/module``. Other differences are unknown: layers that differ from rank
+to rank under one name count as copies, unless they have numbers (``Layer.by_number``), or ``process_group`` keeps them
+apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch.distributed
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError, SessionError
+from te_precision_callbacks.base.ranks import in_words, is_distributed
+from te_precision_callbacks.base.ranks.messages import Messages
+from te_precision_callbacks.base.ranks.tree import RanksLostError
+from te_precision_callbacks.config.differences import FlatConfig, config_hash, difference
+from te_precision_callbacks.config.problems import ConfigError
+from te_precision_callbacks.engine.engine import Placement
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.layers.naming import NamedModule
+
+logger = logging.getLogger(__name__)
+
+Entry = TypeVar("Entry", bound=Hashable)
+
+_MLP_MODES = {"fc1": "column", "fc2": "row"}
+"""The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
+
+
+def placements(
+    modules: Iterable[NamedModule], reduced_over: torch.distributed.ProcessGroup | None
+) -> dict[str, Placement]:
+    """Layer name -> placement, for the layers that have a tensor-parallel group of several ranks.
+
+    Args:
+        modules: the modules of this rank.
+        reduced_over: the group over which statistics are reduced; None for all ranks.
+    """
+    found: dict[str, Placement] = {}
+    ranks_of = torch.distributed.get_process_group_ranks
+    for named in modules:
+        module: Any = named.module
+        group = getattr(module, "tp_group", None)
+        if getattr(module, "tp_size", 1) < 2 or group is None:
+            continue
+        rank = torch.distributed.get_rank(group)
+        lower = ranks_of(group)[:rank]
+        first = not lower if reduced_over is None else set(lower).isdisjoint(ranks_of(reduced_over))
+        # GroupedLinear communicates nothing, and shows the input of its GEMMs, which was gathered before the layer.
+        gathers = getattr(module, "num_gemms", None) is None
+        sequence_parallel = gathers and bool(getattr(module, "sequence_parallel", False))
+        for layer in named.layers:
+            mode = getattr(module, "parallel_mode", None)
+            if hasattr(module, "set_parallel_mode"):
+                mode = _MLP_MODES.get(layer.name.rpartition(".")[2])
+            found[layer.name] = Placement(rank, first, mode, sequence_parallel)
+    return found
+
+
+class OptimizerSteps:
+    """Counts the optimizer steps of this process: those of the optimizer that has made the most steps.
+
+    Ranks that train together make the same number of steps. Each rank may have other optimizers.
+
+    Args:
+        on_step: called after each step, with the optimizer.
+    """
+
+    def __init__(self, on_step: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._on_step = on_step
+        self._of: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._most = 0
+        self._hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
+
+    def __call__(self) -> int:
+        """The number of steps; negative if there was none, as on a rank without parameters."""
+        return self._most or -1
+
+    def remove(self) -> None:
+        """Stop counting."""
+        self._hook.remove()
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step of an optimizer."""
+        count = self._of[optimizer] = self._of.get(optimizer, 0) + 1
+        self._most = max(self._most, count)
+        self._on_step(optimizer)
+
+
+def _after_step(counter: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
+    @outside_of_dynamo
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found = counter()
+        if found is not None:
+            found.note(optimizer)
+
+    return note
+
+
+class Ranks:
+    """The ranks that reduce their statistics together, or this one alone.
+
+    From :meth:`meet` on they exchange messages of our own (:mod:`te_precision_callbacks.base.ranks`). Where that fails,
+    the ranks are apart: each has what it knows itself.
+
+    Args:
+        group: the process group that says which ranks these are; None for all.
+        reduce: whether statistics are reduced at all.
+        report: gets failures; in a strict session it raises.
+
+    Attributes:
+        messages: to the other ranks; None before they have met.
+    """
+
+    def __init__(
+        self,
+        group: torch.distributed.ProcessGroup | None,
+        *,
+        reduce: bool,
+        report: Callable[[str, str, Exception], None],
+    ) -> None:
+        self.messages: Messages | None = None
+        self._group = group
+        self._reduce = reduce
+        self._report = report
+        self._error: type[PrecisionDebugError] | None = None
+        self._note = False
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other ranks; a process group may be made between the start of a session and its attach."""
+        return self._reduce and is_distributed(self._group)
+
+    @property
+    def are_together(self) -> bool:
+        """Whether the ranks exchange messages."""
+        return self.messages is not None and self.messages.is_open
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes and speaks for all; each does that reduces nothing."""
+        return not self.several or torch.distributed.get_rank(self._group) == 0
+
+    # ------------------------------------------------------------------ together, and apart
+
+    def meet(self) -> None:
+        """Meet the other ranks, when a model is attached."""
+        if not self.several:
+            return
+        try:
+            if self.messages is None:
+                self.messages = Messages(self._group, "session")
+            self.messages.open("to attach a session")
+        except RanksLostError as error:
+            self._lost("meeting", error)
+        except Exception as error:  # before the others have heard of this rank
+            self.messages = self.messages or Messages(self._group, "session")
+            self.messages.decline(error)
+            self._report("meeting", "together with the other ranks", error)
+
+    @contextmanager
+    def together(
+        self, doing: str, *, agree: bool, error: type[PrecisionDebugError], on_all: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """Surrounds what all ranks do alike. A rank on which it fails leaves the others, so that none waits for it.
+
+        Args:
+            doing: what they do.
+            agree: whether all ranks raise what fails on one of them.
+            error: what the other ranks raise then; a ConfigError is one everywhere.
+            on_all: exceptions that come on all ranks anyway.
+        """
+        self._error = error if agree else None
+        try:
+            yield
+            if agree:
+                self._agree(doing)
+        except on_all:
+            raise
+        except BaseException as failure:
+            self.leave(failure, raises=agree)
+            raise
+        finally:
+            self._error = None
+
+    def _agree(self, doing: str) -> None:
+        """Hear whether it failed on another rank. A failure in this itself is not raised, since no other rank would."""
+        try:
+            self.any("agreement", doing, own=False)
+        except (ConfigError, SessionError, ObservationError):  # those of another rank
+            raise
+        except Exception as failure:
+            self.leave(failure)
+            self._report(doing, "together with the other ranks", failure)
+
+    def leave(self, error: BaseException, *, raises: bool = False) -> None:
+        """Leave the other ranks, because something failed on this one: see :meth:`Messages.leave`."""
+        if self.messages is not None:
+            self.messages.leave(error, raises=raises)
+
+    def settle(self) -> None:
+        """From now on the ranks are in steps of training. A failure in this is not raised: no other rank would."""
+        if self.messages is None:
+            return
+        try:
+            self.messages.settle()
+        except Exception as error:
+            self.leave(error)
+            self._report("settling", "together with the other ranks", error)
+
+    def look(self, iteration: int, optimizer_steps: int) -> int | None:
+        """Where the ranks are apart, look for them: see :meth:`Messages.tick`."""
+        if self.messages is None or self.messages.is_open:
+            return None
+        found = self.messages.tick(iteration, optimizer_steps)
+        if found is not None and self.leads:
+            logger.warning("The ranks have met again: statistics are reduced from iteration %d on.", found)
+        return found
+
+    def end(self) -> None:
+        """End the messages of this rank."""
+        if self.messages is not None:
+            self.messages.close()
+
+    def _lost(self, doing: str, error: RanksLostError) -> None:
+        departure = error.departure
+        if departure.raises and self._error is not None and self.messages is not None:
+            kind = ConfigError if departure.kind == ConfigError.__name__ else self._error
+            raise kind(f"On {self.messages.name(departure.rank)}: {departure.text}") from None
+        self._report(doing, "together with the other ranks", error)
+
+    # ------------------------------------------------------------------ what they tell one another
+
+    def pool(self, entries: Iterable[Entry], kind: str) -> list[Entry]:
+        """The entries of all ranks, each once; as they are where this rank is alone.
+
+        Args:
+            entries: this rank's.
+            kind: what they are, equal on all ranks.
+        """
+        own = list(entries)
+        if self.messages is None or not self.messages.is_open:
+            return own
+        try:
+            return self.messages.pooled(own, kind, f"to tell them: {kind}")
+        except RanksLostError as error:
+            self._lost(f"exchanging {kind}", error)
+            return own
+
+    def add(self, numbers: Sequence[float], kind: str) -> list[float]:
+        """The sums of numbers over all ranks; as they are where this rank is alone.
+
+        Args:
+            numbers: this rank's, as many as on the others.
+            kind: what they are, equal on all ranks.
+        """
+        if self.messages is None or not self.messages.is_open:
+            return list(numbers)
+        found = np.array(numbers, np.float64)
+        try:
+            self.messages.merge(kind, f"to add them up: {kind}", found, len(numbers))
+        except RanksLostError as error:
+            self._lost(f"exchanging {kind}", error)
+            return list(numbers)
+        return [float(number) for number in found]
+
+    def any(self, kind: str, doing: str, *, own: bool) -> bool:
+        """Whether something holds on any rank; on this one where it is alone."""
+        if self.messages is None or not self.messages.is_open:
+            return own
+        try:
+            return self.messages.largest(kind, f"in {doing}", float(own)) == (1.0,)
+        except RanksLostError as error:
+            self._lost(doing, error)
+            return own
+
+    def still_together(self) -> bool:
+        """Whether all ranks are still there, to raise together; also where this rank is alone."""
+        self.any("agreement", "judging", own=False)
+        return not self.several or self.are_together
+
+    @property
+    def note(self) -> bool:
+        """Whether this rank wants all to judge; it travels with the next numbers of a step."""
+        return self._note
+
+    @note.setter
+    def note(self, note: bool) -> None:
+        self._note = note
+        if self.messages is not None:
+            self.messages.note = note
+            self.messages.take_noted()
+
+    def noted(self, *, asks: bool) -> bool:
+        """Whether any rank has a note. If no numbers were sent in the step, a message is sent only if it ``asks``."""
+        if not self.several:
+            return self._note
+        if self.messages is None or not self.messages.is_open:
+            return False
+        found = self.messages.take_noted()
+        if found is None and asks:
+            found = self.any("notes", "to ask whether precision has changed", own=self._note)
+        return bool(found) and self.are_together
+
+    def require_alike(self, config: FlatConfig, iteration: int) -> None:
+        """Require that all ranks have the same config and first iteration. Otherwise all ranks raise.
+
+        Args:
+            config: this rank's config.
+            iteration: the debug iteration at which this rank begins.
+
+        Raises:
+            ConfigError: the configs differ.
+            SessionError: the iterations differ.
+        """
+        messages = self.messages
+        if messages is None or not messages.is_open:
+            return
+        own = int(config_hash(config)[:13], 16), iteration  # 52 bits, which a float64 holds
+        try:
+            found = messages.largest("facts", "to compare configs", *own, *(-number for number in own))
+            if found[:2] == tuple(-number for number in found[2:]):
+                return
+            of_rank = messages.by_rank(own, "facts of ranks", "to compare configs")
+            configs = messages.pooled([tuple(config.items())], "configs", "to compare configs")
+        except RanksLostError as error:
+            self._lost("comparing the configs", error)
+            return
+        if len({number for number, _ in of_rank.values()}) > 1:
+            names = {number: f"config {nth}" for nth, number in enumerate({n: 0 for n, _ in of_rank.values()}, 1)}
+            raise ConfigError(
+                f"The ranks were given different configs: {in_words({r: names[n] for r, (n, _) in of_rank.items()})}."
+                f" The first difference: {difference(dict(configs[0]), dict(configs[1]))}. To reduce statistics, all"
+                " ranks need the same config; with reduce=False each rank can have its own."
+            )
+        raise SessionError(
+            "The ranks begin at different iterations:"
+            f" {in_words({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all of them"
+            " the same start_step, or resume all of them from the same checkpoint."
+        )

@@ -1,0 +1,338 @@
+"""The matrix products of a model's step, planned from its modules: nothing runs, and the model may be on ``meta``.
+
+    planned = plan_products(model, modules, acting, recipe, tokens=4096)
+    planned.coverage.share("fp8")     # as session.coverage() of the step that was planned
+    planned.not_counted               # modules with a weight of which no product is planned
+    planned = plan_products(model, modules, acting, recipe, ran=ran)      # of a step whose products are known
+
+The formats are those of the quantizers that Transformer Engine makes for the recipe, changed by what the features of a
+config do. Some things are assumed, since modules do not tell them: each layer of Transformer Engine runs in
+``te.autocast`` with the recipe; its input needs a gradient; tensors in high precision have the dtype of the layer's
+weight; each token goes through every layer once; the experts of a GroupedLinear share the tokens equally; a convolution
+computes one place for each token. What attention multiplies depends on the lengths of sequences, and is not planned. Of
+a step whose products are known, nothing but the formats of Transformer Engine's layers is planned, and only the dtype
+of what is in high precision is assumed.
+
+Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.
+reset_recipe_state``, which make a layer's quantizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.modules.conv
+
+from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
+from te_precision_callbacks.config.effects import Acting
+from te_precision_callbacks.coverage.coverage import Coverage, Family, Product, Reason
+from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_BACKWARD, GemmPrecision
+from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION as NO_RECIPE
+from te_precision_callbacks.coverage.history import LayerFacts, in_precision, kept_by_sections
+from te_precision_callbacks.coverage.precision_audit import (
+    MODIFIED,
+    Gemm,
+    Operand,
+    dtype_name,
+    formats_of_layer,
+    gemms_left_out,
+    quantizers_of_layers,
+    recipe_text,
+)
+from te_precision_callbacks.coverage.seen_products import OPERAND_NAMES, kind_of
+from te_precision_callbacks.coverage.shapes import layer_features
+from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
+
+NOT_REACHED = "the forward does not reach it"
+"""Why a product of a step whose products are known is not among them."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The matrix products of a step whose forward and backward have been called for them.
+
+    Attributes:
+        products: in the order in which they ran; those of Transformer Engine's layers without formats.
+        recipes: layer of Transformer Engine -> the recipe in force when it was called; None for high precision.
+        tokens: layer of Transformer Engine -> the rows of its input, of each call.
+        left_out: the GEMMs of these layers that their backward leaves out, and why.
+        without_kernel: attention that no kernel of Transformer Engine's takes.
+    """
+
+    products: tuple[Product, ...]
+    recipes: Mapping[str, Any]
+    tokens: Mapping[str, Sequence[int]]
+    left_out: Mapping[Gemm, str]
+    without_kernel: Sequence[str]
+
+
+@dataclass(frozen=True)
+class PlannedProducts:
+    """The planned matrix products of a model.
+
+    Attributes:
+        coverage: the products, in the order of the module tree; in that in which they ran, where that is known.
+        not_counted: the paths of modules that hold a matrix, and are of a class whose products are not known.
+        not_reached: the paths of modules, and the layers, that hold a matrix and have not been called.
+    """
+
+    coverage: Coverage
+    not_counted: tuple[str, ...] = ()
+    not_reached: tuple[str, ...] = ()
+
+
+def plan_products(
+    model: Model,
+    modules: Sequence[NamedModule],
+    acting: Mapping[str, Sequence[Acting]],
+    recipe: Any,
+    *,
+    tokens: int = 1,
+    ran: Ran | None = None,
+    unconverted: Mapping[str, str] | None = None,
+) -> PlannedProducts:
+    """Plan the products of a training step.
+
+    Args:
+        model: the model, on any device.
+        modules: its modules of Transformer Engine.
+        acting: layer -> the sections of the config that act on it.
+        recipe: one of Transformer Engine's recipes; None for high precision.
+        tokens: the tokens of a step on this rank.
+        ran: the products of a step, in place of its tokens.
+        unconverted: layers that a trainer's conversion left without Transformer Engine, and why.
+    """
+    planner = _Planner(model, modules, acting, recipe, tokens, ran, unconverted or {})
+    return planner.planned() if ran is None else planner.planned_of(ran)
+
+
+class _Planner:
+    """Arguments are those of :func:`plan_products`."""
+
+    def __init__(
+        self,
+        model: Model,
+        modules: Sequence[NamedModule],
+        acting: Mapping[str, Sequence[Acting]],
+        recipe: Any,
+        tokens: int,
+        ran: Ran | None,
+        unconverted: Mapping[str, str],
+    ) -> None:
+        self._model = model
+        self._named = {id(named.module): named for named in modules}
+        self._operations = {id(found.module): found.layers for found in named_operations(model)}
+        self._acting = acting
+        self._recipe = recipe
+        self._tokens = tokens
+        self._unconverted = unconverted
+        self._recipes = {} if ran is None else ran.recipes
+        self._products: list[Product] = []
+        self._precision: list[GemmPrecision] = []
+        self._facts: dict[str, LayerFacts] = {}
+        self._trains = False
+
+    def planned(self) -> PlannedProducts:
+        roots = [root for _, root in named_roots(self._model) or ()]
+        below = {id(module): module for root in roots for module in root.modules()}
+        self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+        others: dict[str, torch.nn.Module] = {}
+        counted: set[int] = set()
+        for key, path in module_names(self._model).items():
+            module = below[key]
+            if key in self._named:
+                self._plan_module(module, [layer.name for layer in self._named[key].layers])
+            elif key in self._operations:
+                self._plan_operation(module, self._operations[key])
+            elif not self._plan_torch(path, module):
+                others[path] = module
+                continue
+            counted.update(map(id, module.parameters(recurse=False)))
+        # A te.ops.Linear holds the weight of an operation in it, too.
+        not_counted = (
+            path
+            for path, module in others.items()
+            if any(p.ndim > 1 and id(p) not in counted for p in module.parameters(recurse=False))
+        )
+        products = in_precision(self._products, self._facts, self._precision, self._unconverted)
+        return PlannedProducts(Coverage(products), tuple(not_counted))
+
+    def planned_of(self, ran: Ran) -> PlannedProducts:
+        """Plan the formats of a step whose products are known."""
+        roots = [root for _, root in named_roots(self._model) or ()]
+        below = {id(module): module for root in roots for module in root.modules()}
+        self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+        reached = {product.layer for product in ran.products}
+        not_reached: list[str] = []
+        counted: set[int] = set()
+        for key, path in module_names(self._model).items():
+            module = below[key]
+            named = self._named[key].layers if key in self._named else ()
+            layers = [layer.name for layer in named] or list(self._operations.get(key, ()))
+            if layers:
+                missing = [layer for layer in layers if layer not in reached]
+                not_reached += missing
+                if key in self._named:
+                    self._plan_module(module, layers)
+                else:
+                    self._plan_operation(module, layers)
+            elif not any(layer == path or layer.startswith(f"{path}.") for layer in reached) and any(
+                p.ndim > 1 and id(p) not in counted for p in module.parameters(recurse=False)
+            ):
+                not_reached.append(path)
+            counted.update(map(id, module.parameters(recurse=False)))
+        seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
+        products = list(in_precision(seen, self._facts, self._precision, self._unconverted))
+        have = {(product.layer, product.gemm) for product in products}
+        for layer, family, gemm in ((planned.layer, planned.family, planned.gemm) for planned in self._products):
+            if (layer, gemm) not in have:
+                why = ran.left_out.get(Gemm(layer, cast(GemmName, gemm)), NO_BACKWARD)
+                products.append(Product.left_out(layer, family, gemm, why if layer in reached else NOT_REACHED))
+        return PlannedProducts(Coverage(products), not_reached=tuple(not_reached))
+
+    # ------------------------------------------------------------------ Transformer Engine
+
+    def _plan_module(self, module: Any, layers: Sequence[str]) -> None:
+        left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
+        made: list[list[Any]] = [[], []]
+        recipe = self._recipe_of(layers)
+        if recipe is not None:
+            roles = module.get_quantizer_roles
+            counts = 3 * len(layers), 2 * len(layers)
+            made = [
+                _quantizers(recipe, mode, count, roles(fwd=mode == "forward", num_quantizers=count))
+                for mode, count in zip(("forward", "backward"), counts, strict=True)
+            ]
+        of_layers = quantizers_of_layers(made[0], made[1], len(layers))
+        dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
+        groups = getattr(module, "num_gemms", 1)
+        for layer, quantizers, sizes in zip(layers, of_layers, layer_features(module), strict=True):
+            self._plan_layer(layer, "te", quantizers, dtype, sizes, groups, left_out)
+
+    def _plan_operation(self, module: Any, layers: Sequence[str]) -> None:
+        weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
+        frozen = not any(weight.requires_grad for weight in weights)
+        left_out = {Gemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}
+        forward: list[Any] = []
+        backward: list[Any] = []
+        recipe = self._recipe_of(layers)
+        if recipe is not None:
+            forward, backward = (
+                _quantizers(recipe, mode, module.num_quantizers(mode), module.get_quantizer_roles(mode))
+                for mode in ("forward", "backward")
+            )
+        for number, layer in enumerate(layers):
+            quantizers = {}
+            if forward:
+                quantizers = {"activation": forward[2 * number], "weight": forward[2 * number + 1]}
+                quantizers["gradient"] = backward[number]
+            sizes = module.in_features, module.out_features
+            self._plan_layer(layer, "te_ops", quantizers, weights[0].dtype, sizes, len(layers), left_out)
+
+    def _recipe_of(self, layers: Sequence[str]) -> Any:
+        """The recipe of a module, given its layers."""
+        return self._recipes.get(layers[0], self._recipe)
+
+    def _plan_layer(
+        self,
+        layer: str,
+        family: Family,
+        quantizers: Mapping[str, Any],
+        dtype: torch.dtype,
+        sizes: tuple[int, int],
+        groups: int,
+        left_out: Mapping[Gemm, str],
+    ) -> None:
+        """Plan the GEMMs of a layer, one of several groups that share the tokens."""
+        in_force = self._recipe_of([layer])
+        override = None if in_force is None else in_force.backward_override
+        recipe = recipe_text(in_force)
+        formats = formats_of_layer(layer, quantizers, dtype, recipe=recipe, backward_override=override)
+        sections = self._acting.get(layer, ())
+        kept = kept_by_sections(sections)
+        modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
+        self._facts[layer] = LayerFacts(kept, override or "")
+        rows = max(1, self._tokens // groups)
+        macs = self._tokens * sizes[0] * sizes[1] // groups
+        for gemm, (n, m, k) in gemm_sizes(rows, *sizes).items():
+            not_run = left_out.get(Gemm(layer, gemm), "")
+            if not_run:
+                self._products.append(Product.left_out(layer, family, gemm, not_run))
+                continue
+            self._products.append(Product(layer, family, gemm, gemm != "fprop", n, m, k, 1, 1, macs, {}, "planned"))
+            operands: dict[str, str] = {
+                tensor: (dtype_name(dtype) if gemm in kept else formats[Operand(layer, gemm, tensor)].text)
+                + (MODIFIED if (gemm, tensor) in modified else "")
+                for tensor in OPERANDS[gemm]
+            }
+            self._precision.append(GemmPrecision(layer, gemm, operands, seen=False, recipe=recipe or NO_RECIPE))
+
+    # ------------------------------------------------------------------ torch
+
+    def _plan_torch(self, path: str, module: torch.nn.Module) -> bool:
+        """Plan the products of a module of torch's own; return whether its class is known."""
+        if isinstance(module, torch.nn.Linear):
+            self._plan_weight(path, module, module.weight, "torch", (module.in_features, module.out_features))
+        elif isinstance(module, torch.nn.modules.conv._ConvNd):
+            groups, weight = module.groups, module.weight
+            sizes = weight[0].numel(), weight.shape[0] // groups
+            self._plan_weight(path, module, weight, "torch", sizes, batch=groups)
+        elif isinstance(module, torch.nn.MultiheadAttention) and module.in_proj_weight is not None:
+            out_features, in_features = module.in_proj_weight.shape
+            sizes = in_features, out_features
+            self._plan_weight(f"{path}.in_proj_weight", module, module.in_proj_weight, "functional", sizes)
+        elif isinstance(module, torch.nn.Embedding):
+            formats = dtype_name(torch.int64), dtype_name(module.weight.dtype)
+            operands = dict(zip(OPERAND_NAMES["lookup"], formats, strict=True))
+            self._products.append(
+                Product(
+                    path, "lookup", "lookup", False, self._tokens, module.embedding_dim, 0, 1, 1, 0, operands, "planned"
+                )
+            )
+        else:
+            return False
+        return True
+
+    def _plan_weight(
+        self,
+        layer: str,
+        module: torch.nn.Module,
+        weight: torch.Tensor,
+        family: Family,
+        sizes: tuple[int, int],
+        batch: int = 1,
+    ) -> None:
+        macs = self._tokens * sizes[0] * sizes[1] * batch
+        for gemm, (n, m, k) in gemm_sizes(self._tokens, *sizes).items():
+            if gemm != "fprop" and not self._trains:
+                continue
+            if gemm == "wgrad" and not weight.requires_grad:
+                self._products.append(Product.left_out(layer, family, gemm, FROZEN))
+                continue
+            operands: dict[str, str] = dict.fromkeys(OPERANDS[gemm], dtype_name(weight.dtype))
+            backward, ref = gemm != "fprop", kind_of(module)
+            self._products.append(
+                Product(
+                    layer, family, gemm, backward, n, m, k, batch, 1, macs, operands, "planned", "", Reason.NOT_TE, ref
+                )
+            )
+
+
+def _quantizers(recipe: Any, mode: str, count: int, roles: Any) -> list[Any]:
+    from transformer_engine.pytorch.quantization import RecipeState
+
+    state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
+    made: list[Any] = state.make_quantizers()
+    return made
+
+
+def gemm_sizes(tokens: int, in_features: int, out_features: int) -> Mapping[GemmName, tuple[int, int, int]]:
+    """n, m and k of each GEMM of a layer, as in :class:`Product`."""
+    return {
+        "fprop": (tokens, out_features, in_features),
+        "dgrad": (tokens, in_features, out_features),
+        "wgrad": (out_features, in_features, tokens),
+    }

@@ -1,0 +1,490 @@
+"""Records the precision in which each GEMM really ran.
+
+    for entry in session.precision:
+        print(entry.layer, entry.gemm, entry.operands)        # fc1 fprop {'activation': 'BF16', 'weight': 'BF16'}
+
+The log of nvidia-dlfw-inspect tells a plan ("Quantize", "High Precision", "modify_tensor()"). What counts is the type
+of the two tensors that the GEMM was handed, which the tap (``tap.py``) sees in the steps in which a layer is asked. For
+a step in which nothing of the session runs in a layer, it is the format of the quantizers that the layer then has. A
+GEMM that a backward leaves out, as the wgrad of a frozen weight, has no formats, but the reason in ``not_run``.
+
+The classes of storages and quantizers were read from Transformer Engine 2.20.2 (``pytorch/tensor``). A class that is
+none of them is named and not guessed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from te_precision_callbacks.base.numerics.layouts import fp8_format, gemm_operand
+from te_precision_callbacks.base.spans import Iterations
+from te_precision_callbacks.base.vocabulary import (
+    GEMMS,
+    HYBRID_QUANTIZER,
+    IDENTITY_QUANTIZER,
+    OPERANDS,
+    ROWWISE,
+    GemmName,
+    class_names,
+    name_of_format,
+    name_of_recipe,
+)
+from te_precision_callbacks.coverage.gemm_events import OUTSIDE, GemmEvent, GemmOperand
+from te_precision_callbacks.coverage.gemm_precision import (
+    FROZEN,
+    NO_BACKWARD,
+    NO_GRADIENT,
+    NO_INPUT_GRADIENT,
+    GemmPrecision,
+)
+from te_precision_callbacks.coverage.precision_history import Format, GemmFact, PrecisionHistory, joined
+from te_precision_callbacks.layers.forwards import ForwardKind
+
+MODIFIED = " (modified)"
+"""What is added to the format of a tensor that a feature has made."""
+
+_DTYPES = {
+    torch.float32: "FP32",
+    torch.bfloat16: "BF16",
+    torch.float16: "FP16",
+    torch.float64: "FP64",
+    torch.float8_e4m3fn: "FP8 E4M3",
+    torch.float8_e5m2: "FP8 E5M2",
+}
+
+
+class Operand(NamedTuple):
+    """One of the two tensors of a GEMM."""
+
+    layer: str
+    gemm: GemmName
+    tensor: str
+
+
+class Gemm(NamedTuple):
+    """One of the three GEMMs of a layer."""
+
+    layer: str
+    gemm: GemmName
+
+
+class _Told(enum.Enum):
+    """What a format of an operand is known by."""
+
+    SEEN = "a GEMM was handed it"
+    ASSUMED = "the quantizers of a step in which nothing is seen make it"
+
+
+@dataclass
+class _Notes:
+    """The notes on one layer in an iteration: the formats of its operands, the GEMMs that are going to run, and those
+    that are left out."""
+
+    told: dict[Operand, dict[Format, _Told]] = field(default_factory=dict)
+    expected: dict[Gemm, None] = field(default_factory=dict)
+    left_out: dict[Gemm, str] = field(default_factory=dict)
+
+
+class PrecisionAudit:
+    """Collects the formats of GEMM operands. Holds a short text for each layer, GEMM and tensor, and no tensor.
+
+    Args:
+        iterations: gets those that have run.
+    """
+
+    def __init__(self, iterations: Iterations) -> None:
+        self._told: dict[Operand, dict[Format, _Told]] = {}
+        self._expected: dict[Gemm, None] = {}
+        self._left_out: dict[Gemm, str] = {}
+        self._unseen: dict[str, dict[Operand, Format]] = {}  # what the fused path makes, of layers asked in this step
+        self._doubted: set[str] = set()
+        self._history = PrecisionHistory(iterations)
+        self._iteration: int | None = None
+        self._now: defaultdict[str, _Notes] = defaultdict(_Notes)
+        self._in_history: dict[str, _Notes] = {}  # the notes of a layer that its last facts in the history come from
+
+    def enter(self, iteration: int) -> None:
+        """Set the debug iteration of the facts that follow."""
+        if iteration == self._iteration:
+            return
+        self._end()
+        if self._iteration is not None and iteration < self._iteration:
+            self._in_history.clear()  # the history is cut there
+        self._iteration = iteration
+
+    def leave(self, iteration: int) -> None:
+        """Note that an iteration has run, whatever was noted in it."""
+        self.enter(iteration)
+        self._history.ran(iteration)
+        self._end()
+
+    def _end(self) -> None:
+        for layer, formats in self._unseen.items():
+            if not self._now[layer].told:  # a compiled model runs its GEMMs where the tap does not know their layer
+                self.plan(formats)
+        self._unseen.clear()
+        self._write()
+        self._in_history.update(self._now)
+        self._now.clear()
+
+    @property
+    def changes(self) -> int:
+        """How often the precision of a layer has changed so far."""
+        return self._history.changes
+
+    def at(self, iteration: int) -> Iterator[GemmPrecision]:
+        """What is known of an iteration. Raises IterationError where it has not run."""
+        self._write()
+        return self._history.at(iteration)
+
+    def spans(self) -> Iterator[GemmPrecision]:
+        """What is known of all iterations, as ``PrecisionHistory.spans``."""
+        self._write()
+        return self._history.spans()
+
+    def _write(self) -> None:
+        """Bring what was noted in this iteration into the history; the iteration may go on.
+
+        Mostly a layer's notes are those of the iteration before, of which the history has the facts.
+        """
+        if self._iteration is None or not self._now:
+            return
+        self._history.ran(self._iteration)
+        for layer, notes in self._now.items():
+            if notes != self._in_history.get(layer):
+                self._in_history.pop(layer, None)
+                self._history.put(layer, self._iteration, *_facts(notes))
+
+    def holds(self, formats: Mapping[Operand, Format]) -> bool:
+        """Whether these formats are among those of the last iteration, but for those of GEMMs that are left out."""
+        for operand, made in formats.items():
+            fact = self._history.now(operand.layer)[GEMMS.index(operand.gemm)]
+            if fact is None or not (_is_left_out(fact) or made in dict(fact.operands).get(operand.tensor, ())):
+                return False
+        return True
+
+    def trained_in_fp8(self, layer: str) -> bool | None:
+        """Whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
+        self._write()
+        fact = self._history.now(layer)[GEMMS.index("fprop")]
+        formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
+        return any(made.recipe for made in formats) if formats else None
+
+    def of_gemms_that_run(self, formats: Mapping[Operand, Format]) -> dict[Operand, Format]:
+        """Without the operands of GEMMs that are left out in the last iteration."""
+        return {
+            operand: made
+            for operand, made in formats.items()
+            if not _is_left_out(self._history.now(operand.layer)[GEMMS.index(operand.gemm)])
+        }
+
+    def plan(self, formats: Mapping[Operand, Format]) -> None:
+        """Note the formats that quantizers make, of the operands of GEMMs that run unseen."""
+        for operand, made in formats.items():
+            for found in self._formats(operand):
+                found.setdefault(made, _Told.ASSUMED)
+
+    def expect(self, gemms: Iterable[Gemm]) -> None:
+        """Note GEMMs that are going to be seen; those that are never seen have not run."""
+        for gemm in gemms:
+            self._expected[gemm] = self._now[gemm.layer].expected[gemm] = None
+
+    def expect_unseen(self, formats: Mapping[Operand, Format]) -> None:
+        """Note what the GEMMs of layers are handed if none of a layer is seen in this iteration."""
+        for operand, made in formats.items():
+            self._unseen.setdefault(operand.layer, {})[operand] = made
+
+    def leave_out(self, gemms: Mapping[Gemm, str]) -> None:
+        """Note GEMMs that a forward and its backward do not run, and why."""
+        self._left_out.update(gemms)
+        for gemm, reason in gemms.items():
+            self._now[gemm.layer].left_out[gemm] = reason
+
+    def look(self, event: GemmEvent) -> None:
+        """Note the formats of what a GEMM was handed in training; a listener of the tap."""
+        if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
+            return
+        for operand in event.operands:
+            text = format_of(operand.data, columnwise=operand.columnwise)
+            text += MODIFIED if _is_modified(operand) else ""
+            for found in self._formats(Operand(event.layer, event.gemm, operand.tensor)):
+                found[Format(text, event.recipe)] = _Told.SEEN
+
+    def _formats(self, operand: Operand) -> tuple[dict[Format, _Told], dict[Format, _Told]]:
+        """The formats noted of an operand: in the run, and in this iteration."""
+        return self._told.setdefault(operand, {}), self._now[operand.layer].told.setdefault(operand, {})
+
+    def tells(self, formats: Mapping[Operand, Format]) -> bool:
+        """Whether all of these formats are noted, seen or planned, except those of GEMMs that were left out."""
+        return all(
+            made in self._told.get(operand, ()) or (gemm in self._left_out and not _has_run(_of_gemm(gemm, self._told)))
+            for operand, made in formats.items()
+            for gemm in [Gemm(operand.layer, operand.gemm)]
+        )
+
+    def doubt(self, formats: Mapping[Operand, Format], iteration: int) -> None:
+        """Note that the layers may have run in these formats in an iteration, which is over."""
+        layers = {operand.layer for operand in formats}
+        if not self.tells(formats):
+            self._doubted |= layers
+        for layer in layers:
+            self._in_history.pop(layer, None)
+            self._history.doubt(layer, iteration)
+
+    def trust(self, formats: Mapping[Operand, Format], iteration: int) -> None:
+        """Take a doubt back, since the formats have been met in training: the iteration had what was met."""
+        met = self.holds(formats)
+        for layer in {operand.layer for operand in formats}:
+            self._doubted.discard(layer)
+            if met:
+                self._in_history.pop(layer, None)
+                self._history.settle(layer, iteration)
+
+    def __iter__(self) -> Iterator[GemmPrecision]:
+        self._write()
+        told: defaultdict[tuple[str, str], dict[str, dict[Format, _Told]]] = defaultdict(dict)
+        for (layer, name, tensor), found in self._told.items():
+            told[layer, name][tensor] = found
+        texts: dict[_Formats, tuple[dict[str, str], str]] = {}  # of thousands of layers they are few
+        known = told.keys() | self._expected.keys() | self._left_out.keys()
+        for layer in dict.fromkeys(layer for layer, _ in (*told, *self._expected, *self._left_out)):
+            for gemm in (Gemm(layer, name) for name in GEMMS):
+                if gemm not in known:
+                    continue
+                of_gemm: _OfGemm = {tensor: told[gemm].get(tensor, {}) for tensor in OPERANDS[gemm.gemm]}
+                if not _has_run(of_gemm):
+                    not_run = self._left_out.get(gemm, NO_BACKWARD)
+                    yield GemmPrecision(*gemm, {}, seen=False, not_run=not_run, since=self._history.since(*gemm))
+                    continue
+                formats = tuple((tensor, tuple(found)) for tensor, found in of_gemm.items() if found)
+                if formats not in texts:
+                    texts[formats] = joined(formats)
+                operands, recipe = texts[formats]
+                seen = _is_seen(of_gemm) and layer not in self._doubted
+                yield GemmPrecision(*gemm, operands, seen, since=self._history.since(*gemm), recipe=recipe)
+
+
+_Formats = tuple[tuple[str, tuple[Format, ...]], ...]
+"""Tensor and its formats, of each operand of a GEMM."""
+
+_OfGemm = Mapping[str, Mapping[Format, _Told]]
+"""Tensor -> format -> what the format is known by: of the two tensors of a GEMM."""
+
+
+def _of_gemm(gemm: Gemm, told: Mapping[Operand, Mapping[Format, _Told]]) -> _OfGemm:
+    """What is told of the operands of a GEMM."""
+    return {tensor: told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
+
+
+def _facts(notes: _Notes) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
+    """The facts about a layer's GEMMs by what was noted in an iteration, and the GEMMs whose operands were all seen."""
+    facts = {gemm.gemm: GemmFact((), NO_BACKWARD) for gemm in notes.expected}
+    facts |= {gemm.gemm: GemmFact((), reason) for gemm, reason in notes.left_out.items()}
+    seen: list[GemmName] = []
+    for gemm in dict.fromkeys(Gemm(operand.layer, operand.gemm) for operand in notes.told):
+        of_gemm = _of_gemm(gemm, notes.told)
+        facts[gemm.gemm] = GemmFact(tuple((tensor, tuple(found)) for tensor, found in of_gemm.items() if found))
+        if _is_seen(of_gemm):
+            seen.append(gemm.gemm)
+    return facts, seen
+
+
+def _has_run(of_gemm: _OfGemm) -> bool:
+    """Whether a GEMM has run: formats of its operands are told."""
+    return any(of_gemm.values())
+
+
+def _is_seen(of_gemm: _OfGemm) -> bool:
+    """Whether every format of both operands is that of a tensor that was seen."""
+    return all(found and all(told is _Told.SEEN for told in found.values()) for found in of_gemm.values())
+
+
+def _is_left_out(fact: GemmFact | None) -> bool:
+    """Whether a backward leaves a GEMM out, which a forward tells; that none has come does not."""
+    return fact is not None and fact.not_run not in ("", NO_BACKWARD)
+
+
+def _is_modified(operand: GemmOperand) -> bool:
+    """Whether a feature has made an operand."""
+    if not operand.on_debug_path:
+        return False
+    from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
+
+    quantizer = operand.given.quantizer
+    plan = quantizer.columnwise_tensor_plan if operand.columnwise else quantizer.rowwise_tensor_plan
+    return bool(plan == API_CALL_MODIFY)
+
+
+def format_of(tensor: Any, *, columnwise: bool) -> str:
+    """The format of the data that a GEMM reads from a tensor.
+
+    Args:
+        tensor: a plain tensor, or a quantized one or its storage, of any class.
+        columnwise: whether the GEMM reads the columnwise data.
+    """
+    held = gemm_operand(tensor, columnwise=columnwise)
+    if type(held) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
+        return dtype_name(held.dtype)
+    return _known(held) or _named(held)
+
+
+def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise: bool) -> str:
+    """The format that a quantizer makes.
+
+    Args:
+        quantizer: a quantizer of any class, or None.
+        high_precision: the format of a tensor that is not quantized.
+        columnwise: whether the columnwise data are meant.
+    """
+    names = class_names(quantizer)
+    if HYBRID_QUANTIZER in names:
+        one = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
+        return quantizer_format(one, high_precision, columnwise=columnwise)
+    if quantizer is None or IDENTITY_QUANTIZER in names:
+        return dtype_name(high_precision)
+    return _known(quantizer) or type(quantizer).__name__
+
+
+def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[Operand, Format]:
+    """The formats in which a module's GEMMs run where no feature acts, by the state that its last forward has left.
+
+    Args:
+        module: a module of Transformer Engine that has run.
+        layers: the names of its layers, one a set of GEMMs.
+        fp8: whether its quantizers act.
+    """
+    override = backward_override(module) if fp8 else None
+    recipe = recipe_in_force(module, fp8=fp8)
+    quantizers = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
+    formats: dict[Operand, Format] = {}
+    for layer, of_tensor in zip(layers, quantizers_of_layers(*quantizers, len(layers)), strict=True):
+        formats |= formats_of_layer(
+            layer, of_tensor if fp8 else {}, module.activation_dtype, recipe=recipe, backward_override=override
+        )
+    return formats
+
+
+def quantizers_of_layers(forward: Sequence[Any], backward: Sequence[Any], layers: int) -> Iterator[Mapping[str, Any]]:
+    """Tensor -> its quantizer, for each layer of a module; no quantizers where the module has none yet.
+
+    Args:
+        forward, backward: the module's quantizers, in Transformer Engine's order.
+        layers: the number of its layers, one a set of GEMMs.
+    """
+    # Of each set of GEMMs input, weight and output, and the gradients of output and input; as FP8FwdTensorIdx and
+    # FP8BwdTensorIdx have it (pytorch/constants.py), and GroupedLinear's offsets.
+    for number in range(layers):
+        if not forward:
+            yield {}
+        else:
+            yield {
+                "activation": forward[3 * number],
+                "weight": forward[3 * number + 1],
+                "gradient": backward[2 * number],
+            }
+
+
+def formats_of_layer(
+    layer: str,
+    quantizers: Mapping[str, Any],
+    high_precision: torch.dtype,
+    *,
+    recipe: str,
+    backward_override: str | None,
+) -> dict[Operand, Format]:
+    """The formats in which a layer's GEMMs run where no feature acts.
+
+    Args:
+        layer: the layer.
+        quantizers: tensor -> its quantizer; a tensor without one is in high precision.
+        high_precision: the format of a tensor that is not quantized.
+        recipe: as :func:`recipe_text`.
+        backward_override: that of the recipe.
+    """
+    formats: dict[Operand, Format] = {}
+    for gemm, tensors in OPERANDS.items():
+        for tensor in tensors:
+            quantizer = quantizers.get(tensor) if backward_override is None or gemm == "fprop" else None
+            text = quantizer_format(quantizer, high_precision, columnwise=ROWWISE[tensor] != gemm)
+            formats[Operand(layer, gemm, tensor)] = Format(text, recipe)
+    return formats
+
+
+def of_fprop(formats: Mapping[Operand, Format]) -> dict[Operand, Format]:
+    """The formats of the forward's GEMMs alone."""
+    return {operand: made for operand, made in formats.items() if operand.gemm == "fprop"}
+
+
+def gemms_left_out(module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool) -> dict[Gemm, str]:
+    """The GEMMs that the backward of a forward with gradients does not run, and why.
+
+    Read from Transformer Engine 2.20.2 (``pytorch/module``): Linear and GroupedLinear compute dgrad where the input
+    needs it; LayerNormLinear and LayerNormMLP do in every backward, for the norm and for fc1.
+
+    Args:
+        module: a module of Transformer Engine.
+        layers: the names of its layers, one a set of GEMMs.
+        input_needs_gradient: whether the input of the forward does.
+    """
+    if not input_needs_gradient and not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        return {Gemm(layer, gemm): NO_GRADIENT for layer in layers for gemm in GEMMS[1:]}
+    found = {
+        Gemm(layer, "wgrad"): FROZEN for layer, frozen in zip(layers, _frozen(module, layers), strict=True) if frozen
+    }
+    if not input_needs_gradient and {"LayerNormLinear", "LayerNormMLP"}.isdisjoint(class_names(module)):
+        found |= {Gemm(layer, "dgrad"): NO_INPUT_GRADIENT for layer in layers}
+    return found
+
+
+def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
+    """For each layer of a module, whether its weight needs no gradient."""
+    if "LayerNormMLP" in class_names(module):
+        return [not module.fc1_weight.requires_grad, not module.fc2_weight.requires_grad]
+    # A weight in several parameters is one to its GEMM; of GroupedLinear the first weight decides for all.
+    names = getattr(module, "weight_names", ["weight0"])
+    return [not any(getattr(module, name).requires_grad for name in names)] * len(layers)
+
+
+def recipe_in_force(module: Any, *, fp8: bool) -> str:
+    """The recipe of a module's last forward, as :func:`recipe_text`."""
+    return recipe_text(module.fp8_meta["recipe"] if fp8 else None)
+
+
+def backward_override(module: Any) -> str | None:
+    """The high precision that a module's recipe has for the backward: ``high_precision``, ``dequantized`` or None."""
+    return module.fp8_meta["recipe"].backward_override if module.fp8 else None
+
+
+def recipe_text(recipe: Any) -> str:
+    """A recipe as spelled in statistics' names, or the class of a user's own; empty for None, high precision."""
+    return "" if recipe is None else name_of_recipe(recipe) or type(recipe).__name__
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``FP32``, ``BF16``, ...; of another one torch's own name."""
+    return _DTYPES.get(dtype, str(dtype))
+
+
+def _known(thing: Any) -> str | None:
+    if getattr(thing, "custom", False):
+        return None  # a user's own, whatever it derives from: it has a GEMM of its own
+    name = name_of_format(thing)
+    return name if name in (None, "NVFP4") else f"{name} {fp8_format(thing).name}"
+
+
+def _named(tensor: Any) -> str:
+    """The type of a plain tensor, or the name of a class that is not known."""
+    if type(tensor).__module__.partition(".")[0] == "torch":
+        return dtype_name(tensor.dtype)
+    if "QuantizedTensorStorage" not in class_names(tensor):
+        return dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    if getattr(tensor, "custom", False):
+        return type(tensor).__name__
+    # Transformer Engine hands its GEMM what such a tensor stands for.
+    return f"{dtype_name(tensor.dequantize().dtype)} (of {type(tensor).__name__})"

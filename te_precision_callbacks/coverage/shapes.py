@@ -1,0 +1,185 @@
+"""Explains an exception of Transformer Engine about a shape: finds the layer, the GEMM and the dimension.
+
+Transformer Engine refuses such a shape deep inside, naming only the operand. The frames of the traceback show the
+layer, so nothing has to be recorded while all is well. Read from Transformer Engine 2.20.2: the forwards (``self``,
+``inp``, ``m_splits``) and backwards (``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``) of
+``pytorch/module/*.py``, and ``layout`` of ``pytorch/cpp_extensions/gemm.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from te_precision_callbacks.base.errors import transformer_engine_error
+from te_precision_callbacks.base.numerics.gemm_shapes import Refusal, refusals
+from te_precision_callbacks.base.vocabulary import GEMMS, GemmName, name_of_recipe
+from te_precision_callbacks.layers.naming import NamedModule
+
+logger = logging.getLogger(__name__)
+
+_GEMM_OF_LAYOUT: Mapping[str, GemmName] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
+
+
+def explain_shape(error: BaseException | None, modules: Sequence[NamedModule]) -> None:
+    """Add a note to an exception that Transformer Engine raised because of a shape, with the next size that works.
+
+    The exception itself does not change. Python 3.10 has no notes: there the text is logged.
+
+    Args:
+        error: the exception that ended a run.
+        modules: the modules of the model.
+    """
+    inner = transformer_engine_error(error)
+    if not isinstance(inner, Exception):
+        return
+    try:
+        text = _explanation(inner, modules)
+    except Exception as failure:
+        logger.error("The exception that ended the run could not be checked for a wrong shape.", exc_info=failure)
+        return
+    if text and hasattr(inner, "add_note"):
+        if text not in getattr(inner, "__notes__", ()):
+            inner.add_note(text)
+    elif text:
+        logger.error("%s", text)
+
+
+@dataclass
+class _Failed:
+    """The forward or backward in which an exception was raised.
+
+    Attributes:
+        named: the module.
+        in_backward: whether the exception was raised in its backward.
+        rows: rows of the input of the forward or backward on this rank; None if unknown.
+        splits: the rows of each GEMM of a GroupedLinear.
+        gemm: the GEMM, if the exception was raised in one.
+    """
+
+    named: NamedModule
+    in_backward: bool
+    rows: int | None = None
+    splits: Sequence[int] | None = None
+    gemm: GemmName | None = None
+
+
+def _explanation(error: Exception, modules: Sequence[NamedModule]) -> str | None:
+    place = _place(error.__traceback__, modules)
+    if place is None or not place.named.module.fp8:
+        return None
+    module: Any = place.named.module
+    recipe = name_of_recipe(module.fp8_meta["recipe"])
+    if recipe is None:
+        return None
+    from transformer_engine.pytorch.utils import get_device_compute_capability
+
+    own: tuple[GemmName, ...] = ("dgrad", "wgrad") if place.in_backward else ("fprop",)
+    gemms = own if place.gemm is None else (place.gemm,)
+    trained = GEMMS if module.training and module.fp8_meta["recipe"].backward_override is None else ("fprop",)
+    layers = list(zip(place.named.layers, _sizes(place), strict=True))
+    if place.in_backward and hasattr(module, "fc2_weight"):
+        layers.reverse()
+    for layer, (tokens, in_features, out_features) in layers:
+        found = refusals(
+            recipe,
+            get_device_compute_capability(),
+            tokens=tokens,
+            in_features=in_features,
+            out_features=out_features,
+            gemms={*gemms, *trained},
+            result_bytes=module.activation_dtype.itemsize,
+            asserted=not hasattr(module, "num_gemms"),
+        )
+        first = next((refusal for refusal in found if refusal.gemm in gemms), None)
+        if first is not None:
+            return _in_words(layer.name, first, found)
+    return None
+
+
+def _in_words(layer: str, first: Refusal, found: Sequence[Refusal]) -> str:
+    works = max(refusal.next_size for refusal in found if refusal.dimension == first.dimension)
+    what = " (all dimensions of the input but the last, multiplied)" if first.dimension == "tokens" else ""
+    return (
+        f"te-precision-callbacks: the layer {layer!r} cannot run the GEMM {first.gemm}: {first.dimension}{what} is"
+        f" {first.size}, and has to be a multiple of {first.multiple} for {first.asked_by}. The next size that every"
+        f" GEMM of the layer takes is {works}."
+    )
+
+
+def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Failed | None:
+    """The innermost module of a traceback."""
+    of_module = {id(named.module): named for named in modules}
+    of_part = {id(part): named for named in modules for part in _parts(named.module)}
+    place: _Failed | None = None
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if not frame.f_globals.get("__name__", "").startswith("transformer_engine.pytorch."):
+            continue
+        found = frame.f_locals
+        if id(found.get("self")) in of_module:
+            place = _Failed(of_module[id(found["self"])], in_backward=False)
+        elif "ctx" in found or "bwd_args" in found:
+            named = next((of_part[key] for key in map(id, _held(found)) if key in of_part), None)
+            if frame.f_code.co_name in ("backward", "_linear_backward_impl") and named is not None:
+                same = place is not None and place.named is named and place.in_backward
+                place = place if same else _Failed(named, in_backward=True)
+        if place is not None:
+            _read_sizes(place, found)
+    return place
+
+
+def _read_sizes(place: _Failed, found: Mapping[str, Any]) -> None:
+    for name in ("grad_output", "grad_outputs") if place.in_backward else ("inp",):
+        value: Any = found.get(name)
+        tensor = value[0] if isinstance(value, tuple) and value else value
+        if place.rows is None and hasattr(tensor, "size"):  # also the storage of a quantized tensor
+            place.rows = math.prod(tensor.size()[:-1])
+    splits = found.get("m_splits", getattr(found.get("ctx"), "m_splits", None))
+    if place.splits is None and splits is not None:
+        place.splits = [int(size) for size in splits]
+    place.gemm = _GEMM_OF_LAYOUT.get(str(found.get("layout")), place.gemm)
+
+
+def _parts(module: Any) -> Iterator[Any]:
+    """The objects in a backward that belong to one module alone."""
+    yield from module.parameters(recurse=False)
+    for quantizers in module.quantizers.values():
+        yield from quantizers or ()
+
+
+def _held(found: Mapping[str, Any]) -> Iterator[Any]:
+    """The objects in the local variables of a backward, also in lists and in its context."""
+    contexts = (vars(found[name]) for name in ("ctx", "bwd_args") if hasattr(found.get(name), "__dict__"))
+    for values in (found, *contexts):
+        for value in list(values.values()):
+            for part in value if isinstance(value, (list, tuple)) else (value,):
+                yield part
+                yield getattr(part, "parent_quantizer", None)  # of a quantizer of the debug path
+
+
+def _sizes(place: _Failed) -> list[tuple[int, int, int]]:
+    """Tokens, in_features and out_features of each layer of a module; 0 tokens if unknown."""
+    module: Any = place.named.module
+    rows, features = place.rows or 0, layer_features(module)
+    if hasattr(module, "num_gemms"):
+        splits = place.splits or [0] * module.num_gemms
+        return [(tokens, *sizes) for tokens, sizes in zip(splits, features, strict=True)]
+    if hasattr(module, "fc1_weight"):
+        tokens = rows * (module.tp_size if module.sequence_parallel else 1)
+        return [(tokens, *sizes) for sizes in features]
+    # With sequence parallelism the side that is not split over features is split over tokens.
+    split = module.sequence_parallel and module.parallel_mode == ("row" if place.in_backward else "column")
+    return [(rows * (module.tp_size if split else 1), *features[0])]
+
+
+def layer_features(module: Any) -> list[tuple[int, int]]:
+    """in_features and out_features of each layer of a module of Transformer Engine, on this rank."""
+    if hasattr(module, "fc1_weight"):
+        sizes = (weight.shape for weight in (module.fc1_weight, module.fc2_weight))
+        return [(in_features, out_features) for out_features, in_features in sizes]
+    return [(module.in_features, module.out_features)] * getattr(module, "num_gemms", 1)

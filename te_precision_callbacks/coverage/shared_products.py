@@ -1,0 +1,117 @@
+"""The matrix products of all ranks that reduce together, and what these ranks keep in which types.
+
+A product is one of a layer, GEMM, operands and reason. Ranks that have it send one entry, whatever the sizes of their
+batches are, and add up its multiply-adds. So a message grows with the products of the whole model, not with the ranks,
+and a share counts each layer as often as ranks run it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
+
+from te_precision_callbacks.coverage.coverage import Product, Reason
+from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.coverage.state_row import StateRow
+
+EntryT = TypeVar("EntryT", bound=Hashable)
+
+logger = logging.getLogger(__name__)
+
+MOST_PRODUCTS = 1 << 16
+"""The products of a rank that the others hear of: those with the most multiply-adds."""
+
+
+class Shared(NamedTuple):
+    """A product of some ranks.
+
+    Attributes:
+        product: with the sizes of the first rank that has it, and the multiply-adds of all.
+        ranks: how many ranks have it.
+    """
+
+    product: Product
+    ranks: int
+
+    @property
+    def of_one(self) -> Product:
+        """The product with the multiply-adds of one rank, on average."""
+        return replace(self.product, macs=round(self.product.macs / max(self.ranks, 1)))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A product as ranks send it: equal to that of another rank, whatever the sizes."""
+
+    layer: str
+    gemm: str
+    family: str
+    backward: bool
+    operands: tuple[tuple[str, str], ...]
+    runs: str
+    not_run: str
+    reason: Reason | None
+    product: Product = field(compare=False)
+
+
+def shared_products(own: Iterable[Product], ranks: Ranks, kind: str) -> list[Shared]:
+    """The products of all ranks; all must call it alike. Where this rank is alone, its own.
+
+    Args:
+        own: the products of this rank.
+        ranks: those that reduce together.
+        kind: what the products are, equal on all ranks.
+    """
+    macs: dict[_Entry, int] = {}
+    for product in _largest(list(own)):
+        entry = _entry(product)
+        macs[entry] = macs.get(entry, 0) + product.macs
+    added = _added({entry: (each, 1) for entry, each in macs.items()}, ranks, kind)
+    return [Shared(replace(entry.product, macs=of_all), count) for entry, (of_all, count) in added.items()]
+
+
+def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
+    """What all ranks keep and in which types, added up; as :func:`shared_products`."""
+    sizes: dict[tuple[str, str], tuple[int, int]] = {}
+    for row in own:
+        tensors, size = sizes.get((row.subject, row.dtype), (0, 0))
+        sizes[row.subject, row.dtype] = tensors + row.tensors, size + row.bytes
+    added = _added(sizes, ranks, kind)
+    return tuple(StateRow(*key, tensors=tensors, bytes=size) for key, (tensors, size) in added.items())
+
+
+def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str) -> dict[EntryT, tuple[int, int]]:
+    """The entries of all ranks, each with the sums of its two numbers."""
+    entries = ranks.pool(own, kind)
+    pairs = [own.get(entry, (0, 0)) for entry in entries]
+    added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53
+    sums = [round(number) for number in added]
+    return {entry: (first, second) for entry, first, second in zip(entries, sums[::2], sums[1::2], strict=True)}
+
+
+def _largest(products: list[Product]) -> list[Product]:
+    if len(products) <= MOST_PRODUCTS:
+        return products
+    logger.warning(
+        "This rank has %d matrix products. The other ranks hear of the %d with the most multiply-adds.",
+        len(products),
+        MOST_PRODUCTS,
+    )
+    order = sorted(range(len(products)), key=lambda number: -products[number].macs)
+    return [products[number] for number in sorted(order[:MOST_PRODUCTS])]
+
+
+def _entry(product: Product) -> _Entry:
+    return _Entry(
+        product.layer,
+        product.gemm,
+        product.family,
+        product.backward,
+        tuple(product.operands.items()),
+        product.runs,
+        product.not_run,
+        product.reason,
+        product,
+    )

@@ -1,0 +1,24 @@
+"""Activation overflow detection, under the name that a user of ``transformers.debug_utils`` looks for.
+
+Everything is in :mod:`te_precision_callbacks.overflow`.
+"""
+
+from te_precision_callbacks.overflow import (
+    AbortAfterBatch,
+    ActivationOverflowError,
+    DebugActivationOverflow,
+    DetectionFailedError,
+    OverflowDetectorError,
+    OverflowOptionError,
+    detect_overflow,
+)
+
+__all__ = [
+    "AbortAfterBatch",
+    "ActivationOverflowError",
+    "DebugActivationOverflow",
+    "DetectionFailedError",
+    "OverflowDetectorError",
+    "OverflowOptionError",
+    "detect_overflow",
+]

@@ -1,0 +1,320 @@
+"""Compares two dumps, or a quantized tensor with the tensor before quantization.
+
+Usage::
+
+    result = compare(load("a.safetensors"), load("b.safetensors"))
+    result.equal
+    for difference in result.differences:
+        difference.what, difference.max_abs_error, difference.max_at, difference.sqnr_db, difference.first_block
+
+    compare(dump)  # its high-precision tensor against each direction of its quantized one
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from te_precision_callbacks.base.numerics.layouts import Stored, unpacked
+from te_precision_callbacks.dumps.contents import Dump, a_dump, dequantize
+from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
+from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, leads_to
+from te_precision_callbacks.dumps.pieces import PIECE, wide
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of quantized data.
+
+    Attributes:
+        index: its row and column among the blocks.
+        rows, columns: the first index and one past the last, of the data in memory viewed as a matrix; if the header
+            says ``transposed``, the rows run along the tensor's last dimension.
+        codes_differing: number of elements of the block whose codes differ.
+        factors: the factors of a's and b's codes in the block.
+    """
+
+    index: tuple[int, int]
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    codes_differing: int
+    factors: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Internals:
+    """How the codes and scales of two quantized tensors of one format differ.
+
+    Attributes:
+        blocks: number of all blocks.
+        codes_differing: number of elements whose codes differ.
+        scales_differing: number of blocks whose factors differ; NVFP4's amax is part of a factor.
+        first_block: the first block, row by row, whose codes or factor differ.
+    """
+
+    blocks: int
+    codes_differing: int
+    scales_differing: int
+    first_block: Block | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two tensors differ, as numbers.
+
+    Errors are computed over the elements that are finite on both sides, in float64, which rounds integers beyond 2^53.
+
+    Attributes:
+        what: "high_precision", "rowwise", "columnwise" (both dequantized), or a pair, "high_precision / rowwise".
+        shape: the shape of both.
+        differing: number of elements that are not the same number; NaN equals NaN, and -0 equals 0. Exact, except for
+            integers beyond 2^53 against floating-point numbers, which are compared in float64.
+        max_abs_error: the largest ``|a - b|``; 0 if nothing is finite on both sides.
+        max_at: the first index in ``shape`` with the largest error; None if that is 0.
+        mean_abs_error: the mean of ``|a - b|``.
+        sqnr_db: ``10 log10(sum a^2 / sum (a - b)^2)``; inf if there is no error, nan if nothing is finite.
+        nan, inf: the counts in a and b.
+        internals: the difference of codes and scales, for two quantized tensors of the same format, direction and
+            layout.
+    """
+
+    what: str
+    shape: tuple[int, ...]
+    differing: int
+    max_abs_error: float
+    max_at: tuple[int, ...] | None
+    mean_abs_error: float
+    sqnr_db: float
+    nan: tuple[int, int]
+    inf: tuple[int, int]
+    internals: Internals | None = None
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def share(self) -> float:
+        """The share of elements that differ, 0 to 1."""
+        return self.differing / self.elements if self.elements else 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs: no element, code or scale."""
+        inside = self.internals
+        return self.differing == 0 and (inside is None or inside.codes_differing + inside.scales_differing == 0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of :func:`compare`.
+
+    Attributes:
+        a, b: the headers.
+        differences: one for each pair that was compared.
+        not_compared: parts that only one dump has, or that the dumps have in different forms, as text.
+    """
+
+    a: Header
+    b: Header
+    differences: tuple[Difference, ...]
+    not_compared: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything was compared and nothing differs."""
+        return not self.not_compared and all(difference.equal for difference in self.differences)
+
+
+def compare(a: Dump, b: Dump | None = None) -> Comparison:
+    """Compare two dumps: the high-precision tensors, and each direction of the quantized ones.
+
+    A dump of columnwise NVFP4 data alone may know only a matrix. It is compared with a tensor whose leading dimensions
+    merge to that matrix. If one dump has only a high-precision tensor and the other only a quantized tensor, these are
+    compared.
+
+    Args:
+        a: the reference: its numbers are the signal.
+        b: the other dump; None compares a's quantized tensor with a's high-precision tensor.
+
+    Raises:
+        DifferentShapesError: the shapes differ.
+        NothingToCompareError: the dumps have nothing in common.
+        DumpError: an argument is not a dump.
+    """
+    a = a_dump(a)
+    if b is None:
+        result = _across(a, a)
+        missing = "high-precision tensor with a comparable quantized form in the dump"
+    else:
+        result = _alike(a, a_dump(b))
+        if not result.differences:
+            across = [_across(a, b), _across(b, a)]
+            alone = result.not_compared if not any(each.differences for each in across) else ()
+            result = Comparison(
+                a.header,
+                b.header,
+                tuple(difference for each in across for difference in each.differences),
+                (*alone, *(words for each in across for words in each.not_compared)),
+            )
+        missing = "comparable tensor in both dumps"
+    if not result.differences:
+        because = f" ({'; '.join(result.not_compared)})" if result.not_compared else ""
+        raise NothingToCompareError(f"There is no {missing}{because}.")
+    return result
+
+
+def _alike(a: Dump, b: Dump) -> Comparison:
+    differences: list[Difference] = []
+    not_compared: list[str] = []
+    for name in (HIGH_PRECISION, QUANTIZED):
+        ours, theirs = a.tensors.get(name), b.tensors.get(name)
+        if ours is not None and theirs is not None:
+            differences.append(_difference(name, ours, theirs))
+        elif ours is not None or theirs is not None:
+            not_compared.append(f"{name}: only in {'a' if theirs is None else 'b'}")
+    for columnwise, name in ((False, "rowwise"), (True, "columnwise")):
+        part, other = a.part(columnwise=columnwise), b.part(columnwise=columnwise)
+        if part is None or other is None:
+            if part is not other:
+                not_compared.append(f"{name}: only in {'a' if other is None else 'b'}")
+        elif part.hadamard is not other.hadamard:
+            not_compared.append(f"{name}: only in {'a' if part.hadamard else 'b'} a Hadamard transform of the tensor")
+        else:
+            numbers = [dequantize(dump, columnwise, dtype=torch.float32) for dump in (a, b)]
+            internals = _internals(part, other) if _grid(part) == _grid(other) else None
+            if internals is None:
+                not_compared.append(f"{name}: codes and scales, which are {_words(part)} in a and {_words(other)} in b")
+            differences.append(_difference(name, *_in_one_shape(*numbers), internals=internals))
+    return Comparison(a.header, b.header, tuple(differences), tuple(not_compared))
+
+
+def _across(high: Dump, quantized: Dump) -> Comparison:
+    """Compares the high-precision tensor of one dump with the quantized tensor of the other."""
+    differences: list[Difference] = []
+    not_compared: list[str] = []
+    tensor = high.tensors.get(HIGH_PRECISION)
+    if tensor is not None and QUANTIZED in quantized.tensors:
+        differences.append(_difference(f"{HIGH_PRECISION} / {QUANTIZED}", tensor, quantized.tensors[QUANTIZED]))
+    for columnwise, name in ((False, "rowwise"), (True, "columnwise")):
+        part = quantized.part(columnwise=columnwise)
+        if tensor is None or part is None:
+            continue
+        if part.hadamard:
+            not_compared.append(f"{name}: a Hadamard transform of the tensor")
+        else:
+            numbers = dequantize(quantized, columnwise, dtype=torch.float32)
+            differences.append(_difference(f"{HIGH_PRECISION} / {name}", *_in_one_shape(tensor, numbers)))
+    return Comparison(high.header, quantized.header, tuple(differences), tuple(not_compared))
+
+
+def _in_one_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives both tensors with all dimensions, if one is the matrix of the other."""
+    if leads_to(tuple(a.shape), tuple(b.shape)):
+        return a, b.reshape(a.shape)
+    if leads_to(tuple(b.shape), tuple(a.shape)):
+        return a.reshape(b.shape), b
+    return a, b
+
+
+def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Internals | None = None) -> Difference:
+    if a.shape != b.shape:
+        raise DifferentShapesError(
+            f"{what}: a has the shape {tuple(a.shape)} and b {tuple(b.shape)}. Only equal shapes can be compared."
+        )
+    ours, theirs = a.reshape(-1), b.reshape(-1)
+    differing, finite, largest, largest_at = 0, 0, 0.0, -1
+    signal, noise, total = 0.0, 0.0, 0.0
+    nan, inf = [0, 0], [0, 0]
+    for start in range(0, len(ours), PIECE):
+        pieces = [flat[start : start + PIECE] for flat in (ours, theirs)]
+        x, y = (wide(piece) for piece in pieces)
+        differing += int((_unequal(*pieces) & ~(x.isnan() & y.isnan())).sum())
+        for side, values in enumerate((x, y)):
+            nan[side] += int(values.isnan().sum())
+            inf[side] += int(values.isinf().sum())
+        both = x.isfinite() & y.isfinite()
+        x, error = x.where(both, 0), (x - y).abs().where(both, 0)
+        finite += int(both.sum())
+        signal, noise = signal + float(x.abs().square().sum()), noise + float(error.square().sum())
+        total += float(error.sum())
+        place = int(error.argmax())
+        if float(error[place]) > largest:
+            largest, largest_at = float(error[place]), start + place
+    return Difference(
+        what=what,
+        shape=tuple(a.shape),
+        differing=differing,
+        max_abs_error=largest,
+        max_at=None if largest_at < 0 else _unravelled(largest_at, tuple(a.shape)),
+        mean_abs_error=total / finite if finite else 0.0,
+        sqnr_db=_decibels(signal, noise) if finite else math.nan,
+        nan=(nan[0], nan[1]),
+        inf=(inf[0], inf[1]),
+        internals=internals,
+    )
+
+
+def _unequal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Marks the elements that are not the same number; a NaN is never the same."""
+    if x.is_floating_point() or y.is_floating_point() or x.is_complex() or y.is_complex():
+        return wide(x) != wide(y)
+    # Integers as int64, in which those of uint64 from 2^63 on are negative: no other integer is equal to these.
+    ours, theirs = (values.view(torch.int64) if values.dtype is torch.uint64 else values.long() for values in (x, y))
+    beyond = torch.zeros_like(ours, dtype=torch.bool)
+    if (x.dtype is torch.uint64) is not (y.dtype is torch.uint64):
+        beyond = (ours if x.dtype is torch.uint64 else theirs) < 0
+    return (ours != theirs) | beyond
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    return 10 * (math.log10(signal) - math.log10(noise)) if signal > 0 else -math.inf
+
+
+def _unravelled(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        place, here = divmod(place, size)
+        index.append(here)
+    return tuple(reversed(index))
+
+
+def _grid(part: Stored) -> tuple[object, ...]:
+    """The common layout of two quantized tensors whose codes and scales can be compared one by one."""
+    scale_format = None if part.scale_format is None else part.scale_format.name
+    return (part.element_format.name, scale_format, part.transposed, part.block, part.matrix_shape)
+
+
+def _words(part: Stored) -> str:
+    return f"{part.element_format.name} in blocks of {part.block[0]} x {part.block[1]}"
+
+
+def _internals(a: Stored, b: Stored) -> Internals:
+    ours, theirs = (unpacked(part.codes) if part.element_format.bits == 4 else part.codes for part in (a, b))
+    codes = ours != theirs
+    # As bits: a NaN is itself.
+    factors = a.factors().contiguous(), b.factors().contiguous()
+    scales = factors[0].view(torch.int32) != factors[1].view(torch.int32)
+    mask = codes | a.spread(scales)
+    first = None
+    if bool(mask.any()):
+        height, width = a.block
+        # The first row with a difference is in the first row of blocks that has one.
+        row = int(mask.any(1).int().argmax()) // height
+        band = mask[row * height : (row + 1) * height]
+        column = int(band.any(0).int().argmax()) // width
+        rows = (row * height, min((row + 1) * height, mask.shape[0]))
+        columns = (column * width, min((column + 1) * width, mask.shape[1]))
+        first = Block(
+            index=(row, column),
+            rows=rows,
+            columns=columns,
+            codes_differing=int(codes[rows[0] : rows[1], columns[0] : columns[1]].sum()),
+            factors=(float(factors[0][row, column]), float(factors[1][row, column])),
+        )
+    return Internals(scales.numel(), int(codes.sum()), int(scales.sum()), first)

@@ -1,0 +1,170 @@
+"""Failures in observation: each kind is reported once, then counted; with ``strict=True`` it raises."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from te_precision_callbacks.base.devices import is_lost, lost_in_words
+from te_precision_callbacks.base.errors import FeatureError, ObservationError, PrecisionDebugError, ResumeAuditError
+from te_precision_callbacks.base.ranks.meeting import INTERFACE
+from te_precision_callbacks.base.ranks.tree import RanksLostError
+from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
+from te_precision_callbacks.engine.quantization import QuantizationError
+from te_precision_callbacks.engine.reduction import RanksDifferError
+from te_precision_callbacks.overflow.errors import STOPS
+
+logger = logging.getLogger(__name__)
+
+MOST_REPORTS = 20
+"""The most kinds of failures that are reported; further ones are only counted."""
+
+ASKED_FOR: tuple[type[PrecisionDebugError], ...] = (
+    ObservationError,  # strict=True
+    ResumeAuditError,  # strict=True
+    PrecisionContractError,  # require=, with on_broken="raise"
+    *STOPS,  # debug="activation_overflow"
+)
+"""What a step raises in the training. Every other exception is a failure in observation. Mistakes of usage, such as a
+step without a model, raise a SessionError before anything of the step has run."""
+
+
+class ObservationFailures:
+    """Collects the failures while observing a run.
+
+    Args:
+        strict: raise the first failure as :class:`ObservationError` instead of reporting it.
+        rank: named in the report.
+    """
+
+    def __init__(self, *, strict: bool, rank: int) -> None:
+        self._strict = strict
+        self._rank = rank
+        self._count = 0
+        self._lost = False
+        self._lost_folder: Path | None = None
+        self._lost_by: OSError | None = None  # until it is said
+        self._reported: set[tuple[object, ...]] = set()
+        self.on_report: Callable[[str], None] | None = None
+        """Called with the text of each failure that is reported."""
+        self.leads: Callable[[], bool] = lambda: True
+        """Whether this rank speaks for all that reduce statistics together."""
+
+    def report(self, doing: str, of: str, error: BaseException) -> None:
+        """Note a failure.
+
+        Args:
+            doing: what failed.
+            of: the layer and tensor, the iteration, or another subject. Failures that differ only in ``of`` are of one
+                kind.
+            error: the exception.
+
+        Raises:
+            ObservationError: with ``strict=True``.
+            RuntimeError: with ``strict=True``, the exception itself if the GPU is lost.
+
+        A lost GPU is no failure of observation: it is said once, and the next operation of training raises it.
+        """
+        where = f"{doing} {of}"
+        if self._lost_folder is not None and _is_below(self._lost_folder, error):
+            self._say_lost_folder()
+            return
+        if is_lost(error):
+            if self._strict:
+                raise error
+            if not self._lost:
+                self._lost = True
+                logger.warning("%s", lost_in_words(error, "Observation"))
+            return
+        if self._strict:
+            raise ObservationError(f"{where}: {_text(error)}") from error
+        kind = (doing, type(error), error.kind if isinstance(error, FeatureError) else _text(error))
+        known = kind in self._reported or len(self._reported) >= MOST_REPORTS
+        if not known:
+            self._reported.add(kind)
+        if isinstance(error, QuantizationError):  # a statistic that the layer cannot have: nothing is broken
+            if not known:
+                text = str(error).removesuffix(".")
+                logger.warning("%s cannot be observed: %s. Training goes on without it.", where, text)
+            return
+        self._count += 1
+        if not known and self.on_report is not None:
+            self.on_report(f"{where}: {_text(error)}")
+        if isinstance(error, (RanksLostError, RanksDifferError)):
+            if not known:
+                self._say_apart(where, error)
+        elif self._count == 1:
+            logger.error(
+                "Precision debugging failed on rank %d: %s: %s. Training goes on without what failed. The same failure"
+                " is not reported again. strict=True would end the run here.",
+                self._rank,
+                where,
+                _text(error).removesuffix("."),
+                exc_info=error,
+            )
+        elif not known:
+            logger.error(
+                "Precision debugging also failed on rank %d: %s: %s.",
+                self._rank,
+                where,
+                _text(error).removesuffix("."),
+            )
+
+    def lose_folder(self, folder: Path, error: OSError) -> None:
+        """Say once that a log folder cannot be written to, and report no failure below it: on rank 0 now, on another
+        one when it has something to write there."""
+        self._lost_folder, self._lost_by = folder.absolute(), error
+        if self._rank == 0:
+            self._say_lost_folder()
+
+    def _say_lost_folder(self) -> None:
+        error, self._lost_by = self._lost_by, None
+        if error is not None:
+            logger.error(
+                "log_dir=%r cannot be written to: %s. Training goes on. Rank %d writes no records, statistics log, log"
+                " of events, dumps and summary; loggers and sinks get the numbers. Give a writable folder. strict=True"
+                " would end the run here.",
+                str(self._lost_folder),
+                error,
+                self._rank,
+            )
+
+    def _say_apart(self, where: str, error: BaseException) -> None:
+        """Say that the ranks are apart: on the first of them, which goes on writing."""
+        text = str(error).removesuffix(".")
+        if self.leads():
+            logger.error(
+                "%s: the ranks exchange no statistics any more. %s. Training goes on. Until the ranks have met again,"
+                " rank %d alone writes its own numbers, which are marked as such. If a rank has ended, its output says"
+                " why. If ranks cannot connect, %s=<interface> names the network interface to use.",
+                where,
+                text,
+                self._rank,
+                INTERFACE,
+            )
+        else:
+            logger.info("%s: %s.", where, text)
+
+    def summarize(self) -> None:
+        """Log at the end how many failures were only counted."""
+        if self._count > 1:
+            logger.error("Precision debugging failed %d times on rank %d.", self._count, self._rank)
+
+
+def _is_below(folder: Path, error: BaseException | None) -> bool:
+    """Whether a file below a folder has caused an error."""
+    while error is not None:
+        if isinstance(error, OSError) and isinstance(error.filename, (str, Path)):
+            return Path(error.filename).absolute().is_relative_to(folder)
+        error = error.__cause__
+    return False
+
+
+def _text(error: BaseException) -> str:
+    """The type and text of an error. Transformer Engine's asserts have no text; the type alone then says more."""
+    try:
+        text = str(error)
+    except Exception:  # of a feature or a sink, that must not end the training for its text
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__} (without a message)"

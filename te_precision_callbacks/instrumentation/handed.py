@@ -1,0 +1,142 @@
+"""What Transformer Engine's functions are handed: their parameters, and the tensors in them.
+
+Read from Transformer Engine 2.20.2: ``general_gemm`` and its siblings (``pytorch/cpp_extensions/gemm.py``), and the
+arguments of the modules' autograd Functions (``pytorch/module``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.layers.forwards import running_forward
+
+Sources = Callable[[Sequence[Any]], dict[tuple[int, str], Any]]
+"""The arguments of a Function's forward -> the tensors among them that are quantized in it."""
+
+Gemms = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
+"""The arguments and the result of a function of GEMMs -> A, B and result of each."""
+
+GEMM = (
+    "A",
+    "B",
+    "out_dtype",
+    "quantization_params",
+    "gelu",
+    "gelu_in",
+    "alpha",
+    "beta",
+    "accumulate",
+    "layout",
+    "out",
+)
+GROUPED_GEMM = (
+    "A",
+    "B",
+    "out",
+    "quantization_params",
+    "out_dtype",
+    "layout",
+    "m_splits",
+    "gelu",
+    "grad",
+    "accumulate",
+)
+GROUPED_TENSOR_GEMM = ("A", "B", "out")
+"""The first parameters of ``general_gemm``, of ``general_grouped_gemm``, and of that for grouped tensors."""
+
+
+def of_one(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+    """A, B and result of a GEMM."""
+    return [(taken["A"], taken["B"], result[0])]
+
+
+def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+    """A, B and result of each expert's GEMM."""
+    outs = taken["out"]
+    if taken.get("single_output"):
+        whole, rows = outs[0], taken["m_splits"]
+        plain = isinstance(whole, torch.Tensor) and type(whole) in (torch.Tensor, torch.nn.Parameter)
+        outs = torch.split(whole, list(rows)) if plain else [None] * len(taken["A"])
+    return zip(taken["A"], taken["B"], outs, strict=True)
+
+
+def of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+    """A, B and result of each expert's GEMM, from grouped tensors or lists."""
+    return zip(*(_matrices(taken[name]) for name in GROUPED_TENSOR_GEMM), strict=True)
+
+
+def _matrices(operand: Any) -> Sequence[Any]:
+    """A copy of the grouped tensor is split, since splitting changes it."""
+    return operand if isinstance(operand, (list, tuple)) else operand.copy().split_into_quantized_tensors()
+
+
+def is_grouped_tensor(operand: Any) -> bool:
+    """Whether an operand of several GEMMs is one tensor, whose parts are known on the device alone."""
+    return hasattr(operand, "split_into_quantized_tensors")
+
+
+def functions_of_modules() -> tuple[tuple[Any, Sources], ...]:
+    """The autograd Functions of the modules, and where their forwards have the tensors before quantization."""
+    from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, layernorm_mlp, linear
+
+    return (
+        (linear._Linear, lambda given: _plain({(0, "weight"): given[0], (0, "activation"): given[1]})),
+        (layernorm_linear._LayerNormLinear, lambda given: _plain({(0, "weight"): given[3]})),
+        (layernorm_mlp._LayerNormMLP, lambda given: _plain({(0, "weight"): given[3], (1, "weight"): given[6]})),
+        (grouped_linear._GroupedLinear, _sources_of_experts),
+    )
+
+
+def arguments_of_forward(module: Any) -> dict[str, Any]:
+    """The arguments of the forward that a module is running, by their names."""
+    frame = running_forward(module)
+    return {} if frame is None else dict(frame.f_locals)
+
+
+def _sources_of_experts(given: Sequence[Any]) -> dict[tuple[int, str], Any]:
+    activation, splits, weights = given[0], _rows(given[1]), given[5:]
+    rows = torch.split(activation.reshape(-1, activation.shape[-1]), splits)
+    found = {(expert, "activation"): part for expert, part in enumerate(rows)}
+    return _plain(found | {(expert, "weight"): weights[expert] for expert in range(len(splits))})
+
+
+def _rows(splits: Any) -> list[int]:
+    """The rows of each expert."""
+    return [int(rows) for rows in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
+
+
+def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any]:
+    """The gradient of the output of a module of so many layers, before its quantization."""
+    if not isinstance(gradient, torch.Tensor):
+        return {}
+    matrix = gradient.reshape(-1, gradient.shape[-1])
+    splits = getattr(ctx, "m_splits", None)
+    if splits is None:
+        return _plain({(layers - 1, "gradient"): matrix})
+    return _plain({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
+
+
+def _plain(found: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+    """Without what is quantized already."""
+    return {
+        key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
+    }
+
+
+def methods_of_operations(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
+    """The methods of ``te.ops`` that may run a GEMM: class, name and method."""
+    from transformer_engine.pytorch.ops.basic import BasicLinear, GroupedLinear
+    from transformer_engine.pytorch.ops.op import FusedOperation
+
+    def below(parent: Any) -> list[Any]:
+        return [found for child in parent.__subclasses__() for found in (child, *below(child))]
+
+    basic = [BasicLinear, GroupedLinear]
+    derived = [kind for parent in (*basic, FusedOperation) for kind in below(parent)]
+    own = [(kind, name) for kind in derived for name in names if name in vars(kind)]
+    return [(kind, name, getattr(kind, name)) for kind, name in [*itertools.product(basic, names), *own]]

@@ -1,0 +1,384 @@
+"""The table of what Transformer Engine's debug path refuses, and the layers that it applies to.
+
+A layer in debug mode takes another path through Transformer Engine than in ordinary training. The debug path refuses
+some things that the ordinary path can do: it raises in the middle of a step, or continues without the feature. A
+session leaves such a layer as it is: the layer takes the ordinary path, no feature acts on it, and it is not observed.
+
+Some refusals are known before the first step, others only in the forward that would be refused, before Transformer
+Engine raises. Each row of :data:`REFUSALS` says where in Transformer Engine 2.20.2 it was read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.config.effects import Effect
+from te_precision_callbacks.config.planning import Plan
+from te_precision_callbacks.layers.naming import Model, NamedModule, named_roots
+
+logger = logging.getLogger(__name__)
+
+MOST_NAMED = 20
+"""The most layers that a warning names per reason; ``session.layers`` and the summary have all of them."""
+
+
+@dataclass(frozen=True)
+class DebugForward:
+    """A forward that is about to take the debug path.
+
+    Attributes:
+        module: the module.
+        quantizers: the quantizers that Transformer Engine has built for the module, of all of its layers in a row.
+        has_quantized_input: whether its input comes quantized.
+    """
+
+    module: Any
+    quantizers: Sequence[Any]
+    has_quantized_input: bool
+
+
+@dataclass(frozen=True)
+class DebugRefusal:
+    """A row of the table.
+
+    Attributes:
+        what: the refused option or use, by its name in Transformer Engine.
+        why: what happens in debug mode.
+        place: the function of Transformer Engine 2.20.2 with the refusal, below ``transformer_engine``.
+        source: the source text at that place.
+        of_module: whether the row applies to a module, known before the first step.
+        of_effects: whether the row applies to a module because of its features' effects on GEMMs.
+        of_forward: whether the row applies to a forward that is about to take the debug path.
+        lasts: whether the row applies to all forwards after the first such forward, even if no feature acts in that.
+    """
+
+    what: str
+    why: str
+    place: str
+    source: str
+    of_module: Callable[[Any], bool] | None = None
+    of_effects: Callable[[Any, Iterable[Effect]], bool] | None = None
+    of_forward: Callable[[DebugForward], bool] | None = None
+    lasts: bool = False
+
+    @property
+    def known(self) -> str:
+        """When the refusal is detected."""
+        return "before the first step" if self.of_module or self.of_effects else "in the forward that has it"
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}"
+
+
+def _delays_wgrad(module: Any) -> bool:
+    return module.wgrad_store is not None and bool(module.wgrad_store.delay_wgrad_compute())
+
+
+def _has_single_grouped_parameters(module: Any) -> bool:
+    return bool(getattr(module, "single_grouped_weight", False) or getattr(module, "single_grouped_bias", False))
+
+
+def _has_quantized_weights(module: torch.nn.Module) -> bool:
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+
+    # fully_shard keeps the local part of a parameter in a DTensor.
+    own = module.parameters(recurse=False)
+    return any(isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor) for weight in own)
+
+
+def _changes_quantized_weights(module: torch.nn.Module, effects: Iterable[Effect]) -> bool:
+    return _has_quantized_weights(module) and any(
+        gemm in ("fprop", "dgrad") for effect in effects for gemm in (*effect.high_precision, *_of_weights(effect))
+    )
+
+
+def _of_weights(effect: Effect) -> Iterator[str]:
+    return (gemm for gemm, tensor in effect.modifies if tensor == "weight")
+
+
+def _changes_quantized_weights_now(forward: DebugForward) -> bool:
+    weights = [quantizer for quantizer in forward.quantizers if quantizer.tensor_name == "weight"]
+    return any(not _is_as_without_features(weight) for weight in weights) and _has_quantized_weights(forward.module)
+
+
+def _is_as_without_features(quantizer: Any) -> bool:
+    """Whether both GEMMs that read a tensor get the result of the recipe's quantizer."""
+    from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
+
+    plans = {quantizer.rowwise_tensor_plan, quantizer.columnwise_tensor_plan}
+    return quantizer.parent_quantizer is None or plans == {STANDARD_QUANTIZE}
+
+
+def _quantizes_output(forward: DebugForward) -> bool:
+    return any(quantizer.output_tensor and quantizer.parent_quantizer is not None for quantizer in forward.quantizers)
+
+
+def _mixes_quantized_input(forward: DebugForward) -> bool:
+    if not forward.has_quantized_input:
+        return False
+    from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
+
+    plans = {
+        gemm: plan
+        for quantizer in forward.quantizers
+        if quantizer.tensor_name in ("weight", "gradient")
+        for gemm, plan in (
+            (quantizer.rowwise_gemm_name, quantizer.rowwise_tensor_plan),
+            (quantizer.columnwise_gemm_name, quantizer.columnwise_tensor_plan),
+        )
+    }
+    return any(plans[gemm] != STANDARD_QUANTIZE for gemm in ("fprop", "wgrad"))
+
+
+def has_quantized_input(module: Any, tensor: Any) -> bool:
+    """Whether a module's input comes quantized, from a layer with ``fp8_output`` or FP8 attention.
+
+    Only ``Linear`` takes such an input: the other modules make their activation themselves, or refuse it.
+    """
+    from transformer_engine.pytorch import Linear
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
+
+    return isinstance(module, Linear) and isinstance(tensor, QuantizedTensorStorage)
+
+
+def _calibrates(forward: DebugForward) -> bool:
+    return bool(forward.module.fp8_calibration and not forward.module.fp8)
+
+
+def _offloads(forward: DebugForward) -> bool:
+    from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
+
+    return bool(is_cpu_offload_enabled())
+
+
+def _is_captured(forward: DebugForward) -> bool:
+    return is_captured()
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured, by Transformer Engine or by torch's own ``torch.cuda.graph``.
+
+    Transformer Engine also says so while it warms up, and on the reference backend, which has no graphs.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return bool(FP8GlobalStateManager.fp8_graph_capturing()) or is_capturing()
+
+
+CUDA_GRAPH = DebugRefusal(
+    "CUDA graph",
+    "a replay runs no Python, so no feature is called, and updating a cached weight raises in debug mode",
+    "debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_",
+    "CUDA Graphs are not supported with debug=True!",
+    of_forward=_is_captured,
+    lasts=True,
+)
+ONNX_EXPORT = DebugRefusal(
+    "onnx_export",
+    "the export raises in debug mode, so the layer is exported without features",
+    "pytorch.module.linear:Linear.onnx_forward",
+    "Debug mode is not supported in ONNX export.",
+)
+REFUSALS = (
+    DebugRefusal(
+        "delay_wgrad_compute",
+        "the wgrad GEMM runs after the backward, which raises in debug mode",
+        "pytorch.module.base:TransformerEngineBaseModule.is_debug_iter",
+        "Delayed wgrad compute is not supported in debug mode.",
+        of_module=_delays_wgrad,
+    ),
+    DebugRefusal(
+        "single_grouped_weight or single_grouped_bias",
+        "the debug path takes each GEMM's own parameters, and raises if they are one tensor",
+        "pytorch.module.grouped_linear:GroupedLinear.forward",
+        "TE debug features do not support single grouped parameters.",
+        of_module=_has_single_grouped_parameters,
+    ),
+    CUDA_GRAPH,
+    DebugRefusal(
+        "quantized_model_init",
+        "the weight exists only in quantized form, so a feature that replaces it, or runs fprop or dgrad in high"
+        " precision, raises",
+        "debug.pytorch.debug_quantization:DebugQuantizer.wrap_quantized_tensor",
+        "Weight tensor with fp8 model parameters enabled cannot be",
+        of_effects=_changes_quantized_weights,
+        of_forward=_changes_quantized_weights_now,
+    ),
+    DebugRefusal(
+        "fp8_output or fp8_grad",
+        "a GEMM with a quantized result raises in debug mode; FP8 attention by fp8_dpa or fp8_mha and Userbuffers in"
+        " FP8 ask for one too",
+        "debug.pytorch.debug_quantization:DebugQuantizer.process_gemm_output",
+        "Quantized output is not supported for debug=True.",
+        of_forward=_quantizes_output,
+    ),
+    DebugRefusal(
+        "quantized input",
+        "an input from a layer with fp8_output or from FP8 attention reaches no feature, so a GEMM whose other operand"
+        " a feature changes fails",
+        "pytorch.module.linear:_linear_forward_impl",
+        "            if isinstance(inputmat, QuantizedTensorStorage):\n"
+        "                inputmat.update_usage(rowwise_usage=True)\n"
+        "            else:",
+        of_forward=_mixes_quantized_input,
+    ),
+    DebugRefusal(
+        "autocast with calibrating=True",
+        "calibration raises in debug mode",
+        "debug.pytorch.debug_quantization:DebugQuantizer.calibrate",
+        "Calibration with debug is not supported",
+        of_forward=_calibrates,
+    ),
+    DebugRefusal(
+        "get_cpu_offload_context",
+        "offloading activations raises in debug mode",
+        "pytorch.cpu_offload:get_cpu_offload_context",
+        "CPU offload is not supported in debug mode.",
+        of_forward=_offloads,
+    ),
+    ONNX_EXPORT,
+)
+"""The table of refusals. The first row that applies is the reason for a layer."""
+
+_GRAPHED_BY = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
+"""The Python modules whose ``make_graphed_callables`` replaces the ``forward`` of a module."""
+
+
+class RefusedLayers:
+    """The layers of a session that are left as they are, with the reasons.
+
+    Args:
+        strict: raise instead.
+
+    Attributes:
+        modules: the modules that must not take the debug path in any forward, by id.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self.modules: Mapping[int, DebugRefusal] = {}
+        self._strict = strict
+        self._before: dict[str, DebugRefusal] = {}
+        self._in_forwards: dict[str, dict[DebugRefusal, None]] = {}
+        self._notices = Notices()
+
+    def leave(
+        self,
+        plan: Plan,
+        model: Model,
+        modules: Sequence[NamedModule],
+        effects: Mapping[str, Collection[Effect]],
+        fused: Collection[int] = (),
+    ) -> Plan:
+        """Apply the table before a step: the plan without the layers that are left as they are.
+
+        Args:
+            plan: the features of each of the model's layers.
+            model: the model.
+            modules: its modules.
+            effects: section -> effects of its features on GEMMs.
+            fused: the ids of modules that stay on their own path, where only a CUDA graph is in the way.
+
+        Raises:
+            ObservationError: with ``strict=True``, if there is such a layer.
+        """
+        planned = {entry.layer.name: entry for entry in plan.layers}
+        graphed = set(_graphed(model))
+        of_modules: dict[int, DebugRefusal] = {}
+        before: dict[str, DebugRefusal] = {}
+        for named in modules:
+            module = named.module
+            refusal = CUDA_GRAPH if id(module) in graphed else None
+            if id(module) not in fused:
+                refusal = next((row for row in REFUSALS if row.of_module and row.of_module(module)), refusal)
+            if refusal is not None:
+                of_modules[id(module)] = refusal
+            for layer in named.layers:
+                if layer.name in planned:
+                    acting = [effect for section in planned[layer.name].sections for effect in effects[section]]
+                    of_layer = (row for row in REFUSALS if row.of_effects and row.of_effects(module, acting))
+                    found = refusal or next(of_layer, None)
+                    if found is not None:
+                        before[layer.name] = found
+        if self._strict and before:
+            raise _error(before)
+        self.modules, self._before = of_modules, before
+        return replace(plan, layers=tuple(entry for entry in plan.layers if entry.layer.name not in before))
+
+    def note(self, layers: Iterable[str], refusal: DebugRefusal) -> None:
+        """Note a forward that is left as it is.
+
+        Raises:
+            ObservationError: with ``strict=True``.
+        """
+        found = dict.fromkeys(layers, refusal)
+        if self._strict and found:
+            raise _error(found)
+        for layer in found:
+            self._in_forwards.setdefault(layer, {})[refusal] = None
+
+    def why(self, layer: str) -> str:
+        """Why a layer, or some of its forwards, are left as they are; empty if none is."""
+        before = [self._before[layer]] if layer in self._before else []
+        return "; ".join(map(str, (*before, *self._in_forwards.get(layer, ()))))
+
+    def say(self, log: Callable[[str], None]) -> bool:
+        """Name the layers that are left as they are in one warning, each layer once; return whether there are any.
+
+        Args:
+            log: writes a line into the log of events.
+        """
+        news = [item for item in self._items() if self._notices.first(item)]
+        for name, refusal in news:
+            log(f"Layer {name} is left as it is. {refusal}")
+        if news:
+            logger.warning(
+                "Transformer Engine's debug path refuses layers, which are left as they are: no feature acts on them,"
+                " and nothing of them is observed: %s.",
+                _in_words(news),
+            )
+        return bool(news)
+
+    def _items(self) -> list[tuple[str, DebugRefusal]]:
+        in_forwards = [(name, refusal) for name, refusals in self._in_forwards.items() for refusal in refusals]
+        return [*self._before.items(), *in_forwards]
+
+
+def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
+    return ObservationError(
+        f"Transformer Engine's debug path refuses layers that the config selects: {_in_words(refused.items())}. Leave"
+        " the layers out of the config, or train them without the refused option. Without strict=True the layers train,"
+        " unobserved."
+    )
+
+
+def refusal_of(forward: DebugForward) -> DebugRefusal | None:
+    """Why a forward must not take the debug path; None if it may."""
+    return next((row for row in REFUSALS if row.of_forward is not None and row.of_forward(forward)), None)
+
+
+def _in_words(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
+    """Layers and why they are refused, each reason once."""
+    by_reason: dict[DebugRefusal, list[str]] = {}
+    for name, refusal in refused:
+        by_reason.setdefault(refusal, []).append(name)
+    parts = []
+    for refusal, names in by_reason.items():
+        more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        parts.append(f"{', '.join(names[:MOST_NAMED])}{more} ({refusal})")
+    return "; ".join(parts)
+
+
+def _graphed(model: Model) -> Iterator[int]:
+    """The ids of modules whose forward, or that of a module around them, was captured as a CUDA graph."""
+    for _, root in named_roots(model) or ():
+        for module in root.modules():
+            if getattr(module.__dict__.get("forward"), "__module__", None) in _GRAPHED_BY:
+                yield from map(id, module.modules())

@@ -1,0 +1,86 @@
+"""Ignores, with a message, calls of nvidia-dlfw-inspect's own API that a script makes while a session runs.
+
+A script that was written for nvidia-dlfw-inspect initializes it, names the layers, sets a group and steps by itself.
+A session does all of that, and a second ``step()`` would silently skip every other iteration. Read from
+nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``. ``end_debug`` is obeyed: it ends the observation, after
+the gathered statistics have been handed over. The script may assign names until the session assigns its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from te_precision_callbacks.base.notices import Notices
+
+logger = logging.getLogger(__name__)
+
+_INSTEAD = {
+    "initialize": "The session has started nvidia-dlfw-inspect, with the session's config=.",
+    "initialize_training_step": "start_step= or session.iteration sets the debug iteration.",
+    "step": "The session's own step() counts the debug iterations.",
+    "infer_and_assign_layer_names": "The layers have the names of session.layers; layer_names='upstream' gives them the"
+    " names of this function, and names that it assigns before attach() select layers, too.",
+    "set_tensor_reduction_group": "process_group= is the group over which statistics are reduced.",
+}
+"""Function of ``nvdlfw_inspect.api`` -> what the session offers instead."""
+
+_OF_THE_MANAGER = ("initialize_training_step", "step")
+"""Functions that only call the debug manager. They are caught there, which covers functions that a script has kept."""
+
+_NAMING = "infer_and_assign_layer_names"
+
+
+class StrayCalls:
+    """Replaces the functions while a session runs.
+
+    Args:
+        manager: the session's debug manager.
+        before_end: called before the script ends the debug manager.
+    """
+
+    def __init__(self, manager: Any, before_end: Callable[[], None]) -> None:
+        import nvdlfw_inspect.api as debug_api
+
+        self._notices = Notices()
+        self._manager = manager
+        self._replaced = {name: getattr(debug_api, name) for name in _INSTEAD if name not in _OF_THE_MANAGER}
+        for name in _INSTEAD:
+            if name != _NAMING:
+                setattr(manager if name in _OF_THE_MANAGER else debug_api, name, self._ignored(name))
+        manager.close = self._ending(before_end)
+
+    def keep_names(self) -> None:
+        """Ignore names that the script assigns from now on: the layers have their names."""
+        import nvdlfw_inspect.api as debug_api
+
+        setattr(debug_api, _NAMING, self._ignored(_NAMING))
+
+    def remove(self) -> None:
+        """Put the functions back; those of the manager end with the manager."""
+        import nvdlfw_inspect.api as debug_api
+
+        vars(self._manager).pop("close", None)
+        for name, function in self._replaced.items():
+            setattr(debug_api, name, function)
+
+    def _ending(self, before_end: Callable[[], None]) -> Callable[[], None]:
+        def close() -> None:
+            try:
+                before_end()
+            finally:
+                type(self._manager).close(self._manager)
+
+        return close
+
+    def _ignored(self, name: str) -> Callable[..., None]:
+        def ignored(*_: Any, **__: Any) -> None:
+            if self._notices.first(name):
+                logger.warning(
+                    "The script calls debug_api.%s() while the session is running. The call is ignored. %s",
+                    name,
+                    _INSTEAD[name],
+                )
+
+        return ignored

@@ -1,0 +1,610 @@
+"""Derives layer names from the module tree.
+
+    for module in named_te_modules(model):
+        print(module.name, [layer.name for layer in module.layers])
+
+A *module* is a Transformer Engine module with GEMMs that can be observed: Linear, LayerNormLinear, LayerNormMLP,
+GroupedLinear. A *layer* is what a config selects and a log names: the module itself, or for the modules with several
+GEMMs their parts, ``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``, ``<module>.gemm_1`` and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from te_precision_callbacks.layers.scopes import FoundScope, Scope, found_scope, scope_of
+from te_precision_callbacks.layers.turns import Turns
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.base.vocabulary import LayerNames
+
+Model = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
+"""A model; or several, such as a list of a model's chunks, or a mapping of a generator and a discriminator."""
+
+WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
+"""Attributes under which FSDP, torch.compile, torch's checkpoint wrapper and Lightning Fabric keep what they wrap."""
+
+MODULE_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
+"""Classes that keep the module that they wrap under the ordinary name ``module``."""
+
+PEFT_WRAPPERS = {"PeftModel": "base_model", "PeftMixedModel": "base_model", "BaseTuner": "model"}
+"""Class of PEFT 0.21 -> the attribute that holds the wrapped model."""
+
+_BASE_LAYER = "BaseTunerLayer", "base_layer"
+"""PEFT's class that adds adapters to a layer, and the attribute with that layer: ``tuners/tuners_utils.py`` 0.21."""
+
+_MODULES_TO_SAVE = "ModulesToSaveWrapper", "modules_to_save"
+"""PEFT's class that trains a copy of a layer for each adapter, and the attribute with them: ``utils/other.py`` 0.21."""
+
+_DEFAULT_ADAPTER = "default"
+"""PEFT's name of an adapter without a given name."""
+
+_OLD_SPELLINGS = (
+    ("self_attention", "self_attn"),
+    ("inter_attention", "inter_attn"),
+    ("layernorm_query", "layernorm_q"),
+    ("layernorm_linear_query", "layernorm_linear_q"),
+)
+"""Module attributes of TE 2.20, and their names in TE's documentation."""
+
+_NUMBERED_EXPERTS = re.compile(r"\bexperts_\d+_\d+\b")
+"""The experts of a rank in :attr:`Layer.by_number`; a selector without numbers means the experts of all ranks."""
+
+_AUTOMATIC_NAME = re.compile(r"Layer_\d+(\.|\Z)")
+"""TE's name for a module that was built without one: a process-wide count."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The unit that a config selects.
+
+    Attributes:
+        name: the name in logs, records and metric names.
+        aliases: other names that select the layer: the one that the script gave, the path without a LightningModule's
+            own attribute, the path with PEFT's parts, the other paths of a shared module, and the spellings of TE's
+            documentation.
+        types: the layer's class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
+        given: the whole name that the script gave, to the constructor or by ``infer_and_assign_layer_names``; empty
+            if the script gave none.
+        upstream: the name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` gives for this model, and the
+            name for the model inside its wrappers, if that differs.
+        by_number: the path with numbers that distinguish layers if ranks have different layers at one path, as in
+            Megatron. Children of a ModuleList have their attribute ``layer_number``, from 0, instead of their index,
+            since each pipeline stage has its list from index 0 on. Experts have the first and the last of their layer's
+            ``local_expert_indices`` after their name (``experts_2_3``), since each rank of expert parallelism has its
+            own experts. If no number distinguishes a layer, a scope before the path does.
+        scope: the prefix of the name that distinguishes the layer from others at its path; see
+            :mod:`te_precision_callbacks.layers.scopes`. Empty if none is needed.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    types: tuple[str, ...]
+    given: str = ""
+    upstream: tuple[str, ...] = ()
+    by_number: str = ""
+    scope: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class NamedModule:
+    """A Transformer Engine module with observable GEMMs, and its layers.
+
+    Attributes:
+        module: the module; its attribute ``name`` is not changed here.
+        name: the path in the module tree, without wrapper parts.
+        layers: one layer, or several for LayerNormMLP and GroupedLinear.
+    """
+
+    module: torch.nn.Module
+    name: str
+    layers: tuple[Layer, ...]
+
+
+def snake_case(class_name: str) -> str:
+    """TE's spelling of a class in names: ``LayerNormMLP`` is ``layernorm_mlp``."""
+    words = class_name.replace("LayerNorm", "Layernorm").replace("MLP", "Mlp").replace("RMSNorm", "Rmsnorm")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
+
+
+def named_te_modules(
+    model: Model, layer_names: LayerNames = "path", *, by_number: bool = False, scope: Scope = ""
+) -> tuple[NamedModule, ...]:
+    """Find and name the Transformer Engine modules of a model, in the order of the module tree.
+
+    The name is the path in the tree without the parts that wrappers add (DDP, FSDP, torch.compile, checkpoint
+    wrappers, PEFT); for a shared module, its first path. The modules of a list of models get ``chunk0.``, ``chunk1.``
+    and so on as prefix, those of a mapping its keys. If a root is itself a Transformer Engine module, its class is the
+    prefix: ``transformer_layer.layernorm_mlp``.
+
+    Args:
+        model: the model.
+        layer_names: ``"upstream"``: the names are those of :func:`upstream_names`; a count distinguishes modules with
+            the same name.
+        by_number: with ``"path"``: the names are :attr:`Layer.by_number`.
+        scope: the user's scope for this rank's layers, a prefix of the names.
+
+    Raises:
+        OptionError: ``scope`` is a function whose result is not a scope.
+    """
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    found: dict[int, _Found] = {}
+    taken: set[str] = set()
+    others: list[tuple[str, str]] = []
+    of_upstream = upstream_names(model)
+    for prefix, root in named_roots(model) or ():
+        is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
+        for place in _places(root, prefix, others=others, through_adapters=True):
+            module, path = place.module, place.by_number if by_number else place.path
+            if not isinstance(module, TransformerEngineBaseModule):
+                continue
+            if id(module) in found:
+                others.append((found[id(module)].name, path))
+                continue
+            parts = _gemm_parts(module)
+            if parts is None:
+                continue
+            upstream = of_upstream[id(module)]
+            said = scope_of(scope, place.path)
+            untold = said or _untold(found_scope(module), place)
+            own_scope = untold if by_number else said
+            name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
+            found[id(module)] = _Found(module, name, own_scope, untold, place, upstream, parts, is_lightning)
+    named = []
+    for each in found.values():
+        name, also = each.name, [_NUMBERED_EXPERTS.sub("experts", each.name) if by_number else each.place.full_path]
+        also += [again + name[len(first) :] for first, again in others if f"{name}.".startswith(f"{first}.")]
+        if layer_names == "upstream":
+            layers = [_layer_of_upstream(each, part) for part in each.parts]
+        else:
+            layers = [_layer(each, part, also) for part in each.parts]
+        named.append(NamedModule(each.module, _joined(each.scope, name), tuple(layers)))
+    return tuple(named)
+
+
+def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") -> dict[int, str]:
+    """The name of every module of a model, by its id, as :func:`named_te_modules` makes them; of a root without a
+    prefix its class in snake case."""
+    names: dict[int, str] = {}
+    for prefix, root in named_roots(model) or ():
+        for place in _places(root, prefix, through_adapters=True):
+            path = place.by_number if by_number else place.path
+            name = path or snake_case(_own_class(root))
+            names.setdefault(id(place.module), _joined(scope_of(scope, place.path), name))
+    return names
+
+
+class NamedOperation(NamedTuple):
+    """An operation of ``te.ops`` with GEMMs, and the names of its layers."""
+
+    module: torch.nn.Module
+    layers: tuple[str, ...]
+
+
+def named_operations(model: Model, *, by_number: bool = False, scope: Scope = "") -> list[NamedOperation]:
+    """Find and name the operations of ``te.ops`` in a model that have GEMMs.
+
+    The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` that it is a part of; of a ``GroupedLinear``
+    each group is a layer, ``.gemm_0`` and so on, as :func:`named_te_modules` has it.
+    """
+    found = []
+    for prefix, root in named_roots(model) or ():
+        for place in _places(root, prefix, through_adapters=True):
+            kind = type(place.module)
+            if kind.__module__.startswith("transformer_engine.pytorch.ops.") and kind.__name__ in _GEMM_OPERATIONS:
+                path = (place.by_number if by_number else place.path).removesuffix(".basic_ops.0")
+                name = _joined(scope_of(scope, place.path), path)
+                groups = getattr(place.module, "num_groups", None)
+                layers = (name,) if groups is None else tuple(f"{name}.gemm_{n}" for n in range(groups))
+                found.append(NamedOperation(place.module, layers))
+    return found
+
+
+_GEMM_OPERATIONS = ("BasicLinear", "GroupedLinear")
+
+
+def _untold(found: FoundScope, place: _Node) -> str:
+    """The scope of a module, without the parts that numbers in its path already show."""
+    parts = ("" if place.has_number else found.stage, "" if place.has_experts else found.experts)
+    return ".".join(part for part in parts if part)
+
+
+class _Found(NamedTuple):
+    """A Transformer Engine module, and the parts of its names.
+
+    Attributes:
+        name: the name without the scope.
+        scope: the prefix of the name.
+        untold: the prefix of :attr:`Layer.by_number`.
+    """
+
+    module: torch.nn.Module
+    name: str
+    scope: str
+    untold: str
+    place: _Node
+    upstream: tuple[str, ...]
+    parts: tuple[str, ...]
+    is_lightning: bool
+
+
+def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
+    """The name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` gives to each module, by its id.
+
+    Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: the root is ``model``, even if there are several; the children of a
+    ModuleList have their attribute ``layer_number`` instead of their index; the last path of a shared module counts.
+    Scripts call the function before or after they wrap the model in DDP and its kin. So a module may have a second
+    name, that in the model without wrappers, if it differs. If the script has called the function itself, the name from
+    that call is the only one.
+    """
+    roots = [root for _, root in named_roots(model) or ()]
+    was_called = any(_has_upstreams_name(root) for root in roots)
+    names: dict[int, tuple[str, ...]] = {}
+    # From the last child to the first: the first path that reaches a module is then the last of its paths.
+    stack = [(root, "model", "model") for root in roots]
+    while stack:
+        module, name, plain = stack.pop()
+        if id(module) in names:
+            continue
+        given = vars(module).get("name")
+        if was_called and isinstance(given, str) and f"{given}.".startswith("model."):
+            names[id(module)] = (given,)
+        else:
+            names[id(module)] = tuple(dict.fromkeys((name, plain)))
+        numbered = isinstance(module, torch.nn.ModuleList)
+        for child_name, child in module.named_children():
+            number, plain_number = child_name, child_name
+            if numbered:
+                number = getattr(child, "layer_number", child_name)
+                plain_number = getattr(_inside(child), "layer_number", child_name)
+            wrapped = _is_process_wrapper_part(module, child_name)
+            stack.append((child, f"{name}.{number}", plain if wrapped else f"{plain}.{plain_number}"))
+    return names
+
+
+def _has_upstreams_name(root: torch.nn.Module) -> bool:
+    """Whether the script has called ``infer_and_assign_layer_names`` for a model, or for the model in its wrappers."""
+    while vars(root).get("name") != "model":
+        inside = _inside(root, deep=False)
+        if inside is root:
+            return False
+        root = inside
+    return True
+
+
+def _inside(module: torch.nn.Module, *, deep: bool = True) -> torch.nn.Module:
+    """The module that DDP and its kin wrap; the module itself if it is not a wrapper."""
+    for child_name, child in module.named_children():
+        if _is_process_wrapper_part(module, child_name):
+            return _inside(child) if deep else child
+    return module
+
+
+def _with_part(names: tuple[str, ...], part: str) -> tuple[str, ...]:
+    return tuple(name + part for name in names)
+
+
+def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
+    """The names under which ranks have different layers, by pipeline stage or by expert -> the names by number.
+
+    Args:
+        layers: the layers of all ranks, named by path.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for layer in layers:
+        found.setdefault(layer.name, {})[layer.by_number] = None
+    return {name: list(numbered) for name, numbered in found.items() if len(numbered) > 1}
+
+
+def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
+    """The names that scripts gave to layers -> the names here of the layers with that name.
+
+    A given name that is another layer's name here is left out.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    found: dict[str, list[str]] = {}
+    for layer in by_name.values():
+        if layer.given and by_name.get(layer.given, layer).given == layer.given:
+            found.setdefault(layer.given, []).append(layer.name)
+    return found
+
+
+class ModuleTree:
+    """The tree of a model's modules, to detect changes cheaply.
+
+    Args:
+        model: the model; all modules below count, including wrappers.
+        parameters: whether replacing a parameter, or compiling a module, counts as a change too.
+    """
+
+    def __init__(self, model: Model, *, parameters: bool = False) -> None:
+        modules = list(dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules()))
+        self._children = [(module, dict(module._modules)) for module in modules]
+        self._turns = Turns(self._children)
+        self._ids = frozenset(map(id, modules))
+        self._has_grown = False
+        # Parameters by identity: tensors are compared element by element.
+        self._parameters = [
+            (module, tuple(map(id, module._parameters.values())), compiled_call(module))
+            for module in (modules if parameters else ())
+        ]
+
+    def note_registration(self, module: torch.nn.Module) -> None:
+        """Note that a module gets a child, for :meth:`seems_changed`."""
+        self._has_grown = self._has_grown or id(module) in self._ids
+
+    def seems_changed(self, at_once: int) -> bool:
+        """Whether a module was added or replaced since, as far as registrations were noted; any other change is seen
+        when the module's turn comes.
+
+        Args:
+            at_once: how many modules are looked at.
+        """
+        return self._has_grown or any(module._modules != before for module, before in self._turns.take(at_once))
+
+    def changed(self) -> bool:
+        """Whether a module was added, replaced, moved or removed since."""
+        self._has_grown = False
+        return any(module._modules != before for module, before in self._children) or any(
+            tuple(map(id, module._parameters.values())) != parameters or compiled_call(module) is not compiled
+            for module, parameters, compiled in self._parameters
+        )
+
+
+SURROUNDS = "te_precision_surrounds"
+"""The attribute of a function that a session has put around the call of a module: what was called before, or None."""
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """What ``torch.nn.Module.compile`` has made of a module's call; None for a module that is not compiled."""
+    call = module._compiled_call_impl
+    return getattr(call, SURROUNDS, call)
+
+
+def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
+    """A model, or several, each with the prefix of its names: nothing, ``chunk0`` and so on, or its key.
+
+    None if ``model`` is not a :data:`Model`.
+    """
+    if isinstance(model, torch.nn.Module):
+        return [("", model)]
+    if isinstance(model, Mapping):
+        roots = list(model.items())
+    elif isinstance(model, (list, tuple)):
+        roots = [(f"chunk{index}", chunk) for index, chunk in enumerate(model)]
+    else:
+        return None
+    fits = all(isinstance(key, str) and key and isinstance(root, torch.nn.Module) for key, root in roots)
+    return roots if fits else None
+
+
+def _unique(path: str, scope: str, taken: set[str]) -> str:
+    """``path``, with a count if it equals another path of the scope because wrapper parts are left out."""
+    name, count = path, 1
+    while _joined(scope, name) in taken:
+        count += 1
+        name = f"{path}_{count}"
+    taken.add(_joined(scope, name))
+    return name
+
+
+def module_paths(
+    root: torch.nn.Module,
+    prefix: str = "",
+    *,
+    opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each module below ``root`` once, parents first, with its path without wrapper parts.
+
+    Args:
+        root: the model; if it is wrapped, the wrapped model comes first.
+        prefix: the beginning of the paths. A root of Transformer Engine adds its class.
+        opaque: whether the modules below a module are left out.
+    """
+    for place in _places(root, prefix, opaque=opaque):
+        yield place.path, place.module
+
+
+class _Node(NamedTuple):
+    """A module in the tree.
+
+    Attributes:
+        path: the path without wrapper parts.
+        full_path: the path with PEFT's parts.
+        by_number: as :attr:`Layer.by_number`, without a scope.
+        module: the module at this path.
+        has_number, has_experts: whether numbers in ``by_number`` show the module's stage, and its experts.
+    """
+
+    path: str
+    full_path: str
+    by_number: str
+    module: torch.nn.Module
+    has_number: bool = False
+    has_experts: bool = False
+
+
+def _places(
+    root: torch.nn.Module,
+    prefix: str,
+    *,
+    opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
+    others: list[tuple[str, str]] | None = None,
+    through_adapters: bool = False,
+) -> Iterator[_Node]:
+    """As :func:`module_paths`, with the other paths of each module.
+
+    Args:
+        root, prefix, opaque: as in :func:`module_paths`.
+        others: receives, for each further path of a module, its first path and that further path.
+        through_adapters: whether a layer to which PEFT adds adapters, or of which it trains a copy, has the path of
+            PEFT's replacement.
+    """
+    seen: dict[int, str] = {}
+    root, full_prefix = _unwrapped(root, opaque, prefix)
+    if any(base.__module__.startswith("transformer_engine.") for base in type(root).__mro__):
+        prefix, full_prefix = (_joined(path, snake_case(_own_class(root))) for path in (prefix, full_prefix))
+    stack = [_Node(prefix, full_prefix, prefix, root)]
+    while stack:
+        place = stack.pop()
+        path, full_path, by_number, module = place[:4]
+        if id(module) in seen:
+            if others is not None and path != seen[id(module)]:
+                others.append((seen[id(module)], path))
+            continue
+        seen[id(module)] = path
+        yield place
+        if opaque(module):
+            continue
+        children = []
+        for child_name, child in _children(module, through_adapters):
+            if _is_process_wrapper_part(module, child_name):
+                children.append(place._replace(module=child))
+                continue
+            full = _joined(full_path, child_name)
+            if _is_peft_part(module, child_name) or (through_adapters and is_adapted(module, child_name)):
+                children.append(place._replace(full_path=full, module=child))
+            else:
+                number, experts = _layer_number(module, child), _expert_numbers(module, child_name)
+                children.append(
+                    _Node(
+                        _joined(path, child_name),
+                        full,
+                        _joined(by_number, number or experts or child_name),
+                        child,
+                        has_number=place.has_number or bool(number),
+                        has_experts=place.has_experts or bool(experts),
+                    )
+                )
+        stack.extend(reversed(children))
+
+
+def _layer_number(module: torch.nn.Module, child: torch.nn.Module) -> str:
+    """The number of a list's child in the whole model; empty if it has none. Read from Megatron Core 0.16."""
+    number = getattr(_inside(child), "layer_number", None) if isinstance(module, torch.nn.ModuleList) else None
+    return str(number - 1) if isinstance(number, int) and number > 0 else ""
+
+
+def _expert_numbers(module: torch.nn.Module, child_name: str) -> str:
+    """Experts with the first and the last of their numbers; empty for another child. Read from Megatron Core 0.16."""
+    experts = getattr(module, "local_expert_indices", None) if child_name == "experts" else None
+    return f"{child_name}_{experts[0]}_{experts[-1]}" if experts else ""
+
+
+def _own_class(module: torch.nn.Module) -> str:
+    """The name of a module's class; fully_shard derives a class of torch's from the module's own."""
+    return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch.distributed.")).__name__
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _children(module: torch.nn.Module, through_adapters: bool) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The children of a module and their names; for PEFT's copies of a layer, the copies themselves."""
+    for child_name, child in module._modules.items():  # named_children() leaves out a second path
+        if child is None:
+            continue
+        if through_adapters and child_name == _MODULES_TO_SAVE[1] and _is_peft(module, _MODULES_TO_SAVE[0]):
+            yield from ((f"{child_name}.{adapter}", copy) for adapter, copy in child.named_children())
+        else:
+            yield child_name, child
+
+
+def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
+    """Whether a child is the layer that PEFT has replaced by its parent."""
+    if child_name == _BASE_LAYER[1]:
+        return _is_peft(parent, _BASE_LAYER[0])
+    return child_name == f"{_MODULES_TO_SAVE[1]}.{_DEFAULT_ADAPTER}" and _is_peft(parent, _MODULES_TO_SAVE[0])
+
+
+def _is_peft(module: torch.nn.Module, class_name: str) -> bool:
+    return any(base.__name__ == class_name and base.__module__.startswith("peft.") for base in type(module).__mro__)
+
+
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """Whether a module wraps another one and replaces it (DDP, FSDP, torch.compile, a checkpoint wrapper, PEFT)."""
+    return any(is_wrapper_part(module, child_name) for child_name, _ in module.named_children())
+
+
+def _unwrapped(
+    module: torch.nn.Module, opaque: Callable[[torch.nn.Module], bool], full_prefix: str
+) -> tuple[torch.nn.Module, str]:
+    """The module inside the wrappers, and its path with PEFT's parts."""
+    for child_name, child in module.named_children():
+        if is_wrapper_part(module, child_name) and not opaque(module):
+            kept = _joined(full_prefix, child_name) if _is_peft_part(module, child_name) else full_prefix
+            return _unwrapped(child, opaque, kept)
+    return module, full_prefix
+
+
+def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
+    """Whether a module wraps the child of this name, which then adds no part to paths."""
+    return _is_process_wrapper_part(parent, child_name) or _is_peft_part(parent, child_name)
+
+
+def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
+    if child_name in WRAPPER_CHILDREN:
+        return True
+    return child_name == "module" and any(base.__name__ in MODULE_WRAPPERS for base in type(parent).__mro__)
+
+
+def _is_peft_part(parent: torch.nn.Module, child_name: str) -> bool:
+    return any(
+        child_name == attribute and _is_peft(parent, class_name) for class_name, attribute in PEFT_WRAPPERS.items()
+    )
+
+
+def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
+    """TE's suffixes of a module's name for each of its GEMM sets; None for a module without observable GEMMs.
+
+    Read from ``_get_debug_quantizers`` of TE 2.20.2's module/{linear,layernorm_linear,layernorm_mlp,grouped_linear}.py.
+    """
+    classes = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.")}
+    if "LayerNormMLP" in classes:
+        return (".fc1", ".fc2")
+    if "GroupedLinear" in classes:
+        return tuple(f".gemm_{index}" for index in range(int(module.num_gemms)))  # type: ignore[arg-type]
+    return ("",) if classes & {"Linear", "LayerNormLinear"} else None
+
+
+def _layer_of_upstream(found: _Found, part: str) -> Layer:
+    upstream = _with_part(found.upstream, part)
+    kind = type(found.module).__name__
+    name = _joined(found.scope, found.name) + part
+    return Layer(name, (), (kind,), given=upstream[0], upstream=upstream, scope=found.scope)
+
+
+def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
+    module, name = found.module, found.name
+    bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.pytorch")]
+    classes = dict.fromkeys([type(module).__name__, *(base for base in bases if base != "TransformerEngineBaseModule")])
+    given = str(getattr(module, "name", None) or "")
+    is_whole = bool(given) and not _AUTOMATIC_NAME.match(given)
+    without_attribute = name.partition(".")[2] if found.is_lightning else ""
+    candidates = [
+        alias + part for alias in (_AUTOMATIC_NAME.sub("", given), without_attribute, *also) if alias and alias != name
+    ]
+    for old, new in _OLD_SPELLINGS:
+        candidates += [
+            alias.replace(old, new) for alias in [name + part, *candidates] if re.search(rf"\b{old}\b", alias)
+        ]
+    whole = _joined(found.scope, name) + part
+    if found.scope:
+        candidates = [name + part, *candidates]  # a selector without a scope means the layers of all scopes
+    aliases = tuple(alias for alias in dict.fromkeys(candidates) if alias != whole)
+    return Layer(
+        name=whole,
+        aliases=aliases,
+        types=tuple(spelling for kind in classes for spelling in (kind, snake_case(kind))),
+        given=given + part if is_whole else "",
+        upstream=_with_part(found.upstream, part),
+        by_number=_joined(found.untold, found.place.by_number) + part,
+        scope=found.scope,
+    )

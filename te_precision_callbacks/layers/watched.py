@@ -1,0 +1,37 @@
+"""A tensor at the moment when a layer computes with it, as features pass it to the engine and to the dumps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from te_precision_callbacks.base.numerics.layouts import has_scale
+
+
+class Watched(NamedTuple):
+    """A tensor at the moment when a layer computes with it.
+
+    Attributes:
+        layer, tensor: the layer's name and the tensor's: activation, weight, gradient, output, wgrad, dgrad.
+        iteration: the debug iteration.
+        values: the tensor in high precision; None for a weight that exists in its quantized form only.
+        rowwise, columnwise: what the two GEMMs that read the tensor get: quantized tensors, or plain ones.
+        quantizer: Transformer Engine's quantizer of the tensor, None if the recipe has none.
+        tp_group: the tensor-parallel group, None without tensor parallelism.
+    """
+
+    layer: str
+    tensor: str
+    iteration: int
+    values: torch.Tensor | None
+    rowwise: Any = None
+    columnwise: Any = None
+    quantizer: Any = None
+    tp_group: dist.ProcessGroup | None = None
+
+    def quantized(self, *, columnwise: bool = False) -> Any:
+        """The quantized tensor that the GEMM of a direction reads, else that of the other direction, else None."""
+        both = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
+        return next((tensor for tensor in both if has_scale(tensor)), None)

@@ -1,0 +1,30 @@
+"""Activation overflow: finds where an activation, the loss or a gradient becomes inf or nan, and shows what led to it.
+
+Usage::
+
+    from te_precision_callbacks.debug_utils import DebugActivationOverflow
+
+    debug_overflow = DebugActivationOverflow(model)
+
+See :class:`DebugActivationOverflow`, and :func:`detect_overflow` for checks inside a forward.
+"""
+
+from te_precision_callbacks.overflow.detector import DebugActivationOverflow
+from te_precision_callbacks.overflow.direct import detect_overflow
+from te_precision_callbacks.overflow.errors import (
+    AbortAfterBatch,
+    ActivationOverflowError,
+    DetectionFailedError,
+    OverflowDetectorError,
+    OverflowOptionError,
+)
+
+__all__ = [
+    "AbortAfterBatch",
+    "ActivationOverflowError",
+    "DebugActivationOverflow",
+    "DetectionFailedError",
+    "OverflowDetectorError",
+    "OverflowOptionError",
+    "detect_overflow",
+]

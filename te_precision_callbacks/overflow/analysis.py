@@ -1,0 +1,125 @@
+"""Reads the events in a look: the first overflow, frames of traced batches, and outputs close to an overflow."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.overflow import report as text
+from te_precision_callbacks.overflow.agreement import Find
+from te_precision_callbacks.overflow.detector_options import Options
+from te_precision_callbacks.overflow.events import Event, Gradient
+from te_precision_callbacks.overflow.extreme_slots import Values
+from te_precision_callbacks.overflow.interval import History, Interval, seen
+from te_precision_callbacks.overflow.verdict import first_bad, near_limit
+
+logger = logging.getLogger(__name__)
+
+
+class Reader:
+    """Reads the events of an interval, and judges them.
+
+    Attributes:
+        loss_scaled: as in :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
+    """
+
+    def __init__(self, options: Options, notices: Notices) -> None:
+        self.loss_scaled = False
+        self._options = options
+        self._history = History(options.max_frames)
+        self._traced = frozenset(options.trace_batches)
+        self._traced_last = -1
+        self._notices = notices
+
+    def read(
+        self, interval: Interval, events: Sequence[Event], *, evaluation: bool, may_be_skipped: bool, before: int
+    ) -> Find | None:
+        """The first overflow; the other frames are kept for later reports, traced, and compared with the limits.
+
+        Args:
+            interval: holds the numbers.
+            events: events of the interval.
+            evaluation: whether they are of an evaluation between training batches.
+            may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
+            before: how many events there were since the last look of all ranks, before these.
+        """
+        if not events:
+            return None
+        values = interval.slots.read()
+        traced = frozenset[int]() if evaluation else self._traced
+        if traced:
+            self._trace(events, values)
+        judge = functools.partial(
+            first_bad,
+            events,
+            values,
+            allow_neg_inf=self._options.allow_neg_inf,
+            excused=interval.excused,
+            not_in=traced,
+        )
+        bad = judge(loss_scaled=self.loss_scaled)
+        scale = None
+        if bad is not None and isinstance(events[bad[0]], Gradient) and may_be_skipped:
+            scale = interval.loss_scale()
+            if scale is not None and not scale <= 1:  # the scaler makes the scale smaller, and skips the step
+                bad = judge(loss_scaled=True)
+        if self._options.warn_above is not None:
+            self._warn_of(events[: None if bad is None else bad[0]], values, self._options.warn_above)
+        if bad is None:
+            self._history.add(events, values)
+            return None
+        index, number = bad
+        frames = [*self._history, *seen(events[: index + 1], values)]
+        after = len(list(events[index].frames())) - 1 - number
+        frames = frames[: len(frames) - after][-self._options.max_frames :]
+        culprit = frames[-1]
+        place = culprit.frame.place
+        return Find(
+            path="" if place is None else place.path,
+            class_name="" if place is None else place.class_name,
+            role=culprit.frame.role,
+            batch=culprit.batch,
+            evaluation=evaluation,
+            rank=own_rank(),
+            sequence=before + index,
+            headline=text.headline(culprit),
+            advice=text.advice(culprit, events[index], loss_scale=scale),
+            report=text.report(frames, abs_min=self._options.abs_min),
+        )
+
+    def forget(self) -> None:
+        """Leave the frames so far out of later reports."""
+        self._history = History(self._options.max_frames)
+
+    def _trace(self, events: Sequence[Event], values: Values) -> None:
+        lines: list[str] = []
+        for event in events:
+            if event.batch in self._traced:
+                if event.batch != self._traced_last:
+                    self._traced_last = event.batch
+                    lines.append(f"*** batch {event.batch} ***")
+                lines += [text.line(frame, abs_min=self._options.abs_min) for frame in seen([event], values)]
+        if lines:
+            logger.warning("%s", "\n".join(lines))
+
+    def _warn_of(self, events: Sequence[Event], values: Values, share: float) -> None:
+        for near in near_limit(events, values, share):
+            if self._notices.first(("near its limit", near.place.path)):
+                limit = torch.finfo(near.dtype).max
+                logger.warning(
+                    "%s: %s: %s is close to an overflow in batch %d: abs_max=%.2e is %.0f%% of the maximum of %s"
+                    " (%.2e). This is logged once for each module.",
+                    near.place.path or "The model",
+                    near.place.class_name,
+                    near.role,
+                    near.batch,
+                    near.amax,
+                    100 * near.amax / limit,
+                    str(near.dtype).removeprefix("torch."),
+                    limit,
+                )

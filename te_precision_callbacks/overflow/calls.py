@@ -1,0 +1,240 @@
+"""The hooks' work: they record the calls of modules and the gradients as events, and trigger looks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.layers.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
+from te_precision_callbacks.overflow.detector_options import Options
+from te_precision_callbacks.overflow.errors import STOPS
+from te_precision_callbacks.overflow.events import Call, Gradient
+from te_precision_callbacks.overflow.extreme_slots import Measured, Unmeasured
+from te_precision_callbacks.overflow.hooks import ModelHooks, Watched
+from te_precision_callbacks.overflow.input_scales import fp8_scale
+from te_precision_callbacks.overflow.interval import GradientRoles
+from te_precision_callbacks.overflow.journal import Journal, Pass
+from te_precision_callbacks.overflow.looking import Looking
+from te_precision_callbacks.overflow.structure import arguments, tensors_in
+
+_UNKNOWN = Unmeasured("unknown")
+
+_QUANTIZED_GRADIENTS = frozenset({"grad_output", "grad_output[0]"})
+"""Gradients of the first output of a Transformer Engine module; a second one is a bias, or a normalization's result."""
+
+
+class Calls:
+    """Makes the events of a model.
+
+    This class only notes events. When an outermost forward begins, when an evaluation has ended, and in the mode
+    ``immediate`` at each event, it calls ``looking``, whose exceptions stop the run there.
+
+    Args:
+        roots: the models, each with the prefix of its paths.
+        options: the checked keywords of the detector.
+        journal: receives the events.
+        looking: checks the events.
+
+    Attributes:
+        hooks: the hooks on the model.
+    """
+
+    def __init__(
+        self, roots: Sequence[tuple[str, torch.nn.Module]], options: Options, journal: Journal, looking: Looking
+    ) -> None:
+        self._journal = journal
+        self._looking = looking
+        self._gradients = options.gradients
+        self._parameters = options.parameters
+        # The kinds of forwards are those of a session; here a module's eval mode says nothing about them.
+        self._classify = ForwardClassifier(precision_features_in_eval=False)
+        self._classify.eval_mode_counts = False
+        self.hooks = ModelHooks(roots, self, parameter_gradients=options.gradients, notices=journal.notices)
+
+    def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """Note that the forward of a module begins."""
+        journal = self._journal
+        if journal.closed:
+            return
+        try:
+            current = journal.thread.current
+            if current is None or (watched.is_root and current.frames and _calls_running(watched.module) == 1):
+                # Nothing runs around the model: an interrupt, which calls no hooks, has left the last call open.
+                current = self._begin(watched)
+            self._take(current, watched, inputs, keywords)
+        except STOPS:
+            raise
+        except Exception as error:
+            journal.fail(error)
+
+    def leave(self, watched: Watched, output: Any, *, failed: bool) -> None:
+        """Note that the forward of a module has ended."""
+        journal = self._journal
+        current = journal.thread.current
+        if current is None:
+            return
+        made = False
+        try:
+            made = self._give(current, watched, output, failed=failed)
+        except Exception as error:
+            journal.fail(error)
+        if made and self._looking.is_immediate and current.interval is not None:
+            self._looking.look_at_last(current.interval)
+        if not current.open:
+            journal.thread.current = None
+            if current.evaluates and not failed:
+                self._looking.look_at_evaluation()
+
+    @outside_of_dynamo
+    def parameter_gradient(self, watched: Watched, name: str, parameter: torch.Tensor) -> None:
+        """The gradient of a parameter was accumulated."""
+        journal = self._journal
+        if journal.broken or parameter.grad is None or journal.is_over() or _is_recorded():
+            return
+        try:
+            measured = journal.training.slots.measure(parameter.grad)
+            event = Gradient(journal.batches.number, [("<", watched, f"grad of {name}")], measured, (None,))
+        except Exception as error:
+            journal.fail(error)
+        else:
+            self._note(event)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop watching: another detector has replaced this one."""
+        self._looking.close(error)
+
+    # ------------------------------------------------------------------ a forward
+
+    def _begin(self, watched: Watched) -> Pass:
+        """Begin an outermost call."""
+        journal, batches = self._journal, self._journal.batches
+        over = journal.is_over()
+        # First of all: a rank that fails below still takes part in the next common look.
+        new = journal.thread.current = self._new_pass(watched, over=over)
+        if over:
+            return new
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
+            follow = watched.is_root or batches.looked
+            self._looking.before_forward(is_root=watched.is_root, evaluation=new.evaluates)
+            if follow and not journal.broken:
+                self.hooks.synchronize()
+        new.batch = batches.evaluation if new.evaluates else batches.number
+        return new
+
+    def _new_pass(self, watched: Watched, *, over: bool) -> Pass:
+        journal = self._journal
+        if over or _is_recorded():
+            return Pass(None, frames=False, gradients=False, evaluates=False)
+        kind = self._classify(watched.module)
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
+            # Recomputed: the first forward made the frames. In a reentrant checkpoint only this forward has gradients.
+            gradients = self._gradients and kind is ForwardKind.OBSERVED
+            return Pass(journal.training, frames=False, gradients=gradients, evaluates=False)
+        if kind is ForwardKind.UNTOUCHED:
+            journal.evaluation.clear()
+            return Pass(journal.evaluation, frames=True, gradients=False, evaluates=True)
+        journal.due = journal.saw_forward = True
+        journal.batches.train()
+        return Pass(journal.training, frames=True, gradients=self._gradients, evaluates=False)
+
+    def _take(self, current: Pass, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """Measure the inputs of a call, before the module can change them."""
+        taken: list[tuple[str, Measured | None]] = []
+        current.open.append((watched, taken))
+        interval = current.interval
+        if interval is None or self._journal.broken:
+            return
+        gradients = current.gradients and torch.is_grad_enabled()
+        for role, tensor in arguments(inputs, keywords):
+            if tensor is None:
+                taken.append((role, _UNKNOWN))
+                continue
+            record = interval.measure(tensor) if current.frames else interval.record(tensor)
+            taken.append((role, record.measured))
+            if gradients and tensor.requires_grad:
+                roles = interval.gradient_roles(tensor, record, current.batch, self._gradient)
+                roles.takers.append((watched, role))
+
+    def _give(self, current: Pass, watched: Watched, output: Any, *, failed: bool) -> bool:
+        """Note a call that has ended; returns whether it made an event."""
+        taken = current.close(watched)
+        interval = current.interval
+        if failed or taken is None or interval is None or self._journal.broken:
+            return False
+        gradients = current.gradients and torch.is_grad_enabled()
+        given: list[tuple[str, Measured]] = []
+        one = isinstance(output, torch.Tensor)
+        for role, tensor in (("output", output),) if one else tensors_in(output, "output"):
+            if tensor is None:
+                given.append((role, _UNKNOWN))
+                continue
+            record = interval.measure(tensor) if current.frames else interval.record(tensor)
+            if record.measured is not None:
+                given.append((role, record.measured))
+            if gradients and tensor.requires_grad:
+                roles = interval.gradient_roles(tensor, record, current.batch, self._gradient)
+                roles.makers.append((watched, role))
+        if not current.frames:
+            return False
+        entered = [(role, measured) for role, measured in taken if measured is not None]
+        parameters = watched.module.named_parameters(recurse=False) if self._parameters else ()
+        own = [(name, interval.slots.measure(parameter)) for name, parameter in parameters]
+        if not (entered or given or own):
+            return False
+        scale = fp8_scale(watched.module, "scaling_fwd", interval.slots) if watched.quantizes else None
+        interval.events.append(Call(watched, current.batch, own, entered, given, scale))
+        return True
+
+    # ------------------------------------------------------------------ a backward
+
+    @outside_of_dynamo
+    def _gradient(self, roles: GradientRoles, gradient: torch.Tensor | None) -> None:
+        """Note a gradient that has arrived."""
+        journal = self._journal
+        if gradient is None or journal.broken or journal.is_over():
+            return
+        training = journal.training
+        try:
+            measured = training.measure(gradient).measured
+            frames = roles.frames()
+            if measured is None or not frames:
+                return
+            scales = [
+                fp8_scale(place.module, "scaling_bwd", training.slots)
+                if role in _QUANTIZED_GRADIENTS and sign == ">" and isinstance(place, Watched) and place.quantizes
+                else None
+                for sign, place, role in frames
+            ]
+        except Exception as error:
+            journal.fail(error)
+        else:
+            self._note(Gradient(roles.batch, frames, measured, scales))
+
+    def _note(self, gradient: Gradient) -> None:
+        journal = self._journal
+        journal.training.events.append(gradient)
+        journal.due = True
+        if self._looking.is_immediate:
+            self._looking.look_at_last(journal.training)
+
+
+def _calls_running(module: torch.nn.Module) -> int:
+    """How many calls of a module are on the stack. A model may call itself: Lightning's training_step runs so."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
+
+
+def _is_recorded() -> bool:
+    """Whether the code is being recorded, for TorchScript or a CUDA graph: nobody will read the numbers then."""
+    if torch._C._get_tracing_state() is not None:
+        return True
+    return is_capturing()

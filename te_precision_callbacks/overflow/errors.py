@@ -1,0 +1,112 @@
+"""The exceptions of activation overflow detection."""
+
+from __future__ import annotations
+
+import functools
+
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+
+
+class ActivationOverflowError(PrecisionDebugError, RuntimeError):
+    """An activation or a gradient became inf or nan.
+
+    Attributes:
+        path: the module's path in the model, without wrapper parts; empty for the model itself.
+        class_name: the module's class.
+        role: the tensor of the module: ``output``, ``input[0]``, ``grad_output[logits]``, ``grad of weight``, or the
+            label that was given to :func:`~te_precision_callbacks.debug_utils.detect_overflow`.
+        batch: the batch number, counted from 0 in the training, or in an evaluation since the last training batch.
+        evaluation: whether the overflow happened in such an evaluation.
+        rank: the rank on which it happened.
+        report: the whole report.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str,
+        class_name: str,
+        role: str,
+        batch: int,
+        evaluation: bool,
+        rank: int,
+        report: str,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.class_name = class_name
+        self.role = role
+        self.batch = batch
+        self.evaluation = evaluation
+        self.rank = rank
+        self.report = report
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (self.args[0], self.__dict__)
+
+
+def _rebuilt(message: str, attributes: dict[str, object]) -> ActivationOverflowError:
+    """Rebuild the exception for pickle: a spawned process sends its exception to the waiting process."""
+    error = ActivationOverflowError(
+        message, path="", class_name="", role="", batch=0, evaluation=False, rank=0, report=""
+    )
+    error.__dict__.update(attributes)
+    return error
+
+
+class DetectionFailedError(PrecisionDebugError, RuntimeError):
+    """Detection has failed, and an overflow may have been missed since.
+
+    On the rank where the failure happened, the exception is raised from the failure itself.
+
+    Attributes:
+        rank: the rank on which detection failed.
+        failure: the class and the text of the failure.
+    """
+
+    def __init__(self, failure: str, *, rank: int) -> None:
+        super().__init__(
+            f"Activation overflow detection has failed on rank {rank} ({failure}), so an inf or nan since the last"
+            " look may have been missed. To continue training without detection, make the detector with"
+            ' DebugActivationOverflow(model, on_failure="warn"), and leave activation_overflow out of debug=.'
+        )
+        self.failure = failure
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(DetectionFailedError, rank=self.rank), (self.failure,)
+
+
+class OverflowDetectorError(PrecisionDebugError, ValueError):
+    """A detector cannot be made: there is no model."""
+
+
+class OverflowOptionError(OptionError, ValueError):
+    """The value of a keyword of the detector is invalid."""
+
+
+class AbortAfterBatch(PrecisionDebugError, ValueError):
+    """The last batch of the run, ``abort_after_batch=``, is over.
+
+    Attributes:
+        batch: the number of the batch, counted from 0.
+    """
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(
+            f"Stopped after batch {batch}, as abort_after_batch={batch} asks for. Nothing is wrong with it."
+        )
+        self.batch = batch
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return AbortAfterBatch, (self.batch,)
+
+
+STOPS = (ActivationOverflowError, DetectionFailedError, AbortAfterBatch)
+"""What a detector raises on purpose while a model trains."""
+
+
+def text_of(error: BaseException) -> str:
+    """The class and the text of an exception."""
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,303 @@
+"""Slots in device memory that gather the extremes of tensors, and that the host reads all at once.
+
+    slots = Slots(abs_min=False)
+    first, second = slots.measure(hidden), slots.measure(labels)   # nothing waits for the device
+    values = slots.read()                                           # one copy from each device
+    values.extremes(first)                                          # (-3.1, 4.2)
+
+A slot has the dtype of its tensor, so one operation, ``aminmax``, reads the tensor and writes the slot. ``aminmax``
+keeps inf and nan: a nan makes both extremes nan, even next to an inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from te_precision_callbacks.base.devices import current_stream, follow, is_capturing
+from te_precision_callbacks.base.numerics.layouts import has_scale
+
+TWICE_IS_FASTER = 2**14
+"""Elements from which a CPU reads float32 faster twice, once for each extreme: torch's ``aminmax`` takes three times as
+long as ``amin``. In bfloat16 it does not."""
+
+_FIRST_CHUNK = 256
+_LARGEST_CHUNK = 8192
+
+_FLOAT8_MAGNITUDES: dict[torch.dtype, int] = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
+"""Formats whose codes without the sign bit are in the order of the magnitudes, inf and nan last -> the mask."""
+
+
+class Unmeasured(NamedTuple):
+    """Replaces the numbers of a tensor that has none.
+
+    Attributes:
+        why: one word for the report.
+    """
+
+    why: str
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The place of one tensor's extremes.
+
+    Attributes:
+        store: the store of the slot.
+        index: the slot's row in the store.
+        low, high, least: one-element tensors: the smallest and the largest element, and the smallest magnitude. Their
+            content is undefined until written; ``least`` is written only if it was asked for.
+    """
+
+    store: _Store
+    index: int
+    low: torch.Tensor
+    high: torch.Tensor
+    least: torch.Tensor
+
+
+Measured = Slot | Unmeasured
+
+_Place = tuple[torch.dtype, torch.device, torch.cuda.Stream | None]
+
+
+class _Store:
+    """The slots of one dtype on one device, in chunks that one stream makes and writes."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, stream: torch.cuda.Stream | None) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._stream = stream
+        self._chunks: list[torch.Tensor] = []
+        self.slots: list[Slot] = []
+        self.free: list[Slot] = []
+
+    def take(self) -> Slot:
+        try:
+            return self.free.pop()
+        except IndexError:
+            self._grow()
+            return self.free.pop()
+
+    @property
+    def used(self) -> int:
+        return len(self.slots) - len(self.free)
+
+    def content(self) -> torch.Tensor:
+        """The used rows as float64, for the current stream; float32 if the device has no float64."""
+        follow(self._stream, self._chunks)
+        rows = torch.cat(self._chunks)[: self.used] if len(self._chunks) > 1 else self._chunks[0][: self.used]
+        return rows.to(torch.float32 if self.device.type == "mps" else torch.float64)
+
+    def reset(self) -> None:
+        self.free = self.slots[::-1]
+
+    def _grow(self) -> None:
+        size = min(_LARGEST_CHUNK, max(_FIRST_CHUNK, len(self.slots)))
+        # Tensors that are made in inference mode cannot be written outside it.
+        with torch.inference_mode(False):
+            chunk = torch.empty((size, 3), dtype=self.dtype, device=self.device)
+            cells = iter(chunk.view(-1).unbind())
+        self._chunks.append(chunk)
+        first = len(self.slots)
+        new = [Slot(self, first + i, next(cells), next(cells), next(cells)) for i in range(size)]
+        self.slots += new
+        self.free = new[::-1] + self.free
+
+
+class Values:
+    """The numbers that :meth:`Slots.read` brought to the host; they stay when the slots are used again."""
+
+    def __init__(self, rows: Mapping[_Store, npt.NDArray[np.float64]]) -> None:
+        self._rows = rows
+
+    def not_finite(self) -> set[Measured]:
+        """The slots with an inf or nan as an extreme."""
+        found: set[Measured] = set()
+        for store, rows in self._rows.items():
+            bad = ~np.isfinite(rows[:, :2])
+            if bad.any():
+                found.update(store.slots[index] for index in np.flatnonzero(bad.any(1)))
+        return found
+
+    def extremes(self, slot: Slot) -> tuple[float, float]:
+        """The smallest and the largest element; both nan if there is a nan."""
+        row = self._rows[slot.store][slot.index]
+        return float(row[0]), float(row[1])
+
+    def least(self, slot: Slot) -> float:
+        """The smallest magnitude, if it was asked for."""
+        return float(self._rows[slot.store][slot.index][2])
+
+    def above(self, share: float) -> dict[Measured, float]:
+        """The slots of floating dtypes with a finite amax above a share of the dtype's largest number, with the amax.
+
+        The smallest number of a dtype itself does not count: masks are written with it.
+        """
+        found: dict[Measured, float] = {}
+        for store, rows in self._rows.items():
+            if not store.dtype.is_floating_point:
+                continue
+            limits = torch.finfo(store.dtype)
+            low, high = rows[:, 0], rows[:, 1]
+            amax = np.maximum(high, np.where(low == limits.min, 0.0, -low))
+            near = (amax > share * limits.max) & (amax < np.inf)
+            if near.any():
+                found.update((store.slots[index], float(amax[index])) for index in np.flatnonzero(near))
+        return found
+
+
+class Slots:
+    """The slots between two looks.
+
+    Args:
+        abs_min: whether the smallest magnitude is measured too, in a second pass.
+    """
+
+    def __init__(self, *, abs_min: bool) -> None:
+        self._abs_min = abs_min
+        self._stores: dict[_Place, _Store] = {}
+
+    @property
+    def used(self) -> int:
+        """The number of slots used since the last reset."""
+        return sum(store.used for store in self._stores.values())
+
+    def measure(self, tensor: torch.Tensor) -> Measured:
+        """Read a tensor once, and write its extremes to a slot; accepts any tensor, and never raises."""
+        try:
+            if (
+                type(tensor) in _PLAIN
+                and tensor.dtype in _DIRECT
+                and tensor.layout is torch.strided
+                and tensor.is_contiguous()
+                and tensor.numel()
+            ):
+                values = tensor.detach()
+            else:
+                found = _plain_values(tensor)
+                if isinstance(found, Unmeasured):
+                    return found
+                values = found
+            if values.is_meta:
+                return Unmeasured("meta")
+            if values.is_cuda and is_capturing():
+                return Unmeasured("captured")
+            slot = self._store_of(values).take()
+            if values.dtype is torch.float32 and values.numel() >= TWICE_IS_FASTER and values.device.type == "cpu":
+                torch.amin(values, (), out=slot.low)
+                torch.amax(values, (), out=slot.high)
+            else:
+                torch.aminmax(values, out=(slot.low, slot.high))
+            if self._abs_min:
+                slot.least.copy_(_least_magnitude(values))
+        except (RuntimeError, NotImplementedError, TypeError):
+            # A tensor class or a transform (vmap) without such an operation: its elements cannot be read. A slot that
+            # was taken stays unwritten and unused.
+            return Unmeasured("unknown")
+        return slot
+
+    def note(self, number: torch.Tensor) -> Slot:
+        """Keep one number as it is now, without waiting for it."""
+        number = number.detach()
+        slot = self._store_of(number).take()
+        for cell in (slot.low, slot.high):
+            cell.copy_(number)
+        return slot
+
+    def read(self) -> Values:
+        """Bring all slots to the host, in one copy from each device."""
+        by_device: dict[torch.device, list[_Store]] = {}
+        for store in self._stores.values():
+            if store.used:
+                by_device.setdefault(store.device, []).append(store)
+        rows: dict[_Store, npt.NDArray[np.float64]] = {}
+        for stores in by_device.values():
+            with torch.no_grad():
+                contents = [store.content() for store in stores]
+                # The only place where the host waits for the device.
+                host = to_host(contents[0] if len(contents) == 1 else torch.cat(contents))
+            start = 0
+            for store, content in zip(stores, contents, strict=True):
+                rows[store] = host[start : start + len(content)]
+                start += len(content)
+        return Values(rows)
+
+    def reset(self) -> None:
+        """Begin anew; slots that were handed out are reused."""
+        for store in self._stores.values():
+            store.reset()
+
+    def _store_of(self, values: torch.Tensor) -> _Store:
+        stream = current_stream(values.device)
+        place = values.dtype, values.device, stream
+        store = self._stores.get(place)
+        if store is None:
+            store = self._stores[place] = _Store(values.dtype, values.device, stream)
+        return store
+
+
+def to_host(rows: torch.Tensor) -> npt.NDArray[np.float64]:
+    """Copy a matrix to the host, as float64."""
+    # On the CPU too, where numpy would otherwise see later changes.
+    copied = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
+    return copied.numpy().astype(np.float64, copy=False)
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_DIRECT = frozenset(
+    {
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    }
+)
+"""The dtypes that aminmax takes."""
+
+
+def _plain_values(tensor: torch.Tensor) -> torch.Tensor | Unmeasured:
+    """A tensor that aminmax reads well and that has the extremes of ``tensor``."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):  # DTensor: this rank's part
+        return _plain_values(tensor.to_local())
+    if tensor.layout is not torch.strided:
+        return _plain_values(tensor._values() if tensor.layout is torch.sparse_coo else tensor.values())
+    if tensor.is_quantized or (type(tensor) not in _PLAIN and has_scale(tensor)):  # torch's, or Transformer Engine's
+        tensor = tensor.dequantize()
+    if tensor.numel() == 0:
+        return Unmeasured("empty")
+    if tensor.dtype.is_complex:
+        return tensor.abs()
+    if tensor.dtype in _FLOAT8_MAGNITUDES:
+        largest = (tensor.view(torch.uint8) & _FLOAT8_MAGNITUDES[tensor.dtype]).max()
+        return largest.view(tensor.dtype).to(torch.float32).reshape(1)
+    if tensor.dtype not in _DIRECT:
+        return tensor.to(torch.float32)
+    return tensor if tensor.is_contiguous() else _dense(tensor)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in the order of memory, which aminmax reads ten times as fast on a CPU."""
+    for dimension in range(tensor.dim()):
+        if tensor.stride(dimension) == 0 and tensor.size(dimension) > 1:
+            tensor = tensor.narrow(dimension, 0, 1)  # expanded: the same elements repeated
+    if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous() if tensor.device.type == "cpu" else tensor
+
+
+def _least_magnitude(values: torch.Tensor) -> torch.Tensor:
+    return values.amin() if values.dtype is torch.bool else values.abs().amin()

@@ -1,0 +1,125 @@
+"""torch's GradScaler, whose skipped steps reach no hook of an optimizer.
+
+A scaler has no hooks, so ``scale``, ``unscale_`` and ``step`` of its class, and of subclasses that redefine them, are
+wrapped while a detector is at work, and put back after the last detector. Read from torch 2.6 and 2.13
+(``torch/amp/grad_scaler.py``, ``torch/distributed/fsdp/sharded_grad_scaler.py``): all scalers inherit ``step``, which
+skips the optimizer's step if ``unscale_`` has found an inf or nan, but always runs the step of an optimizer that skips
+by itself (fused ones).
+
+The list of the detectors at work is here, and is all that overflow detection keeps at module level.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch.amp.grad_scaler import GradScaler
+
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.overflow.journal import Journal
+
+
+class Listener(Protocol):
+    """A detector, as scalers and ``detect_overflow`` reach it.
+
+    Attributes:
+        journal: receives their notes.
+    """
+
+    journal: Journal
+
+    def watch_loss(self, loss: Any, scaled: Any = None) -> None:
+        """Called with a loss, and with what a scaler has made of it."""
+
+    def before_scaled_step(self, optimizer: Any) -> None:
+        """Called before a scaler unscales an optimizer's gradients, or decides whether the optimizer steps."""
+
+
+_listeners: list[weakref.ref[Listener]] = []
+_wrapped: list[tuple[type, str, Any, Any]] = []
+
+
+def listen(listener: Listener) -> Callable[[], object]:
+    """Notify a detector of scalers, without keeping it alive, until the returned function is called."""
+    if not _listeners:
+        _wrap()
+    place = weakref.ref(listener)
+    _listeners.append(place)
+    return weakref.finalize(listener, _remove, place)
+
+
+def listeners() -> list[Listener]:
+    """All detectors of the process that are at work."""
+    return [listener for place in tuple(_listeners) if (listener := place()) is not None]
+
+
+def _remove(place: weakref.ref[Listener]) -> None:
+    _listeners.remove(place)
+    if not _listeners:
+        _unwrap()
+
+
+@outside_of_dynamo
+def _tell_of_loss(scaler: Any, loss: Any, scaled: Any) -> None:
+    for listener in listeners():
+        listener.watch_loss(loss, scaled)
+    if scaler.is_enabled():
+        show = getattr(scaler, "_get_scale_async", None)  # get_scale() waits for the device
+        scale = None if show is None else show()
+        for listener in listeners():
+            listener.journal.note_loss_scale(scale)
+
+
+@outside_of_dynamo
+def _tell_of_step(scaler: Any, optimizer: Any) -> None:
+    if scaler.is_enabled():
+        for listener in listeners():
+            listener.before_scaled_step(optimizer)
+
+
+def _scale(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def scale(scaler: Any, *args: Any, **keywords: Any) -> Any:
+        scaled = own(scaler, *args, **keywords)
+        _tell_of_loss(scaler, args[0] if args else keywords.get("outputs"), scaled)
+        return scaled
+
+    return scale
+
+
+def _step(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def step(scaler: Any, optimizer: Any, *args: Any, **keywords: Any) -> Any:
+        _tell_of_step(scaler, optimizer)
+        return own(scaler, optimizer, *args, **keywords)
+
+    return step
+
+
+_WRAPPERS = {"scale": _scale, "unscale_": _step, "step": _step}
+
+
+def _scalers(kind: type[GradScaler] = GradScaler) -> Iterator[type[GradScaler]]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _scalers(derived)
+
+
+def _wrap() -> None:
+    for kind in dict.fromkeys(_scalers()):
+        for name, wrapper in _WRAPPERS.items():
+            own = vars(kind).get(name)
+            if own is not None:
+                wrapped = wrapper(own)
+                _wrapped.append((kind, name, own, wrapped))
+                setattr(kind, name, wrapped)
+
+
+def _unwrap() -> None:
+    while _wrapped:
+        kind, name, own, wrapped = _wrapped.pop()
+        if vars(kind).get(name) is wrapped:  # otherwise other code has wrapped our wrapper, which does nothing now
+            setattr(kind, name, own)

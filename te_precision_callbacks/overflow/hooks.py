@@ -1,0 +1,253 @@
+"""The hooks of a detector on a model, and their removal."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.layers.naming import ModuleTree
+from te_precision_callbacks.overflow.errors import OverflowDetectorError
+from te_precision_callbacks.overflow.watched_modules import class_name, is_compiled, watched_modules
+
+logger = logging.getLogger(__name__)
+
+
+class Watched:
+    """A module that is watched.
+
+    Attributes:
+        path: the path in the model, without wrapper parts.
+        class_name: the name of its class.
+        module: the module.
+        quantizes: whether it is a Transformer Engine module that may quantize its input.
+        is_root: whether its calls count batches.
+    """
+
+    __slots__ = ("__weakref__", "class_name", "handles", "is_root", "module", "path", "quantizes")
+
+    def __init__(self, path: str, module: torch.nn.Module, *, is_root: bool) -> None:
+        self.path = path
+        self.class_name = class_name(module)
+        self.module = module
+        self.quantizes = "fp8_meta" in module.__dict__
+        self.is_root = is_root
+        self.handles: list[RemovableHandle] = []
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+class Receiver(Protocol):
+    """The object that hooks call."""
+
+    def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """A forward begins."""
+
+    def leave(self, watched: Watched, output: Any, *, failed: bool) -> None:
+        """A forward has ended, with an output or an exception."""
+
+    def parameter_gradient(self, watched: Watched, name: str, parameter: torch.Tensor) -> None:
+        """The gradient of a parameter was accumulated."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Another receiver has replaced this one."""
+
+
+class _Hook:
+    """A hook of one module; a copy of the module is not watched."""
+
+    __slots__ = ("_watched", "receiver")
+
+    def __init__(self, receiver: Receiver, watched: Watched) -> None:
+        self.receiver = receiver
+        self._watched = watched
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return not_watched
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _unwatched_copy, ()
+
+
+class _Enter(_Hook):
+    @outside_of_dynamo
+    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self.receiver.enter(self._watched, inputs, keywords)
+
+
+class _Leave(_Hook):
+    @outside_of_dynamo
+    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        # After an exception torch calls the hook without an output, from where it handles the exception.
+        self.receiver.leave(self._watched, output, failed=output is None and sys.exc_info()[0] is not None)
+
+
+def _hooks_of(module: torch.nn.Module) -> list[_Hook]:
+    hooks: Iterable[object] = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if isinstance(hook, _Hook)]
+
+
+def not_watched(*args: Any) -> None:
+    """Does nothing, in place of a hook in a copy of a watched module."""
+
+
+def _unwatched_copy() -> Callable[..., None]:
+    return not_watched
+
+
+class ModelHooks:
+    """All hooks of a detector on a model.
+
+    Args:
+        roots: the models, each with the prefix of its paths. The calls of the first model count batches.
+        receiver: the object that the hooks call.
+        parameter_gradients: whether the gradients of parameters are watched.
+        notices: the messages that have been logged once.
+
+    Another detector on a module of the models is closed.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[tuple[str, torch.nn.Module]],
+        receiver: Receiver,
+        *,
+        parameter_gradients: bool,
+        notices: Notices,
+    ) -> None:
+        self._roots = roots
+        self._receiver = receiver
+        self._parameter_gradients = parameter_gradients
+        self._watched: dict[int, Watched] = {}
+        self._parameters: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        # How many parameters each group had, and whether one of them is the model's.
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], bool]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._notices = notices
+        for former in {hook.receiver for _, module in watched_modules(roots) for hook in _hooks_of(module)}:
+            logger.warning("Activation overflow: this detector replaces another detector of the same model.")
+            former.close(OverflowDetectorError("Another detector replaced this one."))
+        self._tree: ModuleTree | None = None
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Watch modules that were added to the model, and stop watching those that were removed."""
+        if self._tree is not None and not self._tree.changed():
+            return
+        self._optimizers.clear()
+        found = {id(module): (path, module) for path, module in watched_modules(self._roots)}
+        for key in [key for key in self._watched if key not in found]:
+            self._watched.pop(key).remove()
+        first = next(iter(found), None)
+        for key, (path, module) in found.items():
+            known = self._watched.get(key)
+            if known is None:
+                self._watched[key] = self._watch(path, module, is_root=key == first)
+            else:
+                known.path, known.is_root = path, key == first
+        self._watch_parameters()
+        self._tree = ModuleTree([root for _, root in self._roots], parameters=True)
+        self._tell_of_compiled()
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a watched module has a path like a pattern."""
+        return any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._watched.values())
+
+    def steps(self, optimizer: Any) -> bool:
+        """Whether an optimizer steps a parameter of the model; groups may be added to the optimizer."""
+        if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper: it may compare and hash in any way
+            return self._holds_parameter_of(optimizer)
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        known = self._optimizers.get(optimizer)
+        if known is None or known[0] != sizes:
+            known = self._optimizers[optimizer] = sizes, self._holds_parameter_of(optimizer)
+        return known[1]
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for watched in self._watched.values():
+            watched.remove()
+        for _, handle in self._parameters.values():
+            handle.remove()
+        self._watched.clear()
+        self._parameters.clear()
+
+    def _holds_parameter_of(self, optimizer: Any) -> bool:
+        own = {id(parameter) for _, root in self._roots for parameter in root.parameters()}
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def _watch(self, path: str, module: torch.nn.Module, *, is_root: bool) -> Watched:
+        watched = Watched(path, module, is_root=is_root)
+        if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
+            watched.handles = [
+                module.register_forward_pre_hook(_Enter(self._receiver, watched), with_kwargs=True),
+                # Called after an exception too, so that the call is known to be over.
+                module.register_forward_hook(_Leave(self._receiver, watched), always_call=True),
+            ]
+        return watched
+
+    def _watch_parameters(self) -> None:
+        if not self._parameter_gradients:
+            return
+        found: dict[int, tuple[Watched, str, torch.nn.Parameter]] = {}
+        for watched in self._watched.values():
+            for name, parameter in watched.module.named_parameters(recurse=is_compiled(watched.module)):
+                found.setdefault(id(parameter), (watched, name, parameter))
+        for key in [key for key in self._parameters if key not in found]:
+            self._parameters.pop(key)[1].remove()
+        for key, (watched, name, parameter) in found.items():
+            if key not in self._parameters and parameter.requires_grad and parameter.is_leaf:
+                call = functools.partial(_parameter_gradient, weakref.ref(self._receiver), weakref.ref(watched), name)
+                self._parameters[key] = parameter, _after_accumulation(parameter, call)
+
+    def _tell_of_compiled(self) -> None:
+        """Warn once of the modules that cannot be watched."""
+        opaque = [watched for watched in self._watched.values() if is_compiled(watched.module)]
+        if not opaque or not self._notices.first("compiled"):
+            return
+        scripted = [watched for watched in opaque if not watched.handles]
+        compiled = [watched for watched in opaque if watched.handles]
+        if compiled:
+            logger.warning(
+                "Activation overflow: %s compiled: inputs and outputs are watched, but not the modules inside. To"
+                " watch the modules inside too, run without torch.compile.",
+                _are(compiled),
+            )
+        if scripted:
+            logger.warning(
+                "Activation overflow: %s TorchScript, which takes no hooks, and cannot be watched. Only tensors that"
+                " other modules pass in or get back are watched.",
+                _are(scripted),
+            )
+
+
+def _parameter_gradient(
+    receiver: weakref.ref[Receiver], watched: weakref.ref[Watched], name: str, parameter: torch.Tensor
+) -> None:
+    """The hook of a parameter; its references are weak, since the cycle collector does not see parameters' hooks."""
+    found, module = receiver(), watched()
+    if found is not None and module is not None:
+        found.parameter_gradient(module, name, parameter)
+
+
+def _after_accumulation(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _are(watched: Sequence[Watched]) -> str:
+    first = f"{watched[0].path or 'the model'} ({watched[0].class_name})"
+    return f"{first} is" if len(watched) == 1 else f"{first} and {len(watched) - 1} more modules are"

@@ -1,0 +1,181 @@
+"""The events between two looks, and the slots that they refer to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from te_precision_callbacks.overflow.events import Event, Frame, Place
+from te_precision_callbacks.overflow.extreme_slots import Measured, Slots, Values
+
+
+@dataclass(slots=True, eq=False)
+class GradientRoles:
+    """The modules that a tensor left and entered, which its gradient will enter and leave.
+
+    Attributes:
+        batch: the batch of the forward.
+        takers: the modules that took the tensor, in the order of the forward.
+        makers: the modules that returned the tensor.
+    """
+
+    batch: int
+    takers: list[tuple[Place, str]] = field(default_factory=list)
+    makers: list[tuple[Place, str]] = field(default_factory=list)
+
+    def frames(self) -> list[tuple[str, Place, str]]:
+        """Sign, module and role of each frame: inner modules end first, and begin last."""
+        left = [("<", place, f"grad_{role}") for place, role in reversed(self.takers)]
+        return left + [(">", place, f"grad_{role}") for place, role in reversed(self.makers)]
+
+
+Arrived = Callable[[GradientRoles, torch.Tensor | None], None]
+"""Called with a gradient; None if an autograd Function, such as DDP's for unused outputs, has given none."""
+
+
+class Record:
+    """A tensor at one of its versions; a record keeps neither the tensor nor its graph alive."""
+
+    __slots__ = ("gradient", "measured", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.version = version
+        self.measured: Measured | None = None
+        self.gradient: GradientRoles | None = None
+
+
+class Interval:
+    """The events since the last look.
+
+    Args:
+        abs_min: whether the smallest magnitudes are measured too.
+
+    Attributes:
+        slots: the numbers of the interval's tensors.
+        events: the recorded events that were not looked at yet.
+        excused: the slots that may hold -inf.
+    """
+
+    def __init__(self, *, abs_min: bool) -> None:
+        self.slots = Slots(abs_min=abs_min)
+        self.events: list[Event] = []
+        self.excused: set[Measured] = set()
+        self._loss_scale: torch.Tensor | None = None
+        self._records: dict[int, Record] = {}
+        self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def record(self, tensor: torch.Tensor) -> Record:
+        """The record of a tensor: one for all modules that it passes, until the tensor is changed in place."""
+        try:
+            version = tensor._version
+        except RuntimeError:  # made in inference mode, without a version counter
+            return Record(tensor, -1)
+        key = id(tensor)
+        known = self._records.get(key)
+        if known is not None and known.version == version and known.tensor() is tensor:
+            return known
+        record = self._records[key] = Record(tensor, version)
+        return record
+
+    def measure(self, tensor: torch.Tensor) -> Record:
+        """The record of a tensor, with its numbers."""
+        record = self.record(tensor)
+        if record.measured is None:
+            record.measured = self.slots.measure(tensor)
+        return record
+
+    def gradient_roles(self, tensor: torch.Tensor, record: Record, batch: int, arrived: Arrived) -> GradientRoles:
+        """The roles of a tensor's gradient, made in forward ``batch``; ``arrived`` is called with them."""
+        if record.gradient is None:
+            roles = record.gradient = GradientRoles(batch)
+            if tensor.dtype.is_floating_point:
+                with contextlib.suppress(RuntimeError):  # such as under a transform of torch.func
+                    handle = tensor.register_hook(functools.partial(arrived, roles))  # type: ignore[no-untyped-call]
+                    if tensor.is_leaf:  # a leaf outlives the graph
+                        self._leaf_hooks.append(handle)
+        return record.gradient
+
+    def note_loss_scale(self, scale: torch.Tensor | None) -> None:
+        """Note that a scaler, which can skip the step, has multiplied a loss by ``scale``, one element on any device.
+
+        None if the scaler does not show the scale. The largest scale counts.
+        """
+        # Copied, since the scaler changes the scale in place.
+        now = torch.tensor(math.inf) if scale is None else scale.detach().clone()
+        known = self._loss_scale
+        self._loss_scale = now if known is None else torch.maximum(known.to(now.device), now)
+
+    def loss_scale(self) -> float | None:
+        """The largest scale of a loss; None if no loss was scaled. The host waits for the device."""
+        return None if self._loss_scale is None else self._loss_scale.item()
+
+    def forget_numbers(self) -> None:
+        """Reuse the slots, and measure each tensor again."""
+        self._records = {key: record for key, record in self._records.items() if record.tensor() is not None}
+        for record in self._records.values():
+            record.measured = None
+        self.excused.clear()
+        self.slots.reset()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.events = []
+        self._loss_scale = None
+        self.excused.clear()
+        self._records.clear()
+        self.slots.reset()
+        for handle in self._leaf_hooks:
+            handle.remove()
+        self._leaf_hooks.clear()
+
+
+class Seen(NamedTuple):
+    """A frame with its numbers.
+
+    Attributes:
+        batch: the batch of the frame's event.
+        frame: the frame.
+        values: holds the numbers of the frame.
+    """
+
+    batch: int
+    frame: Frame
+    values: Values
+
+
+class History:
+    """The last frames that were looked at, for the report of a later one.
+
+    Args:
+        length: the number of frames to keep.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._parts: deque[tuple[list[Event], Values]] = deque()
+
+    def add(self, events: Sequence[Event], values: Values) -> None:
+        """Append events; each has at least one frame."""
+        self._parts.append((list(events[-self._length :]), values))
+        while sum(len(part) for part, _ in self._parts) - len(self._parts[0][0]) >= self._length:
+            self._parts.popleft()
+
+    def __iter__(self) -> Iterator[Seen]:
+        for events, values in self._parts:
+            yield from seen(events, values)
+
+
+def seen(events: Sequence[Event], values: Values) -> Iterator[Seen]:
+    """The frames of events."""
+    for event in events:
+        for frame in event.frames():
+            yield Seen(event.batch, frame, values)

@@ -1,0 +1,169 @@
+"""The state between hooks and looks: the events, the current batch, and whether detection works."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_in_words
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.overflow.batches import Batches
+from te_precision_callbacks.overflow.detector_options import Options
+from te_precision_callbacks.overflow.errors import text_of
+from te_precision_callbacks.overflow.events import Labelled, Loss, Place
+from te_precision_callbacks.overflow.extreme_slots import Measured
+from te_precision_callbacks.overflow.interval import Interval
+from te_precision_callbacks.overflow.structure import tensors_in
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """An outermost call of a watched module, and all calls inside.
+
+    Attributes:
+        interval: the interval in which the call is noted; None: not at all.
+        frames: whether the call makes frames; a recomputed forward does not.
+        gradients: whether its tensors' gradients are watched.
+        evaluates: whether it is a forward without gradients, which is looked at when it ends.
+        batch: the batch number of its frames.
+        open: the calls that have begun and not ended, each with its inputs.
+    """
+
+    interval: Interval | None
+    frames: bool
+    gradients: bool
+    evaluates: bool
+    batch: int = 0
+    open: list[tuple[Place, list[tuple[str, Measured | None]]]] = field(default_factory=list)
+
+    def close(self, place: Place) -> list[tuple[str, Measured | None]] | None:
+        """The inputs of the call of a module that ends; None if no call of the module has begun."""
+        if all(opened is not place for opened, _ in reversed(self.open)):
+            return None
+        while True:  # a later call may never have ended
+            opened, taken = self.open.pop()
+            if opened is place:
+                return taken
+
+
+class _Thread(threading.local):
+    """The running call of each thread: on a GPU, a thread of autograd runs recomputed forwards and gradients."""
+
+    current: Pass | None = None
+
+
+class Journal:
+    """The notes of hooks between two looks.
+
+    Attributes:
+        training: the events of training.
+        evaluation: the events of the running forward without gradients.
+        batches: counts batches.
+        thread: its ``current`` is the outermost call that runs in this thread.
+        due: whether training has done something, noted or not, that was not looked at yet.
+        saw_forward: whether training has ever called the model's hooks.
+        abandoned: as in :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
+        closed: whether detection is over.
+        broken: whether nothing is noted after a failure: until the look that raises the failure, or for good.
+        failure: the failure that the next look raises.
+        notices: the messages that have been logged once.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.training = Interval(abs_min=options.abs_min)
+        self.evaluation = Interval(abs_min=options.abs_min)
+        self.batches = Batches(options.abort_after_batch)
+        self.thread = _Thread()
+        self.due = self.saw_forward = False
+        self.abandoned: Callable[[], bool] | None = None
+        self.closed = self.broken = False
+        self.failure: Exception | None = None
+        self.notices = Notices()
+        self._raises = options.on_failure == "raise"
+
+    def is_over(self) -> bool:
+        """Whether detection is over: it is closed, or its loop has ended."""
+        return self.closed or (self.abandoned is not None and self.abandoned())
+
+    def label(self, tensor: torch.Tensor, label: str) -> None:
+        """Add a frame with a label, if a forward is running."""
+        current = self.thread.current
+        if current is None or current.interval is None or not current.frames or self.broken or self.is_over():
+            return
+        try:
+            measured = current.interval.slots.measure(tensor)
+            current.interval.events.append(Labelled(current.batch, label, measured))
+        except Exception as error:
+            self.fail(error)
+
+    def note_loss(self, loss: Any, scaled: Any = None) -> bool:
+        """Add a frame for each tensor of a loss; returns whether there is a new one.
+
+        A tensor that was noted before, such as the loss that a model returns, has its frame. ``due`` stays as it is: a
+        loss that is logged after the step, perhaps on one rank alone, waits for the next look.
+
+        Args:
+            loss: the loss; or several, as a list or tuple.
+            scaled: what a GradScaler has made of it, which is not noted again: it may be inf.
+        """
+        if self.broken or self.is_over() or is_capturing():
+            return False
+        training, made = self.training, False
+        try:
+            for role, tensor in tensors_in(loss, "loss"):
+                if tensor is None or training.record(tensor).measured is not None:
+                    continue
+                measured = training.measure(tensor).measured
+                if measured is not None:
+                    training.events.append(Loss(self.batches.number, role, measured))
+                    made = True
+            for (_, tensor), (_, product) in zip(tensors_in(loss, ""), tensors_in(scaled, ""), strict=False):
+                if tensor is not None and product is not None:
+                    training.record(product).measured = training.record(tensor).measured
+        except Exception as error:
+            self.fail(error)
+        return made
+
+    def note_loss_scale(self, scale: torch.Tensor | None) -> None:
+        """Note that a GradScaler has scaled a loss."""
+        if self.broken or self.is_over() or is_capturing():
+            return
+        try:
+            self.training.note_loss_scale(scale)
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Handle a failure of detection: note nothing until the next look, which raises the failure; or log it.
+
+        A GPU that is lost is no failure of detection: the next operation of training raises it.
+        """
+        if self.broken:
+            return
+        self.broken = True
+        if is_lost(error):
+            logger.warning("%s", lost_in_words(error, "Activation overflow detection"))
+        elif self._raises:
+            self.failure = error
+        else:
+            logger.error(
+                "Activation overflow detection failed (%s), and is off from now on. Training goes on.",
+                text_of(error),
+                exc_info=error,
+            )
+
+    def clear(self) -> None:
+        """Forget all events, and begin anew."""
+        self.thread.current = None
+        self.due = False
+        if self.failure is not None:
+            self.broken, self.failure = False, None
+        self.training.clear()
+        self.evaluation.clear()

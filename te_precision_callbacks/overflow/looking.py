@@ -1,0 +1,289 @@
+"""Checks the events that hooks have recorded, agrees with other ranks, and stops the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.ranks import is_distributed, is_initialized, own_rank
+from te_precision_callbacks.base.ranks.messages import Messages
+from te_precision_callbacks.base.ranks.tree import RanksLostError
+from te_precision_callbacks.overflow.agreement import Failure, Find, agree
+from te_precision_callbacks.overflow.analysis import Reader
+from te_precision_callbacks.overflow.detector_options import Options
+from te_precision_callbacks.overflow.errors import (
+    AbortAfterBatch,
+    ActivationOverflowError,
+    DetectionFailedError,
+    text_of,
+)
+from te_precision_callbacks.overflow.events import Event
+from te_precision_callbacks.overflow.interval import Interval
+from te_precision_callbacks.overflow.journal import Journal
+from te_precision_callbacks.overflow.weights import advice_on_weights, broken_parameters
+
+logger = logging.getLogger(__name__)
+
+MOST_SLOTS = 65_536
+"""The number of slots after which a rank looks at its frames alone, before the next forward.
+
+If ranks stop together, an overflow that is found there waits for the next common look.
+"""
+
+_MOST_SLOTS_IMMEDIATE = 1024
+"""The number of slots after which the mode ``immediate``, which has looked at them, begins anew."""
+
+
+class Looking:
+    """Decides whether a run stops: the only part that waits for the device and for other ranks, and that raises.
+
+    Args:
+        roots: the models, each with the prefix of its paths.
+        options: the checked keywords of the detector.
+        journal: the notes of the hooks.
+
+    Attributes:
+        reader: reads events.
+        handles: removes the hooks at the end.
+        reports: how many overflows were reported.
+        has_looked: whether there was ever a look.
+        dropped: how many events this rank has looked at alone, to make room, since the last common look.
+        steps: how many steps the model's optimizers have made.
+        stepped_by: the class of the optimizer that stepped last.
+    """
+
+    def __init__(self, roots: Sequence[tuple[str, torch.nn.Module]], options: Options, journal: Journal) -> None:
+        self.reader = Reader(options, journal.notices)
+        self.handles = contextlib.ExitStack()
+        self.reports = 0
+        self.has_looked = False
+        self.dropped = 0
+        self.steps = 0
+        self.stepped_by = ""
+        self._roots = roots
+        self._options = options
+        self._journal = journal
+        self._pending: Find | None = None
+        self._messages: Messages | None = None
+        self._shares = False
+
+    def share(self, messages: Messages) -> None:
+        """Agree with other ranks over messages that somebody else opens and closes."""
+        self._messages, self._shares = messages, True
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether each event is looked at as it is made, by :meth:`look_at_last`."""
+        return self._options.mode == "immediate"
+
+    # ------------------------------------------------------------------ when
+
+    def look(self, *, may_be_skipped: bool = True) -> None:
+        """Look at the events of training since the last look; if ranks stop together, call this on all of them.
+
+        Args:
+            may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
+        """
+        journal = self._journal
+        if journal.is_over() or is_capturing():  # what was noted before waits for the first look after the capture
+            return
+        self.has_looked = True
+        together = self._together()
+        if not journal.due and (together or journal.failure is None):
+            return
+        messages = self._open_messages() if together else None
+        try:
+            journal.thread.current = None  # no call is running, even if an interrupt has left one open
+            journal.due = False
+            found = self._look_at_training(may_be_skipped=may_be_skipped)
+            if messages is not None:
+                found = self._agreed(found, messages)
+        except BaseException as error:  # the other ranks must not wait for this one
+            if messages is not None:
+                messages.leave(error)
+            raise
+        self._stop_if(found, together=together)
+        if journal.batches.is_over:
+            self._abort()
+
+    def _open_messages(self) -> Messages:
+        """The messages to the ranks that stop together, which meet in their first common look."""
+        if self._messages is None:
+            self._messages = Messages(self._options.process_group, "overflow")
+            try:
+                self._messages.open("to look for activation overflow")
+            except RanksLostError as error:
+                self._say_apart(error)
+        return self._messages
+
+    def _agreed(self, own: Find | Failure | None, messages: Messages) -> Find | Failure | None:
+        if not messages.is_open:
+            return own
+        try:
+            return agree(own, messages)
+        except RanksLostError as error:
+            self._say_apart(error)
+            return own
+
+    def _say_apart(self, error: RanksLostError) -> None:
+        logger.warning(
+            "Activation overflow: this rank looks alone from now on. %s. A rank that finds one stops alone, and the"
+            " others wait for it until the timeout of their process group.",
+            str(error).removesuffix("."),
+        )
+
+    def before_forward(self, *, is_root: bool, evaluation: bool) -> None:
+        """Make room for an outermost forward that begins, and count it as :meth:`Batches.begins` does."""
+        training = self._journal.training
+        if training.slots.used >= MOST_SLOTS and not is_capturing():
+            self._make_room()
+        elif self.is_immediate and training.slots.used >= _MOST_SLOTS_IMMEDIATE:
+            training.forget_numbers()
+        if self._journal.batches.begins(is_root=is_root, evaluation=evaluation):
+            self.next_batch()
+
+    def next_batch(self) -> None:
+        """Begin a batch, unless the previous batch was the last of the run."""
+        if self._journal.batches.is_over:
+            self._abort()
+        self._journal.batches.next()
+
+    def look_at_last(self, interval: Interval) -> None:
+        """Look at the event that was just made, in the mode ``immediate``."""
+        events, interval.events = interval.events, []
+        self._stop_if(self._read(interval, events))
+
+    def look_at_evaluation(self) -> None:
+        """Look at a forward without gradients that has ended."""
+        batches = self._journal.batches
+        if self._journal.closed:
+            return
+        batches.looked = batches.looked or not batches.trains
+        found = self._look_at(self._journal.evaluation)
+        if found is None and batches.trains and self._together():
+            return  # a failure waits for the next common look
+        self._stop_if(found or self._failed())
+        if batches.is_over and not batches.trains:
+            self._abort()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Look at the last events, on this rank alone, and remove all hooks: :meth:`DebugActivationOverflow.close`."""
+        journal = self._journal
+        if journal.closed:
+            return
+        found, failure = self._look_at_training(), journal.failure
+        journal.closed = True
+        self.handles.close()
+        if self._messages is not None and not self._shares:
+            self._messages.close()
+        if error is None:
+            self._stop_if(found)
+        self._begin_anew()
+        if isinstance(found, Find):
+            self.reports += 1
+            logger.error(found.report)
+        elif found is not None:
+            logger.error("Activation overflow detection has failed (%s).", found.text, exc_info=failure)
+
+    # ------------------------------------------------------------------ at what
+
+    def _together(self) -> bool:
+        return self._options.distributed and is_distributed(self._options.process_group)
+
+    def _look_at_training(self, *, may_be_skipped: bool = True) -> Find | Failure | None:
+        """The first overflow since the last look, or else a failure."""
+        find = self._look_at(self._journal.training, may_be_skipped=may_be_skipped)
+        find, self._pending, self.dropped = self._pending or find, None, 0
+        self._journal.batches.looked = True
+        return find or self._failed()
+
+    def _failed(self) -> Failure | None:
+        failure = self._journal.failure
+        return None if failure is None else Failure(own_rank(), text_of(failure))
+
+    def _make_room(self) -> None:
+        """Empty the slots if there was no look. A rank that stops together with others keeps a find for their look."""
+        events = len(self._journal.training.events)
+        find = self._look_at(self._journal.training)
+        if not self._together():
+            self._stop_if(find or self._failed())
+        self._pending = self._pending or find
+        self.dropped += events
+
+    def _look_at(self, interval: Interval, *, may_be_skipped: bool = True) -> Find | None:
+        """The first overflow in an interval, which then begins anew."""
+        find = self._read(interval, interval.events, may_be_skipped=may_be_skipped)
+        interval.clear()
+        return find
+
+    def _read(self, interval: Interval, events: Sequence[Event], *, may_be_skipped: bool = True) -> Find | None:
+        """The first overflow in events of an interval; None if reading fails."""
+        journal, read = self._journal, self.reader.read
+        evaluation = interval is journal.evaluation and journal.batches.trains
+        try:
+            return read(interval, events, evaluation=evaluation, may_be_skipped=may_be_skipped, before=self.dropped)
+        except Exception as error:
+            journal.fail(error)
+            return None
+
+    # ------------------------------------------------------------------ what follows
+
+    def _stop_if(self, find: Find | Failure | None, *, together: bool = False) -> None:
+        """Raise a find or a failure.
+
+        Args:
+            find: nothing, an overflow, or a failure.
+            together: whether all ranks are here with the same find.
+        """
+        if find is None:
+            return
+        if isinstance(find, Failure):
+            cause = self._journal.failure if find.rank == own_rank() else None
+            self._begin_anew()
+            raise DetectionFailedError(find.text, rank=find.rank) from cause
+        self.reports += 1
+        advice = self._advice_on_weights(find, together=together) or find.advice
+        self._begin_anew()
+        if find.rank == own_rank():
+            logger.error("%s", find.report)
+        over = f" on rank {find.rank}" if is_initialized() else ""
+        raise ActivationOverflowError(
+            f"{find.headline}, in {'evaluation ' if find.evaluation else ''}batch {find.batch}{over}. The report in the"
+            f" log, and in this exception's attribute 'report', has the frames before it. {advice}",
+            path=find.path,
+            class_name=find.class_name,
+            role=find.role,
+            batch=find.batch,
+            evaluation=find.evaluation,
+            rank=find.rank,
+            report=find.report,
+        )
+
+    def _advice_on_weights(self, find: Find, *, together: bool) -> str | None:
+        """The advice if parameters of this rank, or of any, are inf or nan themselves; None if all are finite."""
+        try:
+            broken = broken_parameters(self._roots, find.path)
+        except Exception as error:  # the overflow must be reported all the same
+            logger.warning("Activation overflow: the parameters could not be checked (%s).", text_of(error))
+            broken = []
+        if together and self._messages is not None and self._messages.is_open:
+            try:
+                broken = self._messages.pooled(
+                    broken, "broken parameters", "to name the parameters that are not finite"
+                )
+            except RanksLostError as error:
+                self._say_apart(error)
+        return advice_on_weights(broken, self.steps, self.stepped_by) if broken else None
+
+    def _abort(self) -> None:
+        self.close()
+        raise AbortAfterBatch(self._journal.batches.number)
+
+    def _begin_anew(self) -> None:
+        """Forget all events."""
+        self._journal.clear()
+        self.reader.forget()

@@ -1,0 +1,101 @@
+"""The text of a report: the culprit, and the frames before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from te_precision_callbacks.overflow.events import Call, Event, Frame, Gradient, Loss
+from te_precision_callbacks.overflow.extreme_slots import Slot, Values
+from te_precision_callbacks.overflow.interval import Seen
+from te_precision_callbacks.overflow.verdict import what
+
+
+def headline(culprit: Seen) -> str:
+    """Names the bad tensor and the kind of number: the first line of the report and of the exception."""
+    frame = culprit.frame
+    kind = what(*culprit.values.extremes(frame.measured)) if isinstance(frame.measured, Slot) else ""
+    return f"{_where(culprit)} has {kind}"
+
+
+def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
+    """The advice about an overflow.
+
+    Args:
+        culprit: the bad frame.
+        event: the event of the frame.
+        loss_scale: the number by which a GradScaler has multiplied the loss; None if none has.
+    """
+    frame = culprit.frame
+    if isinstance(event, Gradient):
+        scaler = (
+            " If something other than torch's GradScaler scales the loss, set loss_scaled of the detector to True."
+            if loss_scale is None
+            else f" The loss was scaled by only {loss_scale:g}, so the scale is not the cause, and a GradScaler would"
+            " skip every step from here on."
+        )
+        return f"The forward was finite: the gradient became inf or nan on its way back.{scaler}"
+    if isinstance(event, Loss):
+        return (
+            "What the model returned was finite, and the loss is computed from it outside of the watched modules: look"
+            " there for a division by zero (such as a mean over no labels), a logarithm of zero, or a range that is too"
+            " small, as in float16."
+        )
+    if isinstance(event, Call) and frame.sign == ">":
+        return (
+            "It entered the module from outside the watched modules: from the data, or from code between modules,"
+            " which detect_overflow() can check."
+        )
+    if isinstance(frame.measured, Slot) and culprit.values.extremes(frame.measured)[1] < math.inf:
+        path = "" if frame.place is None else frame.place.path
+        return f"There is only -inf: if the module makes -inf on purpose, allow it with allow_neg_inf=[{path!r}]."
+    return (
+        "Go up from the last frame to where abs_max began to grow, and run that part in a higher precision, or make its"
+        " values smaller. detect_overflow() can check tensors inside a forward."
+    )
+
+
+def report(frames: Sequence[Seen], *, abs_min: bool) -> str:
+    """The report whose last frame is the culprit."""
+    lines = [headline(frames[-1]), "", "", f"last {len(frames)} frames:"]
+    return "\n".join([*lines, *(line(frame, abs_min=abs_min) for frame in frames)])
+
+
+def line(seen: Seen, *, abs_min: bool) -> str:
+    """The line of a frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
+    frame, values = seen.frame, seen.values
+    columns = []
+    if abs_min:
+        least = f"{values.least(frame.measured):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
+        columns.append(f"abs_min={least:>9}")
+    columns.append(f"abs_max={_abs_max(frame, values):>9}")
+    scale = _scale(frame, values)
+    ending = f" FP8 scale {scale:#.3g}" if scale is not None else ""
+    return f"{' '.join(columns)} {_where(seen)}{ending}"
+
+
+def _where(seen: Seen) -> str:
+    frame = seen.frame
+    names = [] if frame.place is None else [frame.place.path, frame.place.class_name]
+    return f"{frame.sign} [{seen.batch}] {': '.join(name for name in [*names, frame.role] if name)}"
+
+
+def _abs_max(frame: Frame, values: Values) -> str:
+    if not isinstance(frame.measured, Slot):
+        return frame.measured.why
+    return f"{amax(frame.measured, values):.2e}"
+
+
+def amax(slot: Slot, values: Values) -> float:
+    """The largest magnitude; nan if there is one."""
+    low, high = values.extremes(slot)
+    return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
+
+
+def _scale(frame: Frame, values: Values) -> float | None:
+    if isinstance(frame.scale, Slot):
+        return values.extremes(frame.scale)[1]
+    if frame.scale is None or not isinstance(frame.measured, Slot):
+        return None
+    largest = amax(frame.measured, values)
+    return frame.scale / largest if 0 < largest < math.inf else 1.0

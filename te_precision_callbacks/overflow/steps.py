@@ -1,0 +1,158 @@
+"""Looks before each step of the model's optimizers, even if a GradScaler skips the step, and notes the loss."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from te_precision_callbacks.base.before_calls import BeforeCalls
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.overflow.grad_scaler import listen
+from te_precision_callbacks.overflow.hooks import ModelHooks
+from te_precision_callbacks.overflow.journal import Journal
+from te_precision_callbacks.overflow.looking import Looking
+
+logger = logging.getLogger(__name__)
+
+_FOREIGN_STEPS = 10
+"""The number of steps of other optimizers after which to warn, if no optimizer of the model has stepped."""
+
+
+class Steps:
+    """Is notified of losses, of the steps of all optimizers of the process, and of scalers.
+
+    Args:
+        hooks: know which optimizers are the model's.
+        journal: the notes of the hooks.
+        looking: checks the events.
+
+    Attributes:
+        journal: as above.
+    """
+
+    def __init__(self, hooks: ModelHooks, journal: Journal, looking: Looking) -> None:
+        self._hooks = hooks
+        self.journal = journal
+        self._looking = looking
+        self._foreign_steps = 0
+        self._followed: list[BeforeCalls] = []
+        # A collected detector leaves this hook in place, doing nothing: torch may be running such hooks just then.
+        self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
+        self._scaler_hook = listen(self)
+
+    def remove(self) -> None:
+        """Stop being notified."""
+        self._step_hook.remove()
+        self._scaler_hook()
+        for followed in self._followed:
+            followed.remove()
+        self._followed.clear()
+
+    def watch_loss(self, loss: Any, scaled: Any = None) -> None:
+        """Note a loss, as :meth:`Journal.note_loss` does; in the mode ``immediate``, look at it."""
+        if self.journal.note_loss(loss, scaled) and self._looking.is_immediate:
+            self._looking.look_at_last(self.journal.training)
+
+    def follow(self, owner: Any) -> None:
+        """Note the loss in each call of ``owner.backward(loss)`` from now on."""
+        if not any(followed.owner is owner for followed in self._followed):
+            self._followed.append(BeforeCalls(owner, "backward", self._before_backward))
+
+    @outside_of_dynamo
+    def _before_backward(self, *losses: Any, **keywords: Any) -> None:
+        # accelerator.backward(loss), fabric.backward(tensor, *args, model=None)
+        self.watch_loss(losses[0] if losses else keywords.get("loss", keywords.get("tensor")))
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Look before an optimizer of the model steps; returns changed arguments for ``step`` if it gets a closure.
+
+        Args:
+            optimizer: any optimizer.
+            args: the optimizer again, and the positional arguments of ``step``.
+            keywords: the keyword arguments of ``step``.
+        """
+        if self.journal.is_over():
+            return None
+        if not self._is_ours(optimizer):
+            self._count_foreign_step()
+            return None
+        self._warn_of_unseen_forward()
+        # The looks before a scaler's step come first; an optimizer that is given a scaler skips the step itself.
+        scales = any(isinstance(value, GradScaler) for value in (*args[1:], *keywords.values()))
+        looking = self._looking
+        looking.look(may_be_skipped=scales)
+        looking.steps, looking.stepped_by = looking.steps + 1, type(optimizer).__name__
+        # Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._looking_after(args[1]), *args[2:]), keywords
+        if callable(keywords.get("closure")):
+            return args, {**keywords, "closure": self._looking_after(keywords["closure"])}
+        return None
+
+    def before_scaled_step(self, optimizer: Any) -> None:
+        """Look before a GradScaler decides whether an optimizer of the model steps."""
+        if not self.journal.is_over() and self._is_ours(optimizer):
+            self._warn_of_unseen_forward()
+            self._looking.look()
+
+    def _is_ours(self, optimizer: Any) -> bool:
+        try:
+            return self._hooks.steps(optimizer)
+        except Exception as error:
+            self.journal.fail(error)
+            return True  # other ranks may wait for this one in their look
+
+    def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, followed by a look."""
+
+        def run_and_look() -> Any:
+            loss = closure()
+            self._looking.look(may_be_skipped=False)
+            return loss
+
+        return run_and_look
+
+    def _count_foreign_step(self) -> None:
+        """Warn once that there are no looks, if no optimizer of the model has ever stepped."""
+        if self._looking.has_looked or not self.journal.due:
+            return
+        self._foreign_steps += 1
+        if self._foreign_steps >= _FOREIGN_STEPS and self.journal.notices.first("foreign steps"):
+            logger.warning(
+                "Activation overflow: optimizers that hold no parameter of the model have made %d steps, and no look"
+                " came before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
+                " Megatron's distributed optimizer) cannot be recognized: call look() of the detector before each of"
+                " their steps.",
+                _FOREIGN_STEPS,
+            )
+
+    def _warn_of_unseen_forward(self) -> None:
+        """Warn once that gradients came from a forward that called no hook."""
+        journal = self.journal
+        if journal.saw_forward or self._looking.dropped or not journal.training.events:
+            return
+        if journal.notices.first("unseen forward"):
+            logger.warning(
+                "Activation overflow: the model was trained without a call of its hooks, so its forward is not watched:"
+                " the model was compiled before the detector was made, or is called by model.forward(). Make the"
+                " detector before the first compiled call, or call torch._dynamo.reset() after making it."
+            )
+
+
+def _before_step_of(steps: weakref.ref[Steps]) -> Any:
+    """The hook of all optimizers of the process; it does not keep the detector, and so not the model, alive."""
+
+    @outside_of_dynamo
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> Any:
+        found = steps()
+        return None if found is None else found.before_step(optimizer, args, keywords)
+
+    return before_step

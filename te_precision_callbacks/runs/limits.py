@@ -1,0 +1,34 @@
+"""Whether a run is recorded, and how much of it."""
+
+from __future__ import annotations
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.config.byte_sizes import size_in_bytes
+
+DEFAULT_LIMIT = 16 << 30
+"""The bytes that a rank records of a run: some 10^9 values."""
+
+Records = bool | str
+"""``"on"`` or True, ``"off"`` or False, or a size such as ``"64GiB"``."""
+
+
+def record_limit(records: object) -> int:
+    """The most bytes that a rank records of a run; 0 where it is not recorded.
+
+    Args:
+        records: a :data:`Records`.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if isinstance(records, bool):
+        return DEFAULT_LIMIT if records else 0
+    if isinstance(records, str):
+        word = records.strip().lower()
+        if word in ("on", "off"):
+            return DEFAULT_LIMIT if word == "on" else 0
+        try:
+            return size_in_bytes(records)
+        except ValueError:
+            pass
+    raise OptionError(f"records= must be 'on', 'off', or a size such as '64GiB', not {records!r}.")

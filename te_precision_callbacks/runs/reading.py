@@ -1,0 +1,609 @@
+"""Reads recorded runs: this package's own, and those of plain nvidia-dlfw-inspect.
+
+    run = open_run("logs")                              # a log folder with one run
+    run = open_run("logs", run="20261122-130144-507-9f3c21")
+    list_runs("logs")                                   # ("20261122-130144-507-9f3c21", ...)
+
+A run may be read while it is written, and after its process was killed: a tail counts to its last whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from te_precision_callbacks.runs.bounds import MOST_ITERATION, open_regular, pieces_of, read_json
+from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError
+from te_precision_callbacks.runs.event_lines import event_row, events_table
+from te_precision_callbacks.runs.importing import find_logs, import_logs
+from te_precision_callbacks.runs.index import (
+    NO_VALUES,
+    NO_VECTORS,
+    VALUE_COLUMNS,
+    VECTOR_COLUMNS,
+    SeriesIndex,
+    Subject,
+    in_order,
+)
+from te_precision_callbacks.runs.parts import UNREADABLE, read_facts, read_part, stretch_of
+from te_precision_callbacks.runs.recorded import (
+    RecordedRun,
+    Segment,
+    Status,
+    Thinned,
+    joined_stretches,
+    stretches_in_words,
+)
+from te_precision_callbacks.runs.run_files import (
+    EVENTS_FILE,
+    FOLDER,
+    RUN_FILE,
+    SEALED,
+    SEGMENT_NAME,
+    PartFile,
+    has_ended,
+    missing_numbers,
+    missing_stretches,
+    part_files,
+    parts_of,
+    ranks_of,
+    segments_of,
+)
+from te_precision_callbacks.runs.soundness import sound
+from te_precision_callbacks.runs.tables import FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+
+_MOST_ATTEMPTS = 5
+"""How often a run is read that is thinned meanwhile."""
+
+StrPath = str | os.PathLike[str]
+
+
+def list_runs(path: StrPath) -> tuple[str, ...]:
+    """The names of the runs that a log folder has recorded, the oldest first; empty if it has none."""
+    folder = _records_of(Path(path))
+    if not folder.is_dir():
+        return ()
+    return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and segments_of(entry)))
+
+
+def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
+    """Read a recorded run.
+
+    Args:
+        path: a log folder, its folder ``precision_records``, the folder of a run or of one of its segments; or what
+            plain nvidia-dlfw-inspect has written: its log folder, or a statistics log.
+        run: the run that is meant, one of :func:`list_runs`, or the beginning of its name; needed where there are
+            several. ``"latest"`` is the one that was started or resumed last. Logs of plain nvidia-dlfw-inspect have no
+            name.
+
+    Raises:
+        NotARunError: there is no recorded run, or not the one that is meant.
+        SeveralRunsError: there are several runs, and none is chosen.
+        RunError: the files are of a later version of this package.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise NotARunError(f"{folder}: there is no such file or folder.")
+    if folder.is_dir():
+        if SEGMENT_NAME.fullmatch(folder.name) and (folder / RUN_FILE).exists():
+            _check_name(folder.parent, folder, run)
+            return _read_run(folder.parent, folder, lambda: {int(folder.name.partition("-")[2]): folder})
+        if segments_of(folder):
+            _check_name(folder, folder, run)
+            return _read_run(folder, folder, lambda: segments_of(folder))
+        runs = list_runs(folder)
+        if runs:
+            chosen = _records_of(folder) / _choose(folder, runs, run)
+            return _read_run(chosen, folder, lambda: segments_of(chosen))
+    logs = find_logs(folder)
+    if logs is not None:
+        if run not in (None, "latest"):
+            raise NotARunError(
+                f"{folder}: logs of plain nvidia-dlfw-inspect are one run, which has no name like {run!r}."
+            )
+        return import_logs(folder, logs)
+    raise NotARunError(f"{folder}: {_what_it_is(folder)}")
+
+
+def _records_of(folder: Path) -> Path:
+    return folder if folder.name == FOLDER else folder / FOLDER
+
+
+def _check_name(folder: Path, given: Path, wanted: str | None) -> None:
+    if wanted not in (None, "latest") and not folder.name.startswith(str(wanted)):
+        raise NotARunError(f"{given} is the run {folder.name!r}, not {wanted!r}. Give the log folder, or no name.")
+
+
+class _Moved(Exception):
+    """A part was thinned between the moment that it was listed and the moment that it was read."""
+
+
+def _read_run(folder: Path, given: Path, folders: Callable[[], Mapping[int, Path]]) -> RecordedRun:
+    """Read a run, which may be thinned meanwhile."""
+    for _ in range(_MOST_ATTEMPTS):
+        with contextlib.suppress(_Moved):
+            return _Reader(folder, given, folders()).run()
+    return _Reader(folder, given, folders(), patient=False).run()
+
+
+def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
+    if wanted == "latest":
+        return max(runs, key=lambda name: _last_start(_records_of(folder) / name))
+    found = runs if wanted is None else tuple(name for name in runs if name.startswith(wanted))
+    if wanted in found:
+        return str(wanted)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise NotARunError(f"{folder}: there is no run {wanted!r}. There are: {', '.join(runs)}.")
+    raise SeveralRunsError(
+        f"{folder}: there are {len(found)} runs: {', '.join(found)}. Choose one with run={found[-1]!r}, on the command"
+        f' line --run {found[-1]}, or give its path, "{_records_of(folder) / found[-1]}".',
+        found,
+    )
+
+
+def _last_start(run: Path) -> str:
+    """When the last segment of a run has begun, comparable as text: a run that was resumed is later than one whose
+    start came between."""
+    day, clock, milliseconds, *_ = *run.name.split("-"), "", "", ""
+    of_name = f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}.{milliseconds}"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get("started_at")
+        return max(str(found or ""), of_name)
+    return of_name
+
+
+def _what_it_is(path: Path) -> str:
+    if path.is_dir():
+        return (
+            f"no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
+            " nvidia-dlfw-inspect has nvdlfw_inspect_statistics_logs/."
+        )
+    return "this file is no recorded run. Give the log folder."
+
+
+@dataclass
+class _Rows:
+    """Where rows of a table lie: a part of a rank of a segment.
+
+    Attributes:
+        file: the file.
+        segment: the number of the segment.
+        numbers: series of the files of this rank and segment -> series of the run.
+    """
+
+    file: PartFile
+    segment: int
+    numbers: dict[int, int]
+
+
+@dataclass
+class _Reader:
+    """Reads a run.
+
+    Args:
+        folder: the folder of the run.
+        given: the path that the user gave.
+        folders: the segments.
+        patient: whether a part that was thinned while it was read raises :class:`_Moved`.
+
+    Attributes:
+        written: the segments that are still written.
+    """
+
+    folder: Path
+    given: Path
+    folders: Mapping[int, Path]
+    patient: bool = True
+    notes: list[str] = field(default_factory=list)
+    index: SeriesIndex = field(default_factory=SeriesIndex)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    written: frozenset[int] = frozenset()
+    thinned: list[Thinned] = field(default_factory=list)
+
+    def run(self) -> RecordedRun:
+        segments = tuple(self._segment(number, folder) for number, folder in self.folders.items())
+        self.written = frozenset(segment.number for segment in segments if segment.status == "running")
+        ranks = {number: ranks_of(folder) for number, folder in self.folders.items()}
+        self._note_missing(segments, ranks)
+        folders = [(number, rank) for number, of_segment in ranks.items() for rank in of_segment.values()]
+        steps: dict[int, list[pa.Table]] = {number: [] for number in self.folders}
+        scalars: dict[int, list[pa.Table]] = {number: [] for number in self.folders}
+        for number, folder in folders:
+            steps[number] += self._tables(folder, "steps", STEPS)
+            scalars[number] += self._tables(folder, "scalars", SCALARS)
+        for number in self.folders:
+            iterations = [table["iteration"] for table in (*steps[number], *scalars[number]) if len(table)]
+            if iterations:
+                bounds = [pc.min_max(each).as_py() for each in iterations]
+                self.spans[number] = min(b["min"] for b in bounds), max(b["max"] for b in bounds)
+        values = self._parts(folders, "values", VALUES)
+        vectors = self._parts(folders, "vectors", VECTORS)
+        facts = self._facts(segments)
+        all_steps = _first_of_each(self._joined(steps, STEPS), "iteration")
+        thinned = joined_stretches(self.thinned, all_steps["iteration"].to_numpy())
+        for note in stretches_in_words(thinned):
+            self._note(note)
+        return RecordedRun(
+            path=self.given,
+            source="te-precision-callbacks",
+            run_id=self.folder.name,
+            segments=segments,
+            **facts,
+            series=self.index.table(),
+            steps=all_steps,
+            scalars=self._joined(scalars, SCALARS),
+            events=self._events(folders),
+            read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
+            read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
+            notes=tuple(self.notes),
+            thinned=tuple(thinned),
+        )
+
+    # ------------------------------------------------------------------ segments
+
+    def _segment(self, number: int, folder: Path) -> Segment:
+        path = folder / RUN_FILE
+        facts: dict[str, Any] = {}
+        try:
+            facts = read_json(path)
+        except FileNotFoundError:
+            self._note(f"{path} is missing: nothing is known of the facts of segment {number}.")
+        except (OSError, ValueError) as error:
+            facts = {}
+            self._note(f"{path} is damaged ({error}): nothing is known of the facts of segment {number}.")
+        schema = facts.get("schema", SCHEMA_VERSION)
+        if not isinstance(schema, int) or schema > SCHEMA_VERSION:
+            raise RunError(
+                f"{path}: its schema is {schema!r}, and this te-precision-callbacks reads up to {SCHEMA_VERSION}."
+                " Read the run with the version that has written it, or a later one."
+            )
+        status = facts.get("status", "unknown")
+        if status == "running" and has_ended(path, facts):
+            status = "unknown" if facts.get("not_written") else "killed"
+        if facts.get("not_written"):
+            self._note(f"Segment {number} is not recorded to its end: {facts['not_written']}")
+        known: Status = status if status in ("running", "ended", "failed", "killed") else "unknown"
+        return Segment(
+            number=number,
+            status=known,
+            started_at=str(facts.get("started_at") or ""),
+            ended_at=str(facts.get("ended_at") or ""),
+            first_iteration=_whole(facts.get("first_iteration"), 0),
+            world=_whole(facts.get("world"), 1),
+            facts=facts,
+        )
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
+        numbers = sorted(self.folders)
+        missing = missing_numbers(numbers, 0) if len(numbers) > 1 else ""
+        if missing:
+            self._note(f"Segments are missing: {missing}.")
+        versions: dict[str, set[str]] = {}
+        for segment in segments:
+            of_segment = segment.facts.get("versions")
+            for package, version in (of_segment if isinstance(of_segment, dict) else {}).items():
+                versions.setdefault(package, set()).add(str(version))
+            found = ranks[segment.number]
+            expected = segment.facts.get("writing_ranks")
+            expected = expected if isinstance(expected, list) else [0]
+            gone = [rank for rank in expected if isinstance(rank, int) and rank not in found]
+            if gone:
+                self._note(
+                    f"Segment {segment.number} lacks the files of {len(gone)} of {segment.world} ranks:"
+                    f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}."
+                )
+        for package, several in versions.items():
+            if len(several) > 1:
+                self._note(f"The segments ran with several versions of {package}: {', '.join(sorted(several))}.")
+
+    # ------------------------------------------------------------------ tables
+
+    def _tables(self, folder: Path, name: str, schema: pa.Schema) -> list[pa.Table]:
+        """The parts of a small table."""
+        found = []
+        for file in self._numbered_parts(folder, name):
+            read = functools.partial(read_part, file.path, schema.names, schema)
+            table = self._load(file.path, name, read)
+            if table is not None:
+                found.append(table)
+        return found
+
+    def _numbered_parts(self, folder: Path, name: str) -> list[PartFile]:
+        files = parts_of(folder, name)
+        gone = missing_stretches(((file.first, file.last) for file in files), 1)
+        if gone:
+            self._note(f"{folder}: parts of {name} are missing: {gone}.")
+        return files
+
+    def _load(self, path: Path, name: str, read: Callable[[], pa.Table]) -> pa.Table | None:
+        """A part, or what of it can be read; None, and a note, if nothing can.
+
+        Args:
+            path: the part.
+            name: its table.
+            read: reads it.
+        """
+        try:
+            table = read()
+            good = sound(table, name)
+        except FileNotFoundError as error:
+            if self.patient:
+                raise _Moved from error
+            self._note(f"{path} has vanished while it was read.")
+        except UNREADABLE as error:
+            self._note(f"{path} cannot be read, and its rows are missing: {_first_line(error)}")
+        else:
+            if len(table) and not len(good):
+                self._note(f"{path} cannot be read, and its rows are missing: all of them are damaged")
+            elif len(good) < len(table):
+                self._note(f"{path}: {len(table) - len(good):,} of {len(table):,} rows are damaged and left out.")
+            return good
+        return None
+
+    def _joined(self, tables: Mapping[int, list[pa.Table]], schema: pa.Schema) -> pa.Table:
+        """The rows of all segments that count, by iteration; those of a lower rank come first."""
+        kept = [
+            table.filter(pa.array(self._counts(number, table))) for number, each in tables.items() for table in each
+        ]
+        joined = pa.concat_tables([schema.empty_table(), *kept]).unify_dictionaries().combine_chunks()
+        return joined.take(pc.sort_indices(joined, sort_keys=[("iteration", "ascending")]))
+
+    def _counts(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """Which rows of a segment count: those whose iteration no later segment has."""
+        iterations = table["iteration"].to_numpy()
+        kept: npt.NDArray[np.bool_] = np.ones(len(iterations), bool)
+        for later, (first, last) in self.spans.items():
+            if later > segment:
+                kept &= (iterations < first) | (iterations > last)
+        return kept
+
+    def _parts(self, folders: Iterable[tuple[int, Path]], name: str, schema: pa.Schema) -> list[_Rows]:
+        """The parts of a large table, whose series are noted in the index."""
+        found = []
+        numbers: dict[tuple[int, Path], dict[int, int]] = {}
+        beyond: dict[int, int] = {}
+        columns = [column for column in schema.names if column != "segment"]
+        for segment, folder in folders:
+            of_rank = numbers.setdefault((segment, folder), {})
+            for file in self._numbered_parts(folder, name):
+                table = self._load(file.path, name, functools.partial(read_part, file.path, columns, schema))
+                if table is None:
+                    continue
+                self._number_series(table, of_rank)
+                found.append(_Rows(file, segment, of_rank))
+                if file.thinned:
+                    self._note_stretch(segment, file)
+                there = self._is_there(segment, table)
+                beyond[segment] = beyond.get(segment, 0) + len(table) - int(there.sum())
+                table = table.filter(pa.array(there & self._counts(segment, table)))
+                series = _translated(table["series"].to_numpy(), of_rank)
+                own = [table["value"].to_numpy(), table["flags"].fill_null(0).to_numpy()] if "value" in columns else []
+                self.index.note(series, table["iteration"].to_numpy(), *own)
+        self._note_beyond(beyond, {"values": "values", "vectors": "histograms"}[name])
+        return found
+
+    def _note_beyond(self, beyond: Mapping[int, int], what: str) -> None:
+        """Note the rows beyond the last step, of segments that nobody writes any more.
+
+        Args:
+            beyond: segment -> how many.
+            what: they are.
+        """
+        for segment, count in beyond.items():
+            if count and segment not in self.written:
+                span = self.spans.get(segment)
+                last = "no recorded step" if span is None else f"iteration {span[1]:,} as its last recorded step"
+                self._note(f"Segment {segment} has {last}: {count:,} {what} beyond are left out.")
+
+    def _note_stretch(self, segment: int, file: PartFile) -> None:
+        try:
+            stretch = stretch_of(file.path)
+        except FileNotFoundError as error:
+            raise _Moved from error
+        except UNREADABLE as error:
+            self._note(f"{file.path}: {_first_line(error)}")
+            return
+        if stretch is not None:
+            rank = int(file.path.parent.name.partition("-")[2])
+            for first, last in self._that_count(segment, stretch.first, stretch.last):
+                self.thinned.append(Thinned(rank, file.table, first, last, stretch.every))
+
+    def _that_count(self, segment: int, first: int, last: int) -> list[tuple[int, int]]:
+        """The iterations of a segment from one to another that no later segment has, first and last of each stretch."""
+        found = [(first, last)]
+        for later, (begin, end) in self.spans.items():
+            if later > segment:
+                found = [
+                    (one, other)
+                    for first, last in found
+                    for one, other in ((first, min(last, begin - 1)), (max(first, end + 1), last))
+                    if one <= other
+                ]
+        return found
+
+    def _is_of_snapshot(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """Which rows count, and were there when the run was opened."""
+        return self._is_there(segment, table) & self._counts(segment, table)
+
+    def _is_there(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """Which rows were there when the run was opened: those up to its last step by then."""
+        if segment not in self.spans:
+            return np.zeros(len(table), bool)
+        there: npt.NDArray[np.bool_] = table["iteration"].to_numpy() <= self.spans[segment][1]
+        return there
+
+    def _number_series(self, table: pa.Table, of_rank: dict[int, int]) -> None:
+        wanted, rows = np.unique(table["series"].to_numpy(), return_index=True)
+        new = np.array([number not in of_rank for number in wanted.tolist()], bool)
+        if not new.any():
+            return
+        named = table.select([*(name for name, _ in SUBJECT), "rank"]).take(pa.array(rows[new]))
+        columns = [named[name].to_pylist() for name in named.column_names]
+        for number, *subject in zip(wanted[new].tolist(), *columns, strict=True):
+            scope, layer, tensor, gemm, statistic, rank = subject
+            found = Subject(scope or "", layer or "", tensor or "", gemm or "", statistic or "", rank)
+            of_rank[number] = self.index.number(found)
+
+    def _read(self, parts: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
+        """The rows of some series, or of all."""
+        chosen = None if wanted is None else set(wanted)
+        for _ in range(_MOST_ATTEMPTS):
+            try:
+                tables = [self._read_rows(rows, columns, nothing, chosen) for rows in parts]
+            except FileNotFoundError as error:  # it was thinned meanwhile
+                vanished = error
+                parts = _as_they_are_now(parts)
+            else:
+                found = [nothing, *(table for table in tables if table is not None)]
+                return in_order(pa.concat_tables(found).combine_chunks())
+        raise RunError(f"{self.folder} cannot be read any more: {vanished}") from vanished
+
+    def _read_rows(
+        self, rows: _Rows, columns: list[str], nothing: pa.Table, chosen: set[int] | None
+    ) -> pa.Table | None:
+        """The rows of a part; None if it has none of the chosen series."""
+        numbers = rows.numbers if chosen is None else {own: run for own, run in rows.numbers.items() if run in chosen}
+        if not numbers:
+            return None
+        try:
+            table = read_part(rows.file.path, columns, nothing.schema, None if chosen is None else list(numbers))
+        except FileNotFoundError:
+            raise
+        except UNREADABLE as error:
+            raise RunError(f"{rows.file.path} cannot be read any more: {_first_line(error)}") from error
+        table = sound(table, rows.file.table)
+        table = table.filter(pa.array(self._is_of_snapshot(rows.segment, table)))
+        series = _translated(table["series"].to_numpy(), numbers)
+        place = columns.index("series")
+        table = table.set_column(place, nothing.schema.field("series"), pa.array(series))
+        return table.filter(pa.array(series >= 0))
+
+    # ------------------------------------------------------------------ facts and events
+
+    def _facts(self, segments: tuple[Segment, ...]) -> dict[str, pa.Table]:
+        found: dict[str, list[pa.Table]] = {name: [] for name in FACTS}
+        layers: dict[tuple[str, str], int] = {}
+        gemms = 0
+        for place, segment in enumerate(segments):
+            folder = self.folders[segment.number]
+            # A later start may have been resumed from an earlier iteration than the next one.
+            following = min((later.first_iteration for later in segments[place + 1 :]), default=None)
+            for where in (folder, *ranks_of(folder).values()):
+                tables = {name: self._fact(where, name, following) for name in FACTS}
+                gemms += _renumber(tables, layers, gemms)
+                for name, table in tables.items():
+                    found[name].append(table)
+        found["states"] = [table for table in found["states"] if len(table)][-1:] or found["states"][:1]
+        return {name: pa.concat_tables(tables).combine_chunks() for name, tables in found.items()}
+
+    def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:
+        """A table of facts, with its spans ended where a later segment begins."""
+        path, schema = folder / f"{name}{SEALED}", FACTS[name]
+        table = self._load(path, name, functools.partial(read_facts, path, schema)) if path.exists() else None
+        if table is None:
+            return schema.empty_table()
+        if following is None or "until" not in schema.names:
+            return table
+        until = pc.min_element_wise(table["until"], pa.scalar(following - 1, pa.int64()), skip_nulls=True)
+        table = table.set_column(schema.get_field_index("until"), schema.field("until"), until)
+        return table.filter(pc.less_equal(pc.fill_null(table["since"], 0), table["until"]))
+
+    def _events(self, folders: Iterable[tuple[int, Path]]) -> pa.Table:
+        paths = (folder / EVENTS_FILE for _, folder in folders)
+        return events_table(itertools.chain.from_iterable(self._event_rows(path) for path in paths if path.exists()))
+
+    def _event_rows(self, path: Path) -> Iterator[dict[str, Any]]:
+        count = bad = 0
+        try:
+            with open_regular(path) as file:
+                for lines, _ in pieces_of(file):
+                    for line in lines.split(b"\n")[:-1]:
+                        count += 1
+                        row = event_row(line)
+                        if row is None:
+                            bad += 1
+                        else:
+                            yield row
+        except OSError as error:
+            self._note(f"{path} cannot be read: {error}")
+        if bad:
+            self._note(f"{path}: {bad} of {count} lines cannot be read.")
+
+
+def _as_they_are_now(parts: Iterable[_Rows]) -> list[_Rows]:
+    """Parts that were listed earlier, those that were thinned meanwhile as the part that they have become."""
+    found: dict[Path, _Rows] = {}
+    listed: dict[Path, list[PartFile]] = {}
+    for rows in parts:
+        folder = rows.file.path.parent
+        if folder not in listed:
+            listed[folder] = part_files(folder)[0]
+        for file in listed[folder]:
+            if file.table == rows.file.table and file.first <= rows.file.first and rows.file.last <= file.last:
+                found.setdefault(file.path, _Rows(file, rows.segment, rows.numbers))
+    return list(found.values())
+
+
+def _whole(value: object, otherwise: int) -> int:
+    return value if isinstance(value, int) and 0 <= value < MOST_ITERATION else otherwise
+
+
+def _translated(series: npt.NDArray[np.int32], numbers: Mapping[int, int]) -> npt.NDArray[np.int32]:
+    """Series of a file as series of the run; -1 for those that are not in ``numbers``."""
+    own = np.array([*numbers, np.iinfo(np.int64).max], np.int64)
+    of_run = np.array([*numbers.values(), -1], np.int32)
+    order = np.argsort(own)
+    own, of_run = own[order], of_run[order]
+    places = np.searchsorted(own, series)
+    found: npt.NDArray[np.int32] = np.where(own[places] == series, of_run[places], np.int32(-1))
+    return found
+
+
+def _first_of_each(table: pa.Table, column: str) -> pa.Table:
+    """The first row of each value of a column by which the rows are sorted."""
+    values = table[column].to_numpy()
+    return table.filter(pa.array(np.r_[True, values[1:] != values[:-1]][: len(values)]))
+
+
+def _renumber(tables: dict[str, pa.Table], layers: dict[tuple[str, str], int], gemms: int) -> int:
+    """Let the layers and products of a folder have numbers that are theirs alone in the run: the same layer in several
+    segments has one number, and a product one for each segment.
+
+    Returns:
+        How many products there are.
+    """
+    for name in ("layers", "gemms"):
+        table = tables[name]
+        subjects = zip(table["scope"].to_pylist(), table["layer"].to_pylist(), strict=True)
+        numbers = [layers.setdefault((scope or "", layer), len(layers)) for scope, layer in subjects]
+        place = table.column_names.index("layer_id")
+        tables[name] = table.set_column(place, table.schema.field(place), pa.array(numbers, pa.int32()))
+    own = np.unique(np.concatenate([tables[name]["gemm_id"].to_numpy() for name in ("gemms", "operands")]))
+    for name in ("gemms", "operands"):
+        table = tables[name]
+        place = table.column_names.index("gemm_id")
+        moved = np.searchsorted(own, table["gemm_id"].to_numpy()) + gemms
+        tables[name] = table.set_column(place, table.schema.field(place), pa.array(moved, pa.int32()))
+    return len(own)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,319 @@
+"""A recorded run, as tables.
+
+run = open_run("logs")
+run.layers, run.gemms, run.series, run.steps, run.scalars, run.events     # Arrow tables
+run.values([3, 4])                                                        # their numbers, by series and iteration
+grid = run.grid("underflows%", "activation")                              # layers x iterations, nan where there is none
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.runs.errors import UnknownSubjectError, it_has
+
+_SELECTED = ("layer", "tensor", "statistic", "gemm", "scope", "rank")
+
+Source = Literal["te-precision-callbacks", "nvidia-dlfw-inspect"]
+Status = Literal["running", "ended", "failed", "killed", "unknown"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A process start of a run; a resumed run has several.
+
+    Attributes:
+        number: from 0.
+        status: ``running`` while its process lives, ``killed`` if it has gone without an end.
+        started_at, ended_at: times in ISO 8601, UTC; empty if unknown.
+        first_iteration: the first debug iteration.
+        world: the number of ranks.
+        facts: everything that run.json says: versions, environment, config_text, config_hash, recipes, front_door, gpu,
+            capability, te_backend, mesh, ...
+    """
+
+    number: int
+    status: Status
+    started_at: str
+    ended_at: str
+    first_iteration: int
+    world: int
+    facts: Mapping[str, Any]
+
+
+class Thinned(NamedTuple):
+    """A stretch of iterations of which a rank has kept only some steps, since the limit of ``records=`` was reached.
+
+    Attributes:
+        rank: the rank whose files they are; those of rank 0 also have what is reduced over ranks.
+        table: ``values`` or ``vectors``, the histograms.
+        first, last: the first and the last iteration.
+        every: every how many-th step is left, of those that had numbers; 0 if none is. Of ``values`` the lowest and the
+            highest value of each series are left too, with the flag
+            :data:`~te_precision_callbacks.runs.tables.EXTREME`.
+    """
+
+    rank: int
+    table: str
+    first: int
+    last: int
+    every: int
+
+
+def joined_stretches(stretches: Iterable[Thinned], steps: npt.NDArray[np.int64]) -> list[Thinned]:
+    """Neighbours that are equally thin as one, in order.
+
+    Args:
+        stretches: of all segments.
+        steps: the iterations of the run's steps, ascending. With one between two stretches, these are no neighbours.
+    """
+    found: list[Thinned] = []
+    for each in sorted(stretches):
+        before = found[-1] if found else None
+        alike = before is not None and (before.rank, before.table, before.every) == (each.rank, each.table, each.every)
+        if before is not None and alike:
+            begin, end = np.searchsorted(steps, (before.last + 1, each.first)).tolist()
+            if begin >= end:
+                found[-1] = before._replace(last=max(before.last, each.last))
+                continue
+        found.append(each)
+    return found
+
+
+_OF_SPEED = re.compile(
+    r"(?:^|[/_])(?:runtime|(?:samples|steps|tokens)_per_second(?:_per_gpu)?|total_flos|epoch|num_input_tokens_seen"
+    r"|(?:model_preparation|jit_compilation)_time)$"
+)
+"""What the Hugging Face Trainer logs beside its metrics, with any prefix."""
+
+_KINDS = {"values": "statistics", "vectors": "histograms"}
+
+
+def stretches_in_words(stretches: Sequence[Thinned]) -> list[str]:
+    """What is said of them: those of the first rank, and how many others have any."""
+    ranks = sorted({each.rank for each in stretches})
+    found = []
+    for _, table, first, last, every in (each for each in stretches if each.rank == ranks[0]):
+        which = f"the {_KINDS.get(table, table)} of iterations {first:,} to {last:,}"
+        extremes = ", and the lowest and highest value of each series" if table == "values" else ""
+        if every:
+            found.append(f"Of {which} every {every}th step is left{extremes}: the limit of records= was reached.")
+        else:
+            found.append(f"{which.capitalize()} were dropped: the limit of records= is too small for them.")
+    if len(ranks) > 1:
+        found.append(f"The numbers that {len(ranks) - 1} other ranks have of their own were thinned likewise.")
+    return found
+
+
+class Grid(NamedTuple):
+    """A statistic of a tensor in all layers and steps.
+
+    Attributes:
+        layers: in the order of execution.
+        iterations: [iterations], int64, ascending.
+        values: [layers, iterations], float64; nan where there is no number.
+        present: [layers, iterations], bool: whether there is a number, which may be nan itself.
+    """
+
+    layers: list[str]
+    iterations: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+    present: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
+    """A run that was recorded, or is being recorded, as its files have it now.
+
+    An iteration that stands in several segments counts in the last one.
+
+    Attributes:
+        path: the folder or file that it was read from.
+        source: who has written it.
+        run_id: the run.
+        segments: its process starts, in order.
+        layers, gemms, operands, states, plan: facts, of all ranks and segments: tables of
+            :mod:`te_precision_callbacks.runs.tables`, empty where the source does not tell them.
+        series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` counts from 0 and is the row's number.
+        steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
+        notes: what is missing, damaged or thinned, in words, for whoever looks at the run.
+        thinned: the stretches of which not all steps are left.
+        read_values: gives the columns ``segment, iteration, series, value, flags`` of some series, or of all, sorted by
+            series and iteration.
+        read_vectors: gives ``segment, iteration, series, bin, count`` likewise.
+    """
+
+    path: Path
+    source: Source
+    run_id: str
+    segments: tuple[Segment, ...]
+    layers: pa.Table
+    gemms: pa.Table
+    operands: pa.Table
+    states: pa.Table
+    plan: pa.Table
+    series: pa.Table
+    steps: pa.Table
+    scalars: pa.Table
+    events: pa.Table
+    read_values: Callable[[list[int] | None], pa.Table] = field(repr=False)
+    read_vectors: Callable[[list[int] | None], pa.Table] = field(repr=False)
+    notes: tuple[str, ...] = ()
+    thinned: tuple[Thinned, ...] = ()
+
+    def is_thinned(self, iterations: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """[iterations]: whether a number that is not there may have been dropped by the limit of ``records=``."""
+        wanted = np.asarray(iterations, np.int64)
+        found = np.zeros(wanted.shape, bool)
+        for each in self.thinned:
+            found |= (each.first <= wanted) & (wanted <= each.last)
+        return found
+
+    def has_all_of(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[iterations]: whether the statistics of a step are all there; of a step of a thinned stretch that is not one
+        of those that are left, there are only the extremes of some series."""
+        found = np.ones(len(iterations), bool)
+        steps = self.steps["iteration"].to_numpy()
+        for each in self.thinned:
+            if each.table != "values" or each.rank != self.thinned[0].rank:
+                continue
+            inside = (each.first <= iterations) & (iterations <= each.last)
+            distances = np.diff(steps[(each.first <= steps) & (steps <= each.last)])
+            step = max(1, int(np.gcd.reduce(distances))) if len(distances) else 1
+            found[inside] = iterations[inside] // step % each.every == 0 if each.every else False
+        return found
+
+    def values(self, series: Iterable[int] | None = None) -> pa.Table:
+        """The numbers of some series, or of all: ``segment, iteration, series, value, flags``, sorted by series and
+        iteration."""
+        return self.read_values(None if series is None else sorted(set(series)))
+
+    def vectors(self, series: Iterable[int] | None = None) -> pa.Table:
+        """The histograms of some series, or of all: ``segment, iteration, series, bin, count``, sorted likewise."""
+        return self.read_vectors(None if series is None else sorted(set(series)))
+
+    @cached_property
+    def metrics(self) -> pa.Table:
+        """The rows of ``scalars`` that say how the training goes, without those of how fast the machine is."""
+        wanted = [name for name in pc.unique(self.scalars["name"]).to_pylist() if name and not _OF_SPEED.search(name)]
+        return self.scalars.filter(pc.is_in(self.scalars["name"].cast(pa.string()), pa.array(wanted, pa.string())))
+
+    def select(self, **wanted: str | int | None) -> list[int]:
+        """The numbers of the series whose columns have these values: ``layer``, ``tensor``, ``statistic``, ``gemm``,
+        ``scope``, ``rank``; ``rank=None`` selects what is reduced over ranks.
+
+        Raises:
+            OptionError: there is no such column.
+            UnknownSubjectError: no series has the value of a column. Values that no series has together give ``[]``.
+        """
+        mask = None
+        for column, value in wanted.items():
+            if column not in _SELECTED:
+                raise OptionError(f"select() takes no {column}=. It takes {', '.join(_SELECTED)}.")
+            found = self.series[column]
+            if value is not None:
+                self._check_known(column, value)
+            is_it = pc.is_null(found) if value is None else pc.fill_null(pc.equal(found, pa.scalar(value)), False)
+            mask = is_it if mask is None else pc.and_(mask, is_it)
+        table = self.series if mask is None else self.series.filter(mask)
+        numbers: list[int] = table["series"].to_pylist()
+        return numbers
+
+    def events_of_ranks(self) -> list[dict[str, Any]]:
+        """The rows of ``events``, as mappings with ``ranks`` in place of ``rank``: what several ranks have alike in an
+        iteration is one row, with the first one's time."""
+        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in self.events.to_pylist():
+            rank = row.pop("rank")
+            key = tuple(value for name, value in row.items() if name not in ("wall_time", "order"))
+            ranks = found.setdefault(key, {**row, "ranks": []})["ranks"]
+            if rank is not None and rank not in ranks:
+                ranks.append(rank)
+        for row in found.values():
+            row["ranks"].sort()
+        return list(found.values())
+
+    def _why_no_grid(self, statistic: str, tensor: str, rank: int | None) -> str:
+        of_all = self.series.take(pa.array(self.select(statistic=statistic, tensor=tensor), pa.int64()))
+        if not len(of_all):
+            of_statistic = self.series.take(pa.array(self.select(statistic=statistic), pa.int64()))
+            tensors = sorted({each or "no tensor" for each in of_statistic["tensor"].to_pylist()})
+            return f"the run has no {statistic!r} of {tensor!r}. It has it of {', '.join(tensors)}."
+        ranks = sorted({each for each in of_all["rank"].to_pylist() if each is not None})
+        if rank is None:
+            return (
+                f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with numbers of their own:"
+                f" {', '.join(map(str, ranks))}. Choose one with rank=."
+            )
+        return f"rank {rank} has no {statistic!r} of {tensor!r} of its own. Leave rank= out, or choose another rank."
+
+    def _check_known(self, column: str, value: str | int) -> None:
+        """Raise an error if a run with numbers has none of a layer, a statistic, ..."""
+        known = sorted({each for each in pc.unique(self.series[column]).to_pylist() if each not in (None, "")})
+        if len(self.series) and value != "" and value not in known:
+            names = [str(each) for each in known]
+            nothing = " All its numbers are reduced over ranks." if column == "rank" else f" It names no {column}."
+            raise UnknownSubjectError(
+                f"{self.path}: the run has no {column} {value!r}.{it_has(str(value), names) or nothing}"
+                f"{self.notes_in_words}"
+            )
+
+    @property
+    def notes_in_words(self) -> str:
+        """The notes as the end of an error's text: what could not be read may be what is missing."""
+        return f" Notes on {self.path}: {' '.join(self.notes)}" if self.notes else ""
+
+    @cached_property
+    def ordered_layers(self) -> list[str]:
+        """All layers, in the order of execution as far as it was seen, then in the order of the model."""
+        by_place: dict[str, float] = {}
+        for layer, place in zip(self.layers["layer"].to_pylist(), self.layers["exec_fwd"].to_pylist(), strict=True):
+            by_place.setdefault(layer, np.inf)
+            if place is not None:
+                by_place[layer] = min(by_place[layer], place)
+        for layer in pc.unique(self.series["layer"]).to_pylist():
+            if layer:
+                by_place.setdefault(layer, np.inf)
+        return sorted(by_place, key=lambda layer: by_place[layer])
+
+    def grid(self, statistic: str, tensor: str, *, rank: int | None = None) -> Grid:
+        """A statistic of a tensor, in all layers that have it and all iterations.
+
+        Args:
+            statistic: as in ``series``.
+            tensor: likewise.
+            rank: the rank whose own numbers are meant; None for what is reduced over ranks.
+
+        Raises:
+            UnknownSubjectError: the run has no such numbers.
+        """
+        numbers = self.select(statistic=statistic, tensor=tensor, rank=rank)
+        if not numbers and len(self.series):
+            raise UnknownSubjectError(f"{self.path}: {self._why_no_grid(statistic, tensor, rank)}")
+        names = self.series["layer"].take(pa.array(numbers, pa.int64())).to_pylist()
+        layer_of = {number: layer for number, layer in zip(numbers, names, strict=True) if layer}
+        found = set(layer_of.values())
+        layers = [layer for layer in self.ordered_layers if layer in found]
+        table = self.values(layer_of)
+        iterations, column = np.unique(table["iteration"].to_numpy(), return_inverse=True)
+        place = {layer: row for row, layer in enumerate(layers)}
+        row_of = np.zeros(max(layer_of, default=-1) + 1, np.int64)
+        for number, layer in layer_of.items():
+            row_of[number] = place[layer]
+        rows = row_of[table["series"].to_numpy()]
+        values = np.full((len(layers), len(iterations)), np.nan)
+        values[rows, column] = table["value"].to_numpy()
+        present = np.zeros(values.shape, bool)
+        present[rows, column] = True
+        return Grid(layers, iterations, values, present)

@@ -1,0 +1,265 @@
+"""Turns what a session hands over into the rows of a segment: the part of the sink that runs in its thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.runs.aging import Aging
+from te_precision_callbacks.runs.launches import launch_key
+from te_precision_callbacks.runs.run_files import segment_name
+from te_precision_callbacks.runs.tables import LOCAL, STEP0
+from te_precision_callbacks.runs.writing import RunWriter, time_text
+from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, StepRecords
+from te_precision_callbacks.statistics.series import SeriesTable
+
+logger = logging.getLogger(__name__)
+
+_MOST_PENDING = 1 << 26
+"""The bytes of statistics that are collected before they are appended to the tail."""
+
+_PARTS, _LEAST_PART = 32, 1 << 15
+"""The limit over the size at which a tail is sealed, and the least such size. Parts that are small compared with the
+limit are thinned a few at a time."""
+
+_THINNING_SECONDS = 1.0
+"""How long the thread thins old parts before it writes again what has come in the meantime."""
+
+
+class Place(NamedTuple):
+    """Where a segment lies: the name of the run, and the number of the segment."""
+
+    run_id: str
+    segment: int
+
+
+class Facts(NamedTuple):
+    """The facts of a run as they are now.
+
+    Attributes:
+        run: for run.json.
+        tables: table -> its rows.
+    """
+
+    run: Mapping[str, Any]
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+class Step(NamedTuple):
+    """A step's records.
+
+    Attributes:
+        records: the records.
+        wall_time: when they came, in seconds since the epoch.
+        seconds: since those of the step before; None for the first ones.
+    """
+
+    records: StepRecords
+    wall_time: float
+    seconds: float | None
+
+
+class Recording:
+    """Writes what one rank records of a run.
+
+    Args:
+        runs: the folder of runs.
+        place: the segment.
+        run: the facts of the run.
+        writes_reduced: whether this rank writes what all ranks share.
+        limit: the most bytes of the run that this rank writes.
+        begun: when the run has begun, in seconds since the epoch. The first file may come much later.
+    """
+
+    def __init__(
+        self, runs: Path, place: Place, run: RunInfo, *, writes_reduced: bool, limit: int, begun: float
+    ) -> None:
+        self._folder = runs / place.run_id
+        self._run = run
+        self._writes_reduced = writes_reduced
+        self._limit = limit
+        self._facts = Facts({}, {})
+        self._scopes: dict[str, str] = {}
+        self._last_step: int | None = None
+        self._latest = run.start_iteration
+        self._seal_bytes = max(limit // _PARTS, _LEAST_PART)
+        self._writer = self._open(place.segment, run.start_iteration, begun)
+        self._aging = Aging(self._folder, self._writer, run.start_iteration, limit, self._say)
+
+    def _open(self, segment: int, first_iteration: int, started: float) -> RunWriter:
+        run = self._run
+        (self._folder / segment_name(segment)).mkdir(parents=True, exist_ok=True)
+        writer = RunWriter(self._folder, segment, run.rank, seal_bytes=self._seal_bytes, small_bytes=self._limit // 8)
+        self._numbers = _Numbers(writer, self._scopes)
+        if run.rank == 0:
+            begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}
+            told = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
+            writer.put_run(**{**begun, **told, **self._facts.run})
+        return writer
+
+    # ------------------------------------------------------------------ what is handed over
+
+    def take(self, job: Step | Event | Scalars | Facts) -> None:
+        """Take something, which is in the files after :meth:`flush`."""
+        match job:
+            case Step():
+                self._take_step(job)
+            case Event():
+                self._latest = max(job.iteration, self._latest)
+                self._take_event(job)
+            case Scalars():
+                self._latest = max(job.iteration, self._latest)
+                self._writer.add_scalars(job.iteration, job.values, logging_step=job.logging_step)
+            case Facts():
+                self._facts = job
+                self._scopes.update((row["layer"], row["scope"]) for row in job.tables["layers"] if row["scope"])
+                self._write_facts()
+
+    def _write_facts(self) -> None:
+        if self._run.rank == 0:
+            self._writer.put_run(**self._facts.run)
+        for name, rows in self._facts.tables.items():
+            self._writer.put_facts(name, rows)
+
+    def _take_event(self, event: Event) -> None:
+        self._writer.add_event(
+            event.kind,
+            event.text,
+            iteration=event.iteration,
+            severity=event.severity,
+            wall_time=event.wall_time,
+            data=event.data or None,
+            phase=event.phase,
+            layer=event.layer or None,
+            tensor=event.tensor or None,
+            gemm=event.gemm or None,
+        )
+
+    def _take_step(self, step: Step) -> None:
+        records = step.records
+        if self._last_step is not None and records.iteration <= self._last_step:
+            self._go_back(records.iteration)
+        self._last_step = records.iteration
+        self._latest = max(records.iteration, self._latest)
+        self._writer.add_step(
+            records.iteration,
+            logging_step=records.logging_step,
+            wall_time=step.wall_time,
+            step_seconds=step.seconds,
+            observe_seconds=records.observe_seconds,
+            local=records.local,
+            ranks=self._run.world_size,
+        )
+        if not self._aging.is_full:
+            self._take_numbers(records)
+
+    def _go_back(self, iteration: int) -> None:
+        """Go on in another segment, since the loop has gone back to an earlier iteration."""
+        self._writer.close()
+        self._writer = self._open(self._writer.segment + 1, iteration, time.time())
+        self._aging.follow(self._writer, iteration)
+        if self._facts.tables:
+            self._write_facts()
+
+    def _take_numbers(self, records: StepRecords) -> None:
+        writer, table = self._writer, records.table
+        rank = self._run.rank if self._run.world_size > 1 else None
+        own = own_numbers(records)
+        kept = np.ones(len(records), bool) if self._writes_reduced else own
+        series, own = records.series[kept], own[kept]
+        numbers = np.empty(len(series), np.int32)
+        for whose, those in ((None, ~own), (rank, own)):
+            numbers[those] = self._numbers.of(table, series[those], whose)
+        flags = np.full(len(series), LOCAL if records.local else 0, np.uint8)
+        if records.unscaled:
+            unscaled = [table[number].layer in records.unscaled for number in series.tolist()]
+            flags[np.array(unscaled, bool)] |= STEP0
+        writer.add_values(records.iteration, numbers, np.frombuffer(records.values)[kept], flags)
+        for number, counts in records.histograms.items() if self._writes_reduced or records.local else ():
+            (found,) = self._numbers.of(table, np.array([number]), rank if records.local else None)
+            writer.add_vector(records.iteration, int(found), counts)
+        if writer.waiting > min(_MOST_PENDING, self._seal_bytes):
+            writer.flush()
+            self._aging.keep(0.0)
+
+    # ------------------------------------------------------------------ to the disk
+
+    def flush(self) -> None:
+        """Write what was taken, and tell readers that the process lives.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._writer.flush()
+        if self._run.rank == 0:
+            self._writer.touch()
+        self._aging.keep(_THINNING_SECONDS)
+
+    def end(self, error: BaseException | None) -> None:
+        """Write everything, and that the segment has ended.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}"
+        severity = "info" if error is None else "error"
+        self._aging.stop()
+        self._writer.add_event("segment_ended", text, iteration=self._latest, severity=severity)
+        self._writer.close("ended" if error is None else "failed")
+
+    def leave(self) -> None:
+        """Close the files as they are."""
+        self._aging.stop()
+        self._writer.leave()
+
+    def lose(self, error: BaseException) -> None:
+        """Say in the files, if that can be written, that what comes is not recorded any more."""
+        self._writer.put_lost(error)
+
+    def _say(self, kind: str, text: str, warns: bool) -> None:
+        if warns:
+            logger.warning("%s Training goes on. The records are in %s.", text, self._folder)
+        self._writer.add_event(kind, text, iteration=self._latest, severity="warning" if warns else "info")
+
+
+def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:
+    """[numbers]: whether each number belongs to this rank alone."""
+    if not records.own:
+        return np.ones(len(records), bool)
+    return np.fromiter(records.own, bool, len(records))
+
+
+class _Numbers:
+    """The series of the files, by those of a session's table.
+
+    Args:
+        writer: gives new ones their number.
+        scopes: layer -> its scope, of those that have one.
+    """
+
+    def __init__(self, writer: RunWriter, scopes: Mapping[str, str]) -> None:
+        self._writer, self._scopes = writer, scopes
+        self._of: dict[int | None, npt.NDArray[np.int32]] = {}
+
+    def of(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
+        """The series of the files.
+
+        Args:
+            table: the session's.
+            series: [numbers], int32: in the table.
+            rank: the rank whose own they are; None if they are reduced.
+        """
+        known = self._of.get(rank, np.empty(0, np.int32))
+        if len(known) < len(table):
+            known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
+        for number in np.unique(series[known[series] < 0]).tolist():
+            one = table[number]
+            scope, gemm = self._scopes.get(one.layer, ""), one.family.gemm
+            known[number] = self._writer.series(one.layer, one.tensor, one.statistic, gemm=gemm, scope=scope, rank=rank)
+        return known[series]

@@ -1,0 +1,258 @@
+"""The sink that records a session's run: a thread writes, and the training thread only hands over.
+
+<log_dir>/precision_records/<run_id>/seg-000/...
+
+What a step hands over is in the files ``FLUSH_SECONDS`` (``sinks/writer_thread.py``) later at the latest, unless the
+disk is slower than the training. A process that is killed loses what was handed over since; docs/records.md says more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.threads import within
+from te_precision_callbacks.runs.launches import find_segment
+from te_precision_callbacks.runs.limits import DEFAULT_LIMIT
+from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
+from te_precision_callbacks.runs.segment_rows import Facts, Place, Recording, Step, own_numbers
+from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
+from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL, WriterThread
+
+MOST_WAITING = 1 << 24
+"""The values that may wait for the thread, some 300 MB; a step beyond them is left out."""
+
+LONGEST_SEARCH = 120.0
+"""The seconds in which a rank that has no word from rank 0 looks for the segment that rank 0 has begun."""
+
+LAST_SEARCH = 10.0
+"""The same when the session has stopped."""
+
+
+class RecordingError(PrecisionDebugError, RuntimeError):
+    """A run cannot be recorded."""
+
+
+class _End(NamedTuple):
+    error: BaseException | None
+
+
+_ResultT = TypeVar("_ResultT")
+
+_Job = Step | Event | Scalars | Facts | _End
+
+
+class RecordSink(EventSink):
+    """Records a run.
+
+    Args:
+        log_dir: the folder of the session's files.
+        limit: the most bytes that this rank writes of the run.
+
+    Attributes:
+        run_id: the name of the run, which may be one that the folder has.
+        writes_reduced: whether this rank writes what all ranks share: reduced numbers, steps, the trainer's numbers and
+            facts. If not, it writes only what is its own, and makes no file before it has something: numbers, failures,
+            dumps.
+        is_alone: whether this rank judges the contract alone.
+        place: the segment, which all ranks must agree on before :meth:`start`. None: rank 0 begins one, and the others
+            look for it.
+        has_recorded: whether something was written.
+    """
+
+    def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
+        self.place: Place | None = None
+        self.run_id = new_run_id()
+        self._is_new = True
+        self.writes_reduced = True
+        self.is_alone = True
+        self._runs = log_dir / FOLDER
+        self._limit = limit
+        self._run: RunInfo | None = None
+        self._info: RunInfo
+        self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
+        self._recording: Recording | None = None
+        self.has_recorded = False
+        self._said = Notices()
+        self._last_records: StepRecords | None = None
+        self._last_step: float | None = None
+        self._made_at = time.time()
+        self._searching_since = 0.0
+
+    # ------------------------------------------------------------------ in the training's thread
+
+    def go_on_with(self, run_id: str) -> None:
+        """Record in a run that the folder has, instead of in a new one; nothing if it has no such run."""
+        if Path(run_id).name == run_id != "" and self._ask((self._runs / run_id).is_dir):
+            self.run_id, self._is_new = run_id, False
+
+    def begin(self) -> Place:
+        """Begin a segment, of the run that is gone on with or of a new one, whose folder the thread makes.
+
+        Raises:
+            RecordingError: the folder cannot be made.
+        """
+        if self._is_new:
+            return Place(self.run_id, 0)
+        number, _ = self._ask(lambda: make_segment(self._runs / self.run_id))
+        return Place(self.run_id, number)
+
+    def _ask(self, call: Callable[[], _ResultT]) -> _ResultT:
+        """The answer of a disk.
+
+        Raises:
+            RecordingError: there is none.
+        """
+        try:
+            return within(LONGEST_STILL, call)
+        except OSError as error:
+            raise RecordingError(f"{self._runs} cannot be written: {error}. The run is not recorded.") from error
+
+    def start(self, run: RunInfo) -> None:
+        """Begin to write."""
+        self._run = self._info = run
+        if self.place is None and run.rank == 0:
+            self.place = self.begin()
+        self._put(Event("segment_started", f"Debug iteration {run.start_iteration} is next.", run.start_iteration))
+
+    def put_facts(self, facts: Facts) -> None:
+        """Write facts, which replace the earlier ones."""
+        self._put(facts)
+
+    def write(self, records: StepRecords) -> None:
+        """Hand over a step's records."""
+        self._raise_failure()
+        if records is self._last_records:
+            return
+        now = time.perf_counter()
+        seconds = None if self._last_step is None else now - self._last_step
+        self._last_records, self._last_step = records, now
+        job = Step(records, time.time(), seconds)
+        if self._run is not None and not self._thread.put(job, len(records)) and self._said.first("slow"):
+            text = "The disk is slower than the training, so numbers of some steps are not recorded."
+            self._put(Event("observation_failed", text, records.iteration, "warning"))
+
+    def event(self, event: Event) -> None:
+        """Hand over something that happened."""
+        self._put(event)
+
+    def scalars(self, scalars: Scalars) -> None:
+        """Hand over the trainer's own numbers."""
+        if self.writes_reduced:
+            self._put(scalars)
+
+    def hurry(self) -> Callable[[], bool]:
+        """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
+        return self._thread.hurry()
+
+    def close(self, error: BaseException | None) -> None:
+        """Wait until everything is written; an interruption may end the waiting, and a second call goes on with it.
+
+        Raises:
+            RecordingError: something could not be written.
+        """
+        self._put(_End(error))
+        self._run = None
+        with contextlib.suppress(ImportError):
+            # The first array of pyarrow imports pandas, in the thread: that time is not one of a disk that hangs.
+            importlib.import_module("pandas")
+        self._thread.finish()
+        self._raise_failure()
+
+    def _put(self, job: _Job) -> None:
+        if self._run is not None:
+            self._thread.put(job)
+
+    def _raise_failure(self) -> None:
+        failure = self._thread.take_failure()
+        if failure is not None:
+            self._run = None
+            why = failure if str(failure) else type(failure).__name__
+            now = "no longer recorded; what was recorded remains readable" if self.has_recorded else "not recorded"
+            raise RecordingError(f"{self._runs} cannot be written: {why}. The run is {now}.") from failure
+
+    # ------------------------------------------------------------------ in the sink's own thread
+
+    def take(self, job: _Job) -> bool:
+        """Write a job, once the segment is known to this rank."""
+        with self._losing():
+            return self._take(job)
+
+    def _take(self, job: _Job) -> bool:
+        if self._recording is None and self._concerns(job):
+            if not self._find():
+                return False  # until rank 0 has begun
+            self._recording = self._begin_recording()
+            self.has_recorded = True
+        if self._recording is None:
+            return True
+        if isinstance(job, _End):
+            self._recording.end(job.error)
+            self._recording = None
+        elif self._concerns(job):
+            self._recording.take(job)
+        return True
+
+    def flush(self) -> None:
+        """Bring what was taken to the files."""
+        with self._losing():
+            if self._recording is not None:
+                self._recording.flush()
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Lets the files say so if something could not be written."""
+        try:
+            yield
+        except BaseException as error:
+            if self._recording is not None:
+                self._recording.lose(error)
+            raise
+
+    def leave(self) -> None:
+        """Close the files of a recording that could not go on."""
+        if self._recording is not None:
+            self._recording.leave()
+
+    def _concerns(self, job: _Job) -> bool:
+        """Whether something has to be written on this rank."""
+        if self.writes_reduced:
+            return True
+        if isinstance(job, Step):
+            return bool(own_numbers(job.records).any())
+        if not isinstance(job, Event) or (job.kind == "contract_judged" and not self.is_alone):
+            return False
+        return job.severity != "info" or job.kind == "dump_written"
+
+    def _find(self) -> bool:
+        """Whether the segment is known; it is looked for if not.
+
+        Raises:
+            RecordingError: there is none after a long search.
+        """
+        if self.place is None:
+            self._searching_since = self._searching_since or time.monotonic()
+            found = find_segment(self._runs, self._info.rank, self._made_at)
+            if found is not None:
+                self.place = Place(*found)
+            elif time.monotonic() - self._searching_since > (LONGEST_SEARCH if self._run else LAST_SEARCH):
+                raise RecordingError("rank 0 has begun no segment")
+        return self.place is not None
+
+    def _begin_recording(self) -> Recording:
+        if self.place is None:
+            raise RecordingError("no segment was begun")
+        return Recording(
+            self._runs,
+            self.place,
+            self._info,
+            writes_reduced=self.writes_reduced,
+            limit=self._limit,
+            begun=self._made_at,
+        )

@@ -1,0 +1,135 @@
+"""The results of a run, readable during the run and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from te_precision_callbacks.base.spans import Iterations
+from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
+from te_precision_callbacks.coverage.gemm_precision import Precision
+from te_precision_callbacks.coverage.history import CoverageHistory
+from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.runs.fingerprints.changes import ResumeReport
+from te_precision_callbacks.session.layer_history import LayerHistory, Layers
+from te_precision_callbacks.sinks.step_records import Row
+from te_precision_callbacks.sinks.worst import RunStatistics, Worst
+from te_precision_callbacks.statistics.series import SeriesTable
+
+
+@dataclass
+class Findings:
+    """The results of a run, as its parts write them.
+
+    Attributes:
+        log_dir: the folder of the session's files.
+        iteration: the current debug iteration; after the end, the first iteration that was not run.
+        started_at: the place in the script that started the session; empty before the start.
+        iterations: those that have run.
+        layers: every layer of the model that can be observed, and what the config does with it, and did.
+        unconverted: layers that a trainer left without Transformer Engine: name -> why.
+        changes_precision: whether a feature in the config can change what a GEMM gets.
+        audit: the precision in which each GEMM really ran.
+        coverage: the matrix products of the model.
+        series: the series of the numbers.
+        statistics: the last and the worst numbers.
+        resume: the result of the audit of a resume; None without one.
+    """
+
+    log_dir: Path
+    iteration: int
+    started_at: str = ""
+    iterations: Iterations = field(default_factory=Iterations)
+    layers: LayerHistory = field(init=False)
+    unconverted: Mapping[str, str] = field(default_factory=dict)
+    changes_precision: bool = False
+    audit: PrecisionAudit = field(init=False)
+    coverage: CoverageHistory = field(default_factory=CoverageHistory)
+    series: SeriesTable = field(default_factory=SeriesTable)
+    statistics: RunStatistics = field(init=False)
+    resume: ResumeReport | None = None
+
+    def __post_init__(self) -> None:
+        self.layers = LayerHistory(self.iterations)
+        self.audit = PrecisionAudit(self.iterations)
+        self.statistics = RunStatistics(self.series)
+
+    def coverage_at(self, iteration: int) -> Coverage:
+        """This rank's matrix products of an iteration. Raises IterationError where it has not run."""
+        return self.coverage.at(iteration, self.audit.at(iteration), self.unconverted)
+
+
+class Results:
+    """The results of a run, readable during the run and after it.
+
+    Args:
+        findings: the findings of the run.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+
+    @property
+    def iteration(self) -> int:
+        """The current debug iteration, counted from 0. After the end: the first iteration that was not run."""
+        return self._findings.iteration
+
+    @property
+    def log_dir(self) -> Path:
+        """The folder of the session's files."""
+        return self._findings.log_dir
+
+    @property
+    def layers(self) -> Layers:
+        """Every layer of the model that can be observed, and what the config does with it now.
+        ``session.layers(at=120)`` gives what it did in one iteration, and raises a LookupError if that has not run."""
+        return self._findings.layers.now
+
+    @property
+    def unconverted(self) -> Mapping[str, str]:
+        """Layers that a trainer left without Transformer Engine, name -> why. A front door sets it after the start."""
+        return self._findings.unconverted
+
+    @property
+    def precision(self) -> Precision:
+        """The precision in which each GEMM has really run so far. ``session.precision(at=120)`` gives the precision of
+        one iteration, and raises a LookupError if that has not run."""
+        return Precision(self._findings.audit, self._findings.audit.at)
+
+    def coverage(self, at: int | None = None) -> Coverage:
+        """Every matrix product of the model in a step: its multiply-adds, its precision, and why that is not low.
+
+        The products and their sizes are those of the first step of the model, with all of its micro-batches; the
+        precision of Transformer Engine's layers is that of the iteration. Where ranks reduce together, the layers that
+        other ranks alone have, as in a pipeline, stand behind this rank's, as they ran in the first step.
+
+        Args:
+            at: a debug iteration; None for the last one.
+
+        Raises:
+            IterationError: the iteration has not run under this session; a LookupError.
+        """
+        findings = self._findings
+        iteration = findings.iterations.last if at is None else at
+        if iteration is None:
+            return NOTHING
+        own = findings.coverage_at(iteration)
+        return Coverage((*own, *findings.coverage.of_other_ranks), state=own.state)
+
+    @property
+    def resume_report(self) -> ResumeReport | None:
+        """What differs from the checkpoint that the run was resumed from. None before the first step after a resume,
+        and for a checkpoint without a fingerprint."""
+        return self._findings.resume
+
+    @property
+    def last_statistics(self) -> tuple[Row, ...]:
+        """The last value of each statistic."""
+        return tuple(self._findings.statistics.last())
+
+    @property
+    def worst_statistics(self) -> tuple[Worst, ...]:
+        """The worst value so far, and its iteration, of each statistic that has a worse direction in the table of
+        docs/statistics.md. Delayed scaling's first step is left out, see ``StepRecords.unscaled``."""
+        return tuple(self._findings.statistics.worst())

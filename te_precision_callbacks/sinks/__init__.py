@@ -1,0 +1,49 @@
+"""The records that a session makes of its measurements, and the sinks that receive them.
+
+Usage::
+
+    class Printer(Sink):  # a sink: start, write and close; the base does nothing
+        def write(self, records: StepRecords) -> None:
+            for row in records:
+                print(records.iteration, row.layer, row.tensor, row.statistic, row.value)
+
+    InspectSession("config.yaml", model=model, sinks=[Printer()])
+"""
+
+from __future__ import annotations
+
+from te_precision_callbacks.sinks.loggers import LoggerSink, add_to_tensorboard, names_for_mlflow, wandb_histogram
+from te_precision_callbacks.sinks.metrics import Histogram, LogFilter, MetricSelection, metric_name
+from te_precision_callbacks.sinks.statistics_log import StatisticsLog
+from te_precision_callbacks.sinks.step_records import (
+    Event,
+    EventSink,
+    LayerInfo,
+    Row,
+    RunInfo,
+    Scalars,
+    Sink,
+    StepRecords,
+)
+from te_precision_callbacks.sinks.worst import Worst
+
+__all__ = [
+    "Event",
+    "EventSink",
+    "Histogram",
+    "LayerInfo",
+    "LogFilter",
+    "LoggerSink",
+    "MetricSelection",
+    "Row",
+    "RunInfo",
+    "Scalars",
+    "Sink",
+    "StatisticsLog",
+    "StepRecords",
+    "Worst",
+    "add_to_tensorboard",
+    "metric_name",
+    "names_for_mlflow",
+    "wandb_histogram",
+]

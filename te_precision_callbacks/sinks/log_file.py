@@ -1,0 +1,245 @@
+"""A log as a text file that one process appends to, within a limit; for the thread that writes it.
+
+log = LogFile(path, limit)      # touches no file
+log.append("a line\\n")
+log.flush()                     # opens, or makes, the file: "<path>", or "<path>.1" if another process is writing that
+log.close()
+
+At half of the limit the file is renamed to ``<name>.old``, in place of the older half, and a new file begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import itertools
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.opening import own_file
+
+logger = logging.getLogger(__name__)
+
+OVERWRITE_VARIABLE = "NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE"
+"""nvidia-dlfw-inspect's variable: with ``0`` it appends to an existing file, with any other value it empties the
+file."""
+
+OLDER_HALF = ".old"
+"""Comes after the name of a log, in the name of its older half."""
+
+_CHUNK = 1 << 22
+"""The bytes that are written at once."""
+
+_LEAST = 200
+"""The bytes of a file that was just begun: those of its first line, and a few more."""
+
+_OPEN: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+"""The logs of this process that are open: a process that is forked from it closes them at once."""
+
+
+class LogFileError(PrecisionDebugError, OSError):
+    """A log cannot be written."""
+
+
+def _let_go() -> None:
+    """In a process that was just forked, close the parent's logs.
+
+    A lock holds as long as any process has the file open, so that a worker of a DataLoader which outlives a training
+    that was killed would keep the log from the next run. Nothing is buffered that could be written twice.
+    """
+    for file in list(_OPEN):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def claim(path: Path) -> io.FileIO:
+    """Open a file for appending that no other process writes, without a buffer.
+
+    Existing content is kept. If another running process has claimed the file, the first free one of ``<name>.1``,
+    ``<name>.2`` and so on is opened. On a file system without locks, every file counts as free. If the user has set
+    nvidia-dlfw-inspect's variable :data:`OVERWRITE_VARIABLE`, it decides.
+
+    Raises:
+        OSError: the file cannot be created or appended to.
+    """
+    if OVERWRITE_VARIABLE in os.environ:
+        empties = os.environ[OVERWRITE_VARIABLE] != "0"
+        if empties:
+            older_half(path).unlink(missing_ok=True)
+        return _opened(path, "wb" if empties else "ab")
+    for name in itertools.chain([path.name], (f"{path.name}.{count}" for count in itertools.count(1))):
+        file = _claimed(path.with_name(name))
+        if file is not None:
+            if name != path.name:
+                logger.warning("Another process is writing %s; this process writes %s instead.", path, name)
+            return file
+    raise AssertionError  # not reached: the names do not end
+
+
+def _claimed(path: Path) -> io.FileIO | None:
+    """The file, locked; None if another process has locked it."""
+    while True:
+        file = _opened(path, "ab+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError as error:
+            logger.info("%s: %s. Two runs that write into the folder at once would mix their lines.", path, error)
+            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        file.close()  # the process that had it has renamed it meanwhile
+
+
+def _opened(path: Path, mode: str) -> io.FileIO:
+    file = io.FileIO(path, mode, opener=own_file)
+    _OPEN.add(file)
+    return file
+
+
+def older_half(path: Path) -> Path:
+    """Where the older half of a log is."""
+    return path.with_name(path.name + OLDER_HALF)
+
+
+def time_now() -> str:
+    """The time in the format of the logging module."""
+    now = datetime.now()
+    return f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
+
+
+class LogFile:
+    """See the module. Its methods are for one thread.
+
+    Args:
+        path: the file. Its folder is made with it, when there is something to write.
+        limit: the most bytes of the file and its older half together; 0 for any number.
+        advice: how to keep more than the limit, as a sentence; empty if there is no way.
+        note_progress: called when the disk has taken a piece.
+    """
+
+    def __init__(self, path: Path, limit: int, advice: str, note_progress: Callable[[], None]) -> None:
+        self._path = path
+        self._half = max(1, limit // 2) if limit else 0
+        self._advice = advice
+        self._note_progress = note_progress
+        self._file: io.FileIO | None = None
+        self._size = 0
+        self._has_rotated = False
+        self._lines = bytearray()
+
+    def append(self, text: str) -> None:
+        """Append lines, which are in the file after :meth:`flush`.
+
+        Raises:
+            LogFileError: as of :meth:`flush`, which is called when many lines wait.
+        """
+        self._lines += text.encode(errors="backslashreplace")
+        if len(self._lines) >= _CHUNK:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the lines.
+
+        Raises:
+            LogFileError: the file cannot be made, was deleted, or cannot be written.
+        """
+        if not self._lines:
+            return
+        data, self._lines = memoryview(self._lines), bytearray()
+        try:
+            self._open()
+            while len(data):
+                end = self._whole_lines(data)
+                if end:
+                    self._write(data[:end])
+                    data = data[end:]
+                else:
+                    self._rotate()
+        except OSError as error:
+            raise LogFileError(
+                f"{self._path} cannot be written: {error}. The run goes on without this log. Give log_dir= a folder on"
+                " a disk with room that takes files to append to."
+            ) from error
+
+    def _open(self) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._begin(claim(self._path))
+            if self._size and OVERWRITE_VARIABLE not in os.environ:
+                self._begin_part()
+        elif os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError("it was deleted while it was written")
+
+    def _begin(self, file: io.FileIO) -> None:
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+
+    def _begin_part(self) -> None:
+        """Mark where the new part of the file begins."""
+        if self._file is None:
+            return
+        mark = f"{time_now()} - INFO - Here another run begins, of process {os.getpid()}.\n".encode()
+        if os.pread(self._file.fileno(), 1, self._size - 1) != b"\n":  # the earlier process was killed while it wrote
+            mark = b"\n" + mark
+        self._write(memoryview(mark))
+
+    def _whole_lines(self, data: memoryview) -> int:
+        """How many bytes of the lines may be written before the file is full."""
+        room = self._half - self._size
+        if not self._half or len(data) <= room:
+            return len(data)
+        text = bytes(data[: max(0, room)])
+        whole = text.rfind(b"\n") + 1
+        if whole or self._size > _LEAST:
+            return whole
+        return bytes(data).find(b"\n") + 1 or len(data)  # a limit below one line
+
+    def _write(self, data: memoryview) -> None:
+        if self._file is None:
+            return
+        while len(data):
+            written = os.write(self._file.fileno(), data[:_CHUNK])
+            self._size += written
+            data = data[written:]
+            self._note_progress()
+
+    def _rotate(self) -> None:
+        """Make the file the older half, and go on in a new one."""
+        if self._file is None:
+            return
+        full, written = self._file, Path(str(self._file.name))
+        older = older_half(written)
+        os.replace(written, older)
+        # The full one is locked until the new one is, so that no other process takes it for the log.
+        self._begin(_claimed(written) or claim(self._path))
+        full.close()
+        self._write(memoryview(f"{time_now()} - INFO - The log goes on from {older.name}.\n".encode()))
+        if not self._has_rotated:
+            self._has_rotated = True
+            logger.warning(
+                "%s has reached half of its limit of %s bytes: it is %s now, and a new file goes on. From the next time"
+                " on, the oldest lines are lost. %s",
+                written,
+                f"{2 * self._half:,}",
+                older.name,
+                self._advice,
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
+            file.close()

@@ -1,0 +1,137 @@
+"""The sink that hands a step's metrics to loggers, and conversions for loggers that need more than name and number.
+
+class Board(LoggerSink):                       # in your own loop: sinks=[Board(MetricSelection())]
+    def log(self, metrics, histograms, step):
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        for name, histogram in histograms.items():
+            add_to_tensorboard(writer, name, histogram, step)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from te_precision_callbacks.sinks.metrics import Histogram, MetricSelection
+from te_precision_callbacks.sinks.step_records import Sink, StepRecords
+from te_precision_callbacks.statistics.table import EXPONENTS
+
+ValueT = TypeVar("ValueT")
+
+
+def names_for_mlflow(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
+    """The metrics under names that MLflow accepts: without ``%``, and without characters that layer names rarely
+    have."""
+    return {_NOT_IN_MLFLOW.sub("_", name.replace("%", "_pct")): value for name, value in metrics.items()}
+
+
+_NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
+"""As in MLflow 3.17, ``utils/validation.py``."""
+
+
+_MOST_WANDB_BINS = 512
+"""The most bins that wandb.Histogram takes."""
+
+
+def _filled(counts: Sequence[float], most: int | None = None) -> tuple[list[float], list[float]]:
+    """The counts from the first to the last non-empty bin, and the edges of these bins, one more than counts.
+
+    Args:
+        counts: a :class:`Histogram`; counts without bins are those of exponents.
+        most: neighbouring bins are merged until there are no more than this.
+    """
+    edges = (counts.bins if isinstance(counts, Histogram) else EXPONENTS).edges.tolist()
+    places = [place for place, count in enumerate(counts) if count] or [0]
+    first, end = places[0], places[-1] + 1
+    together = 1 if most is None else -(-(end - first) // most)
+    starts = range(first, end, together)
+    sums = [float(sum(counts[start : min(start + together, end)])) for start in starts]
+    return sums, [*(edges[start] for start in starts), edges[end]]
+
+
+def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: int) -> None:
+    """Log a histogram over powers of two, not over the values, to TensorBoard.
+
+    Args:
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or one of tensorboardX.
+        name: the name of the metric.
+        counts: a :class:`Histogram`, or the counts of exponents.
+        step: the logging step.
+    """
+    filled, edges = _filled(counts)
+    writer.add_histogram_raw(
+        name,
+        min=edges[0],
+        max=edges[-1],
+        num=sum(filled),
+        sum=sum(edge * count for edge, count in zip(edges[:-1], filled, strict=True)),
+        sum_squares=sum(edge**2 * count for edge, count in zip(edges[:-1], filled, strict=True)),
+        bucket_limits=edges[1:],
+        bucket_counts=filled,
+        global_step=step,
+    )
+
+
+def wandb_histogram(counts: Sequence[float]) -> Any:
+    """A :class:`Histogram`, or the counts of exponents, as a ``wandb.Histogram`` over powers of two."""
+    import numpy
+    import wandb
+
+    filled, edges = _filled(counts, _MOST_WANDB_BINS)
+    return wandb.Histogram(np_histogram=(numpy.array(filled), numpy.array(edges)))
+
+
+class LoggerSink(Sink):
+    """Hands the metrics and histograms of a step to :meth:`log`, in one call; the base of all front doors' sinks.
+
+    Args:
+        select: selects and names the metrics; one object for all sinks of a run.
+    """
+
+    def __init__(self, select: MetricSelection) -> None:
+        self._select = select
+
+    def write(self, records: StepRecords) -> None:
+        """Log at the records' logging step; does nothing if there is nothing to log."""
+        metrics, histograms = self._select(records), self._select.histograms(records)
+        if metrics or histograms:
+            self.log(metrics, histograms, records.logging_step)
+
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+        """Log the metrics of a step.
+
+        Args:
+            metrics: name -> value; empty if the step has only histograms.
+            histograms: name -> counts over powers of two, for :func:`add_to_tensorboard` and :func:`wandb_histogram`.
+            step: the step at which the trainer's own metrics of the same batch are logged.
+        """
+        raise NotImplementedError
+
+    def report(self, path: Path) -> None:
+        """Take the page of the run, which ``report=True`` has written at its end: attach it, or log where it is.
+
+        Args:
+            path: the file.
+        """
+        return
+
+
+REPORT_NAME = "te/report"
+"""The name under which loggers have the path of the page."""
+
+
+def add_report_to_wandb(run: Any, path: Path) -> None:
+    """Attach the page of a run to a run of Weights & Biases, as an artifact of the type ``report``.
+
+    Args:
+        run: the ``wandb.Run``.
+        path: the page.
+    """
+    import wandb
+
+    artifact = wandb.Artifact(f"te-precision-report-{run.id}", type="report")
+    artifact.add_file(str(path))
+    run.log_artifact(artifact)

@@ -1,0 +1,200 @@
+"""The metrics of a step: the numbers that go to a trainer's loggers, and their names.
+
+    selection = MetricSelection(prefix="te", log_filter=["*/activation/*", "*underflows%"])
+    logger.log_metrics(selection(records), step=records.logging_step)
+
+=====================================  ================================================================================
+``te.<layer>/<tensor>/<statistic>``    a series of one layer
+``te/worst_underflows%``               the worst of the step, of any layer and tensor; also ``worst_overflows%``,
+                                       ``worst_sqnr_db`` and ``nonfinite_num``
+``te/all/<tensor>/<statistic>/max``    over the layers, in steps in which the statistic is due in all that have it; also
+                                       ``min`` and ``median``
+=====================================  ================================================================================
+
+TensorBoard and W&B group metrics by the part of the name before the first slash. Each layer is therefore a group, with
+a dot after the prefix, and the prefix alone is the group of the whole model, which comes first. With a slash instead of
+the dot, the 7,500 charts of 500 layers would be one group. :mod:`te_precision_callbacks.sinks.choice` says which
+layers of a large model go to the loggers. The statistics log always has all. If statistics are reduced over ranks,
+numbers of one rank alone are separate series: ``te.local.<layer>/...``, ``te.local/...``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from typing_extensions import Self
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.sinks.choice import LATER_PLACES, MOST_SERIES, PLACES, SeriesChoice
+from te_precision_callbacks.sinks.step_records import Row, StepRecords, row_of
+from te_precision_callbacks.sinks.worst import ByLayer, judged, worst_of_all
+from te_precision_callbacks.statistics.series import Family, Series
+from te_precision_callbacks.statistics.table import Bins
+
+logger = logging.getLogger(__name__)
+
+LogFilter = str | Sequence[str] | Callable[[str], bool] | None
+"""Patterns with ``*`` and ``?``, one of which a metric name must match; or a function of the name; or None."""
+
+
+def metric_name(prefix: str, row: Row) -> str:
+    """``te.<layer>/<tensor>/<statistic>``, with the GEMM before the statistic if the number belongs to a GEMM.
+
+    A number without a layer, of a user's own feature, belongs to the whole model: ``te/<name>``.
+    """
+    group = f"{prefix}.{row.layer}" if prefix and row.layer else prefix or row.layer
+    return "/".join(part for part in (group, row.tensor, row.gemm, row.statistic) if part)
+
+
+def series_name(prefix: str, series: Series) -> str:
+    """The :func:`metric_name` of a series."""
+    return metric_name(prefix, row_of(series, 0.0))
+
+
+def _histograms(records: StepRecords) -> Iterator[tuple[Series, tuple[float, ...]]]:
+    for number, counts in records.histograms.items():
+        yield records.table[number], counts
+
+
+def overall_name(prefix: str, name: str) -> str:
+    """``te/<name>``: a metric of the whole model."""
+    return f"{prefix}/{name}" if prefix else name
+
+
+def prefix_of(prefix: str, *, local: bool) -> str:
+    """The first part of the names of a step's metrics; ``te.local`` for numbers of one rank alone."""
+    return ".".join(part for part in (prefix, "local" if local else "") if part)
+
+
+class Histogram(tuple[float, ...]):
+    """The counts of a histogram over powers of two, with their bins.
+
+    Attributes:
+        bins: the bin of each count.
+    """
+
+    bins: Bins
+
+    def __new__(cls, counts: Iterable[float], bins: Bins) -> Self:
+        """Combine counts and bins, of the same number."""
+        made = super().__new__(cls, counts)
+        made.bins = bins
+        return made
+
+
+class MetricSelection:
+    """Turns the records of a step into the metrics of a logger; one object for a run.
+
+    Args:
+        prefix: first part of every name.
+        log_filter: the names that go to the loggers. None: all, up to the number of series that
+            :mod:`te_precision_callbacks.sinks.choice` allows.
+
+    Raises:
+        OptionError: ``log_filter`` is neither patterns nor a function.
+    """
+
+    def __init__(self, prefix: str = "te", log_filter: LogFilter = None) -> None:
+        self._prefix = prefix
+        self._wanted = _predicate(log_filter)
+        self._says_if_idle = log_filter not in ([], ())
+        self._series = SeriesChoice()
+        self._notices = Notices()
+        self._layers_of: dict[Family, int] = {}
+        self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
+
+    def __call__(self, records: StepRecords) -> dict[str, float]:
+        """The metrics of a step: name -> value. Chosen once, however many loggers ask for them."""
+        return dict(self._chosen(records))
+
+    def histograms(self, records: StepRecords) -> dict[str, Histogram]:
+        """The histograms of a step that go to the loggers: name -> counts with their bins."""
+        self._chosen(records)
+        prefix = prefix_of(self._prefix, local=records.local)
+        named = {
+            series_name(prefix, series): Histogram(counts, series.family.bins)
+            for series, counts in _histograms(records)
+            if self._wanted is not None or series.layer in self._series.logged(series.family)
+        }
+        return {name: counts for name, counts in named.items() if self._wanted is None or self._wanted(name)}
+
+    def _chosen(self, records: StepRecords) -> dict[str, float]:
+        if self._last[0] is not records:
+            self._last = (records, self._choose(records))
+        return self._last[1]
+
+    def _choose(self, records: StepRecords) -> dict[str, float]:
+        families, telling = records.families, judged(records)
+        prefix = prefix_of(self._prefix, local=records.local)
+        overall = dict(self._overall(families, telling, prefix))
+        if self._wanted is not None:
+            table, numbers = records.table, records.series.tolist()
+            named = {
+                series_name(prefix, table[number]): value for number, value in zip(numbers, records.values, strict=True)
+            }
+            chosen = {name: value for name, value in {**overall, **named}.items() if self._wanted(name)}
+            first = bool(named) and self._says_if_idle and self._notices.first("what log_filter= lets through")
+            if first and not chosen:
+                logger.warning(
+                    "log_filter= lets none of the %d metrics of iteration %d through to the loggers, such as %r."
+                    " log_filter=[] sends none without this warning.",
+                    len(named),
+                    records.iteration,
+                    next(iter(named)),
+                )
+            return chosen
+        of_histograms: dict[Family, dict[str, float]] = {}
+        for series, _ in _histograms(records):
+            of_histograms.setdefault(series.family, {})[series.layer] = 0.0
+        self._series.take({**families, **of_histograms}, {**telling, **of_histograms})
+        if self._series.crowded and self._notices.first("crowded"):
+            logger.warning(
+                "More than %d series of statistics: for each statistic of a tensor, the trainer's loggers get the"
+                " series they already have, the %d layers that are worst now, up to %d that get worse later, and min,"
+                " median and max over all layers. The statistics log has all series. To choose others, give"
+                " log_filter=.",
+                MOST_SERIES,
+                PLACES,
+                LATER_PLACES,
+            )
+        return overall | {
+            series_name(prefix, Series(layer, family)): value
+            for family, values in families.items()
+            for layer, value in values.items()
+            if layer in self._series.logged(family)
+        }
+
+    def _overall(
+        self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer], prefix: str
+    ) -> Iterator[tuple[str, float]]:
+        """The metrics of the whole model."""
+        for key, (_, value) in worst_of_all(telling).items():
+            yield overall_name(prefix, key), value
+        for family, of_layers in families.items():
+            values = [value for layer, value in of_layers.items() if layer]
+            # With several freq, a step in which only some layers are due would have another meaning of "all".
+            self._layers_of[family] = max(self._layers_of.get(family, 2), len(values))
+            if len(values) < self._layers_of[family]:
+                continue
+            known = [value for value in values if not math.isnan(value)] or [math.nan]
+            name = overall_name(prefix, series_name("all", Series("", family)))
+            yield f"{name}/min", min(known)
+            yield f"{name}/median", statistics.median(known)
+            yield f"{name}/max", max(known)
+
+
+def _predicate(log_filter: LogFilter) -> Callable[[str], bool] | None:
+    if log_filter is None or callable(log_filter):
+        return log_filter
+    patterns = [log_filter] if isinstance(log_filter, str) else log_filter
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(
+            "log_filter= takes patterns such as ['*/activation/*'] or a function of the metric's name, not"
+            f" {log_filter!r}."
+        )
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)

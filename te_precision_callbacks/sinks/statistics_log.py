@@ -1,0 +1,195 @@
+"""The statistics log: nvidia-dlfw-inspect's text file of statistics, with all digits.
+
+<log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-<rank>.log
+    <time> - INFO - fc1_activation_max   iteration=000002   value=4.318804740905762
+
+A line ends with ``rank=<rank>`` if its number belongs to that rank alone although statistics are reduced over ranks, as
+after a reduction that failed. A run in the folder of an earlier run appends to the file. A file that has reached half
+of the log's limit becomes ``<name>.old``, in place of an older one. Lines mark both:
+    <time> - INFO - Here another run begins, of process 4711.
+    <time> - INFO - The log goes on from nvdlfw_inspect_globalrank-0.log.old.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import NamedTuple
+
+from te_precision_callbacks.sinks.log_file import LogFile, time_now
+from te_precision_callbacks.sinks.step_records import RunInfo, StepRecords
+from te_precision_callbacks.sinks.writer_thread import WriterThread
+from te_precision_callbacks.statistics.series import SeriesTable, log_name
+
+EVENTS_FOLDER = "nvdlfw_inspect_logs"
+
+STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
+"""As in nvidia-dlfw-inspect 0.2.2, ``logging.py: make_default_statistics_logger``."""
+
+MOST_WAITING = 1 << 22
+"""The numbers that may wait for the thread, some 50 MB; a step beyond them is left out."""
+
+DEFAULT_LIMIT = 1 << 30
+"""The bytes of a rank's log: some 10^7 numbers."""
+
+_AT_ONCE = 1 << 14
+"""The numbers of which the lines are made at once, so that a large step does not hold the memory of its whole text."""
+
+_TAB = " \t\t\t\t "
+_LOCAL_MARK = " \t\t\t\t rank={rank}"
+
+
+def log_file_name(rank: int) -> str:
+    """nvidia-dlfw-inspect's name for the log of a rank."""
+    return f"nvdlfw_inspect_globalrank-{rank}.log"
+
+
+def format_value(value: float) -> str:
+    """The shortest decimal that reads back as the same float64, without an exponent, since tools expect none."""
+    text = repr(value)
+    return format(Decimal(text), "f") if "e" in text else text
+
+
+class _Step(NamedTuple):
+    """What a step hands over to the thread.
+
+    Attributes:
+        at: when, in the format of the logging module.
+        names: of the series, by their numbers; may grow.
+        records: the numbers.
+    """
+
+    at: str
+    names: Sequence[str]
+    records: StepRecords
+
+
+class StatisticsLog:
+    """The sink that writes the statistics log of a rank.
+
+    The file is created when there is something to write. A thread writes, and alone touches the file: a step is in the
+    file ``FLUSH_SECONDS`` (``writer_thread.py``) after it was handed over at the latest, and all steps are when
+    ``close`` returns, unless the disk is too slow, which is logged.
+
+    Args:
+        own_only: write only numbers of this rank alone, since another rank writes the reduced numbers; may be set until
+            :meth:`start`.
+        given_names: layer -> the name that the script has given to it, which the log uses. The mapping may change.
+        limit: the most bytes of the log; 0 for any number.
+    """
+
+    def __init__(
+        self, *, own_only: bool = False, given_names: Mapping[str, str] | None = None, limit: int = DEFAULT_LIMIT
+    ) -> None:
+        self.own_only = own_only
+        self._given_names = {} if given_names is None else given_names
+        self._limit = limit
+        self._named: SeriesTable | None = None
+        self._named_as: Mapping[str, str] = {}
+        self._names: list[str] = []
+        self._thread: WriterThread[_Step] | None = None
+
+    def start(self, run: RunInfo) -> None:
+        """Take the path of the file from the run."""
+        path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
+        writing = _Writing(path, self._limit, own_only=self.own_only, mark=_LOCAL_MARK.format(rank=run.rank))
+        self._thread = writing.thread
+
+    def write(self, records: StepRecords) -> None:
+        """Hand over a step's numbers, one line each. They are dropped while more than :data:`MOST_WAITING` wait.
+
+        Raises:
+            LogFileError: the file cannot be created, was deleted, or could not be written since; an OSError.
+        """
+        self._raise_failure()
+        count = sum(records.own) if self.own_only else len(records)
+        if self._thread is not None and count:
+            self._thread.put(_Step(time_now(), self._names_in(records.table), records), count)
+
+    def hurry(self) -> Callable[[], bool]:
+        """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
+        return _nothing_waits if self._thread is None else self._thread.hurry()
+
+    @property
+    def waiting(self) -> int:
+        """The numbers that the thread has not written yet."""
+        return 0 if self._thread is None else self._thread.waiting
+
+    def _names_in(self, table: SeriesTable) -> Sequence[str]:
+        """The names of a table's series, each made once."""
+        if self._named is not table or self._named_as != self._given_names:
+            self._named, self._named_as, self._names = table, dict(self._given_names), []
+        for number in range(len(self._names), len(table)):
+            series = table[number]
+            layer = self._named_as.get(series.layer, series.layer)
+            self._names.append(log_name(layer, series.tensor, series.statistic))
+        return self._names
+
+    def close(self, error: BaseException | None) -> None:
+        """Wait until everything is written, and the file is closed, or until the disk no longer answers, which is
+        logged. An interruption may end the waiting, and a second call goes on with it.
+
+        Raises:
+            LogFileError: something could not be written.
+        """
+        if self._thread is not None:
+            self._thread.finish()
+        self._raise_failure()
+        self._thread = None
+
+    def _raise_failure(self) -> None:
+        failure = None if self._thread is None else self._thread.take_failure()
+        if failure is not None:
+            self._thread = None
+            raise failure
+
+
+def _nothing_waits() -> bool:
+    return True
+
+
+class _Writing:
+    """The part of the log that runs in its thread.
+
+    Args:
+        path: the file.
+        limit: its most bytes; 0 for any number.
+        own_only: as in :class:`StatisticsLog`.
+        mark: the end of a line whose number belongs to this rank alone although statistics are reduced.
+    """
+
+    def __init__(self, path: Path, limit: int, *, own_only: bool, mark: str) -> None:
+        self.thread: WriterThread[_Step] = WriterThread("statistics log", self, MOST_WAITING)
+        advice = "statistics_log='rank0, 4GiB' keeps more, 'rank0, unlimited' everything."
+        self._file = LogFile(path, limit, advice, self.thread.note_progress)
+        self._own_only = own_only
+        self._mark = mark
+        self._last: StepRecords | None = None
+
+    def take(self, job: _Step) -> bool:
+        """Write a step."""
+        if job.records is not self._last:  # again, if Ctrl-C came when it was handed over
+            self._last = job.records
+            self._write_step(job)
+        return True
+
+    def _write_step(self, step: _Step) -> None:
+        records, names = step.records, step.names
+        numbers: Iterable[tuple[int, float]] = zip(records.series.tolist(), records.values, strict=True)
+        left = iter(itertools.compress(numbers, records.own) if self._own_only else numbers)
+        before, between = f"{step.at} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
+        after = f"{self._mark if records.local else ''}\n"
+        while some := list(itertools.islice(left, _AT_ONCE)):
+            self._file.append(
+                "".join(f"{before}{names[number]}{between}{format_value(value)}{after}" for number, value in some)
+            )
+
+    def flush(self) -> None:
+        """Bring what was taken to the file."""
+        self._file.flush()
+
+    def leave(self) -> None:
+        """Close the file."""
+        self._file.close()

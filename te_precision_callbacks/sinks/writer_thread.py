@@ -1,0 +1,248 @@
+"""A thread that writes what the training's thread hands over, every few seconds.
+
+thread = WriterThread("records", writing)   # writing.take(job), flush() and leave() run in the thread
+thread.put(job, count)                      # returns at once: False if the queue is full, and the job is dropped
+is_written = thread.hurry()                 # does not wait for the next time; is_written() tells when all is written
+thread.finish()                             # waits until everything is written, or until the disk no longer answers
+thread.take_failure()                       # the exception that has ended the thread, if any
+
+The training's thread touches no file and never waits for a disk, except in ``finish``, which has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+from te_precision_callbacks.base.threads import started
+
+FLUSH_SECONDS = 2.0
+"""The seconds from one writing to the next."""
+
+LONGEST_STILL = 10.0
+"""The seconds without any progress after which ``finish`` no longer waits for the disk."""
+
+_PAUSE = 0.01
+"""The seconds between two writings of a thread that is to finish, and waits for another process."""
+
+logger = logging.getLogger(__name__)
+
+JobT = TypeVar("JobT")
+JobT_contra = TypeVar("JobT_contra", contravariant=True)
+
+
+class Writing(Protocol[JobT_contra]):
+    """What writes, in the thread. An exception ends the thread, and drops what waits."""
+
+    def take(self, job: JobT_contra) -> bool:
+        """Write a job, or keep it for :meth:`flush`; False: not yet, so it is offered again after the next pause."""
+
+    def flush(self) -> None:
+        """Write what was kept; called when nothing waits any more."""
+
+    def leave(self) -> None:
+        """Close the files: everything is written, or something could not be written."""
+
+
+class WriterThread(Generic[JobT]):
+    """A daemon thread, since the interpreter would wait for any other one before all else at its end.
+
+    Args:
+        what: the name of what is written, for messages and for the thread.
+        writing: writes it.
+        most_waiting: the numbers that may wait; a job that has numbers is dropped while more wait.
+    """
+
+    def __init__(self, what: str, writing: Writing[JobT], most_waiting: int) -> None:
+        self._what = what
+        self._writing = writing
+        self._most_waiting = most_waiting
+        self._process = os.getpid()
+        self._jobs: deque[tuple[JobT, int]] = deque()
+        self._asked: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # also in the handler of a signal
+        self._is_to_finish = False
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._has_lost = False
+        self._is_flushed = True  # what was taken; changed by this thread alone
+        self._given = 0  # numbers, counted by the training's thread
+        self._taken = self._written = 0  # numbers, counted by this thread
+        self._progress = 0
+        self._dropped_jobs = self._dropped_numbers = 0
+        self._said_dropped = False
+
+    @property
+    def waiting(self) -> int:
+        """The numbers that are not written yet."""
+        return self._given - self._written
+
+    def put(self, job: JobT, count: int = 0) -> bool:
+        """Hand over a job.
+
+        Args:
+            job: for :meth:`Writing.take`.
+            count: the numbers in it. A job without numbers is never dropped.
+
+        Returns:
+            False if the job is dropped because the disk is too slow. After a failure, and in a process that was forked
+            from this one, nothing happens.
+        """
+        if self._failure is not None or os.getpid() != self._process:
+            return True
+        queued = self._given - self._taken
+        if count and queued > self._most_waiting:
+            self._drop(count, queued)
+            return False
+        self._jobs.append((job, count))
+        self._given += count
+        if self._thread is None:
+            self._thread = started(self._what, self._run)  # None where the interpreter is ending: finish() writes
+        return True
+
+    def _drop(self, count: int, queued: int) -> None:
+        self._dropped_jobs += 1
+        self._dropped_numbers += count
+        if self._dropped_jobs == 1:
+            logger.warning(
+                "The disk is slower than the training: %s numbers wait for the %s, so the %s numbers of this step, and"
+                " of further ones while it lasts, are left out. Training goes on. The end of the session logs how many"
+                " are missing.",
+                f"{queued:,}",
+                self._what,
+                f"{count:,}",
+            )
+
+    def hurry(self) -> Callable[[], bool]:
+        """Have what waits written at once. May be called in any thread, and in the handler of a signal.
+
+        Returns:
+            Tells whether it is written: never, after a failure.
+        """
+        written = threading.Event()
+        self._asked.put(written)
+        return lambda: written.is_set() or self._is_idle
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing waits, and nothing that was handed over is lost."""
+        return not self._jobs and self._is_flushed and not self._has_lost  # in this order: a job is taken, then flushed
+
+    def finish(self, deadline: float | None = None) -> bool:
+        """Wait until everything is written. An interruption may end the waiting, and a second call goes on with it.
+
+        Args:
+            deadline: the most seconds to wait. None: as long as something is written at least every
+                :data:`LONGEST_STILL` seconds.
+
+        Returns:
+            Whether everything is written. If not, a warning says what is missing; the thread goes on, and may still
+            write while the process lives.
+        """
+        if os.getpid() != self._process:
+            return True
+        self._is_to_finish = True
+        self.hurry()
+        ends = None if deadline is None else time.monotonic() + deadline
+        seen, since = self._progress, time.monotonic()
+        while self._thread is not None and self._thread.is_alive():
+            now = time.monotonic()
+            if self._progress != seen:
+                seen, since = self._progress, now
+            left = min(since + LONGEST_STILL, now + LONGEST_STILL if ends is None else ends) - now
+            if left <= 0:
+                self._say_dropped()
+                self._say_left()
+                return False
+            self._thread.join(min(left, 1.0))
+        if self._jobs and self._failure is None:
+            self._run()
+        self._say_dropped()
+        return True
+
+    def _say_dropped(self) -> None:
+        if self._dropped_jobs and not self._said_dropped:
+            self._said_dropped = True
+            logger.warning(
+                "%s numbers of %s steps are missing in the %s: the disk was slower than the training. Collect"
+                " statistics less often (freq), or give a faster folder (log_dir=).",
+                f"{self._dropped_numbers:,}",
+                f"{self._dropped_jobs:,}",
+                self._what,
+            )
+
+    def _say_left(self) -> None:
+        logger.error(
+            "The disk does not answer: %s numbers that wait for the %s may be lost. The session ends without waiting"
+            " any longer. Check the disk of log_dir=.",
+            f"{self.waiting:,}",
+            self._what,
+        )
+
+    def take_failure(self) -> BaseException | None:
+        """The exception that has ended the thread; None the next time."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    # ------------------------------------------------------------------ in the thread
+
+    def note_progress(self) -> None:
+        """The disk has taken something: ``finish`` goes on waiting."""
+        self._progress += 1
+
+    def _run(self) -> None:
+        try:
+            while True:
+                asked = self._wait()
+                is_to_finish = self._is_to_finish
+                self._write_waiting()
+                for written in asked:
+                    written.set()
+                if is_to_finish and not self._jobs:
+                    self._writing.leave()
+                    return
+        except BaseException as error:  # SystemExit, no memory, ...: in a thread nobody else would see it
+            self._failure, self._has_lost = error, True
+            self._jobs.clear()
+            with contextlib.suppress(Exception):  # it is known to fail
+                self._writing.leave()
+
+    def _wait(self) -> Iterable[threading.Event]:
+        """Wait for the next time; returns what to set when it is over."""
+        asked = []
+        with contextlib.suppress(queue.Empty):
+            asked.append(self._asked.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))
+            while True:
+                asked.append(self._asked.get_nowait())
+        return asked
+
+    def _write_waiting(self) -> None:
+        while self._jobs:
+            job, count = self._jobs[0]
+            self._is_flushed = False
+            if not self._writing.take(job):
+                break
+            self._jobs.popleft()
+            self._taken += count
+            self.note_progress()
+        self._writing.flush()
+        self._is_flushed = True
+        self._written = self._taken
+        self.note_progress()
+
+
+def all_within(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
+    """Wait until all that was hurried is written, or for so many seconds; returns whether it is."""
+    until = time.monotonic() + seconds
+    left = list(written)
+    while left and time.monotonic() < until:
+        left = [is_written for is_written in left if not is_written()]
+        if left:
+            time.sleep(_PAUSE)
+    return not left

@@ -1,0 +1,62 @@
+"""``--debug activation_overflow`` on its own, without a session and without Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from te_precision_callbacks.accelerate import scales_loss
+from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.transformers.closing import DebugCallback, refuse_data_parallel
+from te_precision_callbacks.transformers.loop import find_handler, find_loop
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.overflow import DebugActivationOverflow
+
+
+class ActivationOverflowCallback(DebugCallback):
+    """Watches the model for inf and nan during ``train()`` of :class:`te_precision_callbacks.transformers.Trainer`."""
+
+    def __init__(self) -> None:
+        self._watch: DebugActivationOverflow | None = None
+
+    @property
+    def watches(self) -> tuple[str, ...]:
+        """The debug options that the callback acts on."""
+        return (ACTIVATION_OVERFLOW,)
+
+    def on_train_begin(  # type: ignore[override]  # the events of a Trainer have model=
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: torch.nn.Module,
+        **keywords: Any,
+    ) -> None:
+        """Hook the model, after ``accelerator.prepare`` has replaced layers."""
+        from te_precision_callbacks.overflow import DebugActivationOverflow
+
+        self.close()
+        refuse_data_parallel(args)
+        self._watch = DebugActivationOverflow(model, distributed=True)
+        handler = find_handler()
+        loop = find_loop(handler, state) if handler is not None else None
+        accelerator = None if loop is None else loop.accelerator
+        if accelerator is not None:
+            self._watch.loss_scaled = scales_loss(accelerator)
+            self._watch.follow(accelerator)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
+    ) -> None:
+        """Remove the hooks, after a last look."""
+        self.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Remove the hooks."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close(error)

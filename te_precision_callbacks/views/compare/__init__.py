@@ -1,0 +1,49 @@
+"""Compares two recorded runs: which facts differ, where the numbers part first, and how far beyond the noise.
+
+from te_precision_callbacks.views.compare import compare
+from te_precision_callbacks.runs import open_run
+
+result = compare(open_run("bf16"), open_run("fp8"), noise=[open_run("bf16_again")])
+result.first.name, result.first.iteration, result.first.origin
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from te_precision_callbacks.base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
+    from te_precision_callbacks.views.compare.comparison import compare
+    from te_precision_callbacks.views.compare.comparison_page import write_comparison
+    from te_precision_callbacks.views.compare.errors import ComparisonError
+    from te_precision_callbacks.views.compare.result import (
+        Comparison,
+        Departure,
+        FactDifference,
+        FirstUnequal,
+        Floor,
+        LossComparison,
+        Pairing,
+        Parting,
+        Yardstick,
+    )
+
+__all__ = [
+    "ComparedNumbers",
+    "Comparison",
+    "ComparisonError",
+    "Departure",
+    "FactDifference",
+    "FirstUnequal",
+    "Floor",
+    "LossComparison",
+    "Pairing",
+    "Parting",
+    "Yardstick",
+    "compare",
+    "write_comparison",
+]
+
+__getattr__, __dir__ = lazy_names(__name__)

@@ -1,0 +1,109 @@
+"""``te-precision compare``: how two recorded runs differ, and where they part first.
+
+Usage::
+
+    te-precision compare bf16 fp8 --noise bf16_again
+    te-precision compare bf16 fp8 --noise bf16_again --report compare.html
+    te-precision compare run --ranks 0 1
+    te-precision compare run --steps 10 500
+    te-precision compare logs --run 20261122-130144 --run 20261122-151210
+
+The exit code is 0 without a finding; 1 if the sides part, or their losses do; 2 for wrong use. ``--json`` prints one
+JSON object.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.terminal import Json
+
+
+def compare_command(
+    a: Annotated[str, typer.Argument(metavar="A", help="A recorded run, the reference: its log folder.")],
+    b: Annotated[str | None, typer.Argument(metavar="[B]", help="The run that is compared with it.")] = None,
+    *,
+    noise: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RUN",
+            help="A run that differs from A ordinarily, such as in the seed alone. It gives each statistic its ordinary"
+            " spread, and only what leaves it counts. May be given several times.",
+        ),
+    ] = None,
+    ranks: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="RANK RANK", help="Compare two ranks of A instead.")
+    ] = None,
+    steps: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="STEP STEP", help="Compare two steps of A instead.")
+    ] = None,
+    lasting: Annotated[int, typer.Option(metavar="N", help="The steps for which a difference must last to count.")] = 5,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a row for each statistic that departs.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", "-o", metavar="FILE", help="Also write one page that opens offline, such as x.html."),
+    ] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="The run of a folder that has several, or the beginning of its name: first that of A, then that of B"
+            " (by default of the same folder), then those of --noise. The default is the latest.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show which facts of two runs differ, in which layer their numbers part first, and how far beyond the noise."""
+    from te_precision_callbacks.runs.choosing import chosen_run
+    from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
+    from te_precision_callbacks.views.compare.comparison import compare
+    from te_precision_callbacks.views.compare.printing import show, write_csv
+
+    chosen = list(run or ())
+    if b is None and len(chosen) == 2:
+        b = a
+    paths = [a, *([] if b is None else [b]), *(noise or ())]
+    if len(chosen) > len(paths):
+        raise typer.BadParameter(f"{len(chosen)} runs are chosen, of {len(paths)} folders", param_hint="--run")
+    wanted = [*chosen, *[None] * (len(paths) - len(chosen))]
+    opened, told = zip(*(chosen_run(path, name) for path, name in zip(paths, wanted, strict=True)), strict=True)
+    for line in dict.fromkeys(filter(None, told)):
+        terminal.show_text(line, err=as_json)
+    if report is not None:
+        from te_precision_callbacks.views.report.page import PAGES, output_path
+
+        output_path(report, PAGES)
+    numbers = None if report is None else ComparedNumbers()
+    result = compare(
+        opened[0],
+        None if b is None else opened[1],
+        noise=opened[1 if b is None else 2 :],
+        ranks=ranks,
+        steps=steps,
+        lasting=lasting,
+        numbers=numbers,
+    )
+    if csv is not None:
+        try:
+            write_csv(result, csv)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot be written: {error}", param_hint="--csv") from None
+    if report is not None and numbers is not None:
+        from te_precision_callbacks.views.compare.comparison_page import write_comparison
+
+        write_comparison(result, numbers, report)
+    if as_json:
+        terminal.show_json({"findings": result.has_findings, **vars(result)})
+    else:
+        show(result)
+        if report is not None:
+            typer.echo()
+            terminal.show_text(f"{report}: {report.stat().st_size / 1e6:.1f} MB")
+    if result.has_findings:
+        raise typer.Exit(1)

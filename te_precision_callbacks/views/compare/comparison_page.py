@@ -1,0 +1,234 @@
+"""One HTML page of a comparison, which opens offline as the page of a run does.
+
+numbers = ComparedNumbers()
+result = compare(open_run("bf16"), open_run("fp8"), noise=[open_run("bf16_again")], numbers=numbers)
+write_comparison(result, numbers, "compare.html")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.statistics.table import Worse
+from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, Curve, Grid
+from te_precision_callbacks.views.compare.loss import loss_curves
+from te_precision_callbacks.views.compare.result import Comparison, Departure, Parting
+from te_precision_callbacks.views.compare.wording import (
+    difference,
+    number,
+    of_losses,
+    origin,
+    times,
+    what_was_compared,
+    where_first,
+)
+from te_precision_callbacks.views.report.overview import Columns
+from te_precision_callbacks.views.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
+from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PAGES, Frame, output_path, write_bytes
+from te_precision_callbacks.views.report.subjects import REDUCED, layer_name
+
+_SCRIPTS = ("comparison",)
+
+_MOST_PARTINGS = 1000
+
+_UNITS = {"spreads": "multiples of the ordinary spread", "of its size": "multiples of its ordinary size"}
+
+
+def write_comparison(
+    result: Comparison, numbers: ComparedNumbers, path: str | os.PathLike[str], *, most: int = MOST_BYTES
+) -> Path:
+    """Write the page of a comparison.
+
+    Args:
+        result: what was found.
+        numbers: what the same call of :func:`te_precision_callbacks.views.compare.compare` has kept.
+        path: the file, in a folder that exists; its name ends in ``.html``, or has no ending.
+        most: the most bytes of the page.
+
+    Returns:
+        The file.
+
+    Raises:
+        ReportError: the file cannot be written, or its name is not that of a page.
+        MissingExtraError: plotly is not installed.
+    """
+    found = output_path(path, PAGES)
+    frame = Frame(_SCRIPTS)
+    packed = Packed(most - frame.size - FOR_FACTS)
+    told = _told(result, numbers, packed)
+    return write_bytes(found, frame.filled(f"{result.a} and {result.b}", told, packed.texts).encode())
+
+
+def _told(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
+    layer_of = {layer.name: place for place, layer in enumerate(numbers.subjects.layers)}
+    loss = _loss(result, numbers, packed)
+    families, left_out = _families(numbers, packed)
+    curves = [_curve(curve, layer_of, packed) for curve in numbers.curves]
+    kept = [curve for curve in curves if curve is not None]
+    shown = result.parted[:_MOST_PARTINGS]
+    return {
+        "version": version("te-precision-callbacks"),
+        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "levels": LEVELS,
+        "a": visible(result.a),
+        "b": visible(result.b),
+        "floor": None if result.floor is None else [visible(side) for side in result.floor.sides],
+        "facts": [[visible(text) for text in (fact.name, fact.a, fact.b)] for fact in result.facts],
+        "what": [visible(sentence) for sentence in what_was_compared(result)],
+        "first": [visible(sentence) for sentence in where_first(result)],
+        "notes": [visible(note) for note in (*result.notes, *left_out)],
+        "parted": [_parting(parting, layer_of) for parting in shown],
+        "parted_total": len(result.parted),
+        "loss": loss,
+        "layers": [each.told for each in numbers.subjects.layers],
+        "families": families,
+        "findings": list(_first_family(result, families)),
+        "curves": kept,
+    }
+
+
+def _parting(parting: Parting, layer_of: dict[str, int]) -> dict[str, Any]:
+    return {
+        **_place(parting.scope, parting.layer, layer_of),
+        "tensor": visible(parting.tensor),
+        "rank": REDUCED if parting.rank is None else parting.rank,
+        "iteration": parting.iteration,
+        "name": visible(parting.name),
+        "origin": visible(origin(parting)),
+        "departures": [_departure(departure) for departure in parting.departures],
+    }
+
+
+def _departure(departure: Departure) -> dict[str, Any]:
+    return {
+        "statistic": visible(departure.statistic),
+        "gemm": departure.gemm,
+        "iteration": departure.iteration,
+        "until": departure.until,
+        "to_the_end": departure.to_the_end,
+        "a": number(departure.a),
+        "b": number(departure.b),
+        "difference": difference(departure),
+        "times": times(departure),
+    }
+
+
+def _place(scope: str, layer: str, layer_of: dict[str, int]) -> dict[str, Any]:
+    """Where a series belongs: a layer, or none for a number of the trainer."""
+    return {"layer": layer_of[layer_name(scope, layer)] if layer else -1}
+
+
+def _curve(curve: Curve, layer_of: dict[str, int], packed: Packed) -> dict[str, Any] | None:
+    """The curve for the page; None if there is no room for it."""
+    columns = (curve.a, curve.b, curve.low, curve.high, curve.below, curve.above)
+    arrays = packed.try_put(steps_between(curve.iterations), *(narrowed(column) for column in columns))
+    if arrays is None:
+        return None
+    subject = curve.subject
+    return {
+        **_place(subject.scope, subject.layer, layer_of),
+        "tensor": visible(subject.tensor),
+        "gemm": subject.gemm,
+        "statistic": visible(subject.statistic),
+        "rank": REDUCED if subject.rank is None else subject.rank,
+        "departs": curve.departs,
+        "every": curve.every,
+        "arrays": arrays,
+    }
+
+
+def _families(numbers: ComparedNumbers, packed: Packed) -> tuple[list[dict[str, Any]], list[str]]:
+    """The heat maps, and what is said of those that there is no room for."""
+    found, missing = [], []
+    for grid in numbers.grids:
+        told = _family(grid, numbers.columns, packed)
+        if told is None:
+            missing.append(f"{grid.statistic} of {grid.tensor}")
+        else:
+            found.append(told)
+    some = ", ".join(missing[:3])
+    return found, [f"{len(missing)} heat maps have no room in this page, such as {some}."] if missing else []
+
+
+def _family(grid: Grid, columns: Columns, packed: Packed) -> dict[str, Any] | None:
+    """The heat map of a statistic for the page; None if there is no room for it."""
+    used = np.flatnonzero(np.any([~np.isnan(cells).all(0) for cells in grid.cells.values()], 0))
+    own = columns.take(used)
+    sizes = np.abs(np.concatenate([cells[np.isfinite(cells)] for cells in grid.cells.values()]))
+    # Beyond what counts the colours are logarithmic: one wild layer hides nothing in the others.
+    largest = float(max(sizes.max(initial=0.0), grid.bound))
+    scale = Scale("asinh", -largest, largest, grid.bound, centred=True)
+    of_rank = {rank: cells[:, used] for rank, cells in grid.cells.items()}
+    arrays = packed.try_put(
+        grid.layers.astype(np.int32),
+        own.first,
+        own.last,
+        *(scale.bytes(cells, ~np.isnan(cells)) for cells in of_rank.values()),
+        *(narrowed(grid.worst[rank]) for rank in of_rank),
+        *(grid.worst_at[rank] for rank in of_rank),
+    )
+    if arrays is None:
+        return None
+    rows, first, last, *others = arrays
+    cells, worst, worst_at = (
+        {str(rank): one for rank, one in zip(of_rank, others[begin : begin + len(of_rank)], strict=True)}
+        for begin in (0, len(of_rank), 2 * len(of_rank))
+    )
+    return {
+        "tensor": visible(grid.tensor),
+        "statistic": visible(grid.statistic),
+        "gemm": grid.gemm,
+        "unit": grid.unit,
+        "formula": f"How far B is from A, in {_UNITS.get(grid.unit, grid.unit)}; from {grid.bound:.3g} on it counts",
+        "worse": Worse.AWAY_FROM_ZERO.value,
+        "delayed": False,
+        "ranks": sorted(of_rank),
+        "rows": rows,
+        "first": first,
+        "last": last,
+        "scale": scale.described,
+        "cells": cells,
+        "worst": worst,
+        "worst_at": worst_at,
+        "steps": {},
+        "curves": {},
+    }
+
+
+def _first_family(result: Comparison, families: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The heat map that is shown first: that of where they part first."""
+    if result.first is None:
+        return
+    wanted = (visible(result.first.tensor), visible(result.first.strongest.statistic))
+    for place, family in enumerate(families):
+        if (family["tensor"], family["statistic"]) == wanted:
+            yield {"family": place, "items": [{}]}
+            return
+
+
+def _loss(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any] | None:
+    curves = None if result.loss is None else loss_curves(numbers.a, numbers.b)
+    if result.loss is None or curves is None:
+        return None
+    columns = (curves.a, curves.b, curves.smooth_a, curves.smooth_b, 100 * curves.relative)
+    arrays = packed.try_put(steps_between(curves.iterations), *(narrowed(column) for column in columns))
+    return {
+        "name": visible(curves.name),
+        "sentences": [visible(sentence) for sentence in of_losses(result.loss)],
+        "finding": result.loss.is_finding,
+        "window": curves.window,
+        "stable_since": result.loss.stable_since,
+        "floor": None if result.loss.floor is None else 100 * result.loss.floor,
+        "yardsticks": [
+            {"name": each.name, "bound": 100 * each.bound, "holds": each.holds} for each in result.loss.yardsticks
+        ],
+        "arrays": arrays,
+    }

@@ -1,0 +1,374 @@
+"""Finds in which series two sides part, from which step on, and how far."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.views.compare.judging_scales import LEVEL, Scale, scale_of
+from te_precision_callbacks.views.compare.sides import Floats, Ints, Numbers, Side, family
+from te_precision_callbacks.views.compare.spread import BEYOND_NOISE, Noise, Spread, bounds, grouped_quantile, measure
+from te_precision_callbacks.views.compare.tensor_sizes import OF_GRADIENTS, Sizes
+
+_VALUES_AT_ONCE = 2_000_000
+
+_PART_OF_BOUND, _LEAST_BEGIN = 0.5, 4.0
+"""A difference that has passed the bound began where it passed half of it, which is at least so many spreads."""
+
+
+class Found(NamedTuple):
+    """A lasting difference of a series.
+
+    Attributes:
+        subject: the series.
+        since: the first iteration at which it may have begun: the one after the number before it.
+        iteration, until: its first and its last iteration.
+        steps: how many steps of the series it lasts.
+        to_the_end: whether it lasts to the end.
+        a, b: the medians of both sides over these steps.
+        difference: the median of b - a on the scale; inf where it is not a number.
+        spread: the ordinary one at the first iteration; nan without a noise floor.
+        bound: the difference that counts.
+    """
+
+    subject: Subject
+    since: int
+    iteration: int
+    until: int
+    steps: int
+    to_the_end: bool
+    a: float
+    b: float
+    difference: float
+    spread: float
+    bound: float
+
+
+class Compared(NamedTuple):
+    """The numbers of some series on both sides, by series and iteration.
+
+    Attributes:
+        subjects: [series].
+        series, iterations: [n]: of each number; series as places in ``subjects``.
+        a, b: [n].
+        difference: [n]: on the scale.
+        spread: [n]: the ordinary one; nan without a noise floor.
+        limit: [n]: the difference that counts.
+        low, high: [n]: between them a value is as far from a as most of the noise is; nan without a noise floor.
+        below, above: [n]: the values that are so far from a that they count; a itself where it is not finite.
+        begins: the places of the numbers at which lasting differences begin.
+    """
+
+    subjects: Sequence[Subject]
+    series: Ints
+    iterations: Ints
+    a: Floats
+    b: Floats
+    difference: Floats
+    spread: Floats
+    limit: Floats
+    low: Floats
+    high: Floats
+    below: Floats
+    above: Floats
+    begins: Ints
+
+
+@dataclass
+class Search:
+    """The search for differences, and what it has met.
+
+    Attributes:
+        a, b: the sides.
+        noise: sides whose differences from a, and from each other, are ordinary.
+        lasting: the steps that a difference must last; of a series with fewer it must last all.
+        sizes: the sizes of b as multiples of those of a.
+        show: gets all that is compared, in parts.
+        values: the numbers of a and b that were compared.
+        without_steps: the series that have no step in common.
+        without_noise: the series that have a counterpart in no side of the noise.
+        first, last: iterations of the steps that both have.
+        first_unequal: the first iteration in which a series' numbers are not the same: subject -> iteration.
+    """
+
+    a: Side
+    b: Side
+    noise: Sequence[Side]
+    lasting: int
+    sizes: Sizes
+    show: Callable[[Compared], None] | None = None
+    values: int = 0
+    without_steps: int = 0
+    without_noise: int = 0
+    first_unequal: tuple[Subject, int] | None = None
+    first: int | None = None
+    last: int | None = None
+
+    def run(self, subjects: Sequence[Subject], place: dict[Subject, tuple[float, ...]]) -> Iterator[Found]:
+        """The lasting differences.
+
+        Args:
+            subjects: what pairs.
+            place: of each subject in a step.
+        """
+        counts = {subject: self.a.count(subject) for subject in subjects}
+        looked_at = len(subjects) * max(1, max(counts.values(), default=0) // self.lasting)
+        self._firsts: dict[Subject, int] = {}
+        ordered = sorted(subjects, key=family)
+        start = total = 0
+        for number, subject in enumerate(ordered):
+            total += counts[subject]
+            if total >= _VALUES_AT_ONCE or number == len(ordered) - 1:
+                # In the order of the records nothing has to be sorted.
+                part = sorted(ordered[start : number + 1], key=lambda subject: self.a.series.get(subject, math.inf))
+                yield from self._part(part, looked_at)
+                start, total = number + 1, 0
+        if self._firsts:
+            self.first_unequal = min(self._firsts.items(), key=lambda found: (found[1], place[found[0]]))
+
+    def _part(self, subjects: Sequence[Subject], looked_at: int) -> Iterator[Found]:
+        sides = [_read(side, sizes, subjects) for side, sizes in self._sides]
+        scales = _Scales(subjects, sides)
+        series, iterations, ours, theirs = _both(sides[0], sides[1])
+        self.values += len(series)
+        if len(series):
+            self.first = min(int(iterations.min()), int(iterations.max()) if self.first is None else self.first)
+            self.last = max(int(iterations.max()), -1 if self.last is None else self.last)
+        self.without_steps += len(subjects) - len(np.unique(series))
+        self._note_unequal(subjects, series, iterations, ours, theirs)
+        place = scales.places(series, ours)
+        difference = scales.places(series, theirs) - place
+
+        spread, bound, ordinary = self._noise_at(scales, [sides[0], *sides[2:]], series, iterations, looked_at)
+        known = ~np.isnan(spread)
+        limit = np.where(known, bound * spread, scales.bound[series])
+        resized, more = self._of_other_rows(subjects, scales)
+        limit = np.where(resized[series], np.fmax(limit, scales.bound[series]) + more[series], limit)
+        begin = np.where(known, np.minimum(limit, np.fmax(_LEAST_BEGIN, _PART_OF_BOUND * bound) * spread), limit)
+        beyond, begun = _runs(series, difference, limit), _runs(series, difference, begin)
+        counts = np.bincount(series, minlength=len(subjects))
+        lasting = beyond.lengths >= np.minimum(self.lasting, counts[series[beyond.starts]])
+        starts = beyond.starts[lasting]
+        starts = starts[np.unique(series[starts], return_index=True)[1]]
+        # The stretch in which it has begun.
+        within = np.searchsorted(begun.starts, starts, "right") - 1
+        begins, lengths = begun.starts[within], begun.lengths[within]
+        if self.show is not None:
+            finite = np.isfinite(ours)
+            low, high, below, above = (
+                np.where(finite | np.isnan(apart), scales.values(series, place + way * apart), ours)
+                for apart in (ordinary, limit)
+                for way in (-1, 1)
+            )
+            values = (ours, theirs, difference, spread, limit, low, high, below, above)
+            self.show(Compared(subjects, series, iterations, *values, begins))
+        yield from self._described(
+            subjects, begins, lengths, series, iterations, (ours, theirs, difference), (spread, limit)
+        )
+
+    @functools.cached_property
+    def _sides(self) -> list[tuple[Side, Sizes]]:
+        """All sides, with their sizes as multiples of those of a."""
+        others = [(side, Sizes(self.a.run, side.run)) for side in self.noise]
+        return [(self.a, Sizes(self.a.run, self.a.run)), (self.b, self.sizes), *others]
+
+    def _of_other_rows(self, subjects: Sequence[Subject], scales: _Scales) -> tuple[npt.NDArray[np.bool_], Floats]:
+        """[series]: whether b computes another number of rows there, and how much farther a difference must be then.
+
+        The noise of runs with the rows of a says little of b then; and a loss that is a mean over the rows gives each
+        row's gradient a share of it.
+        """
+        rows = np.array([self.sizes.rows(subject.scope, subject.layer) for subject in subjects])
+        resized = np.where([bool(subject.layer) for subject in subjects], rows != 1, bool(self.sizes.with_other_rows))
+        of_gradients = np.array([subject.tensor in OF_GRADIENTS for subject in subjects])
+        return resized, np.where(of_gradients, scales.apart_by_factors(rows), 0.0)
+
+    def _noise_at(
+        self, scales: _Scales, sides: Sequence[Numbers], series: Ints, iterations: Ints, looked_at: int
+    ) -> tuple[Floats, Floats, Floats]:
+        """The ordinary spread at each difference, the multiple of it that counts, and how far apart most of the noise
+        is; nan where no noise is known."""
+        number = len(scales.family)
+        noise = _noise(scales, sides)
+        has = np.bincount(noise.series, minlength=number) > 0
+        self.without_noise += int((~has).sum()) if self.noise else 0
+        if not has.any():
+            nothing = np.full(len(series), np.nan)
+            return nothing, nothing, nothing
+        spread = measure(noise, scales.family, scales.families, scales.least, self.lasting)
+        largest = _largest(noise, spread, scales, self.lasting)
+        families = scales.family[series]
+        students = bounds(spread.degrees_at(families, series, iterations), looked_at)
+        bound = np.fmax(students, BEYOND_NOISE * largest[families])
+        at, ordinary = (of(families, series, iterations) for of in (spread.at, spread.ordinary))
+        return np.where(has[series], at, np.nan), bound, np.where(has[series], ordinary, np.nan)
+
+    def _note_unequal(
+        self, subjects: Sequence[Subject], series: Ints, iterations: Ints, ours: Floats, theirs: Floats
+    ) -> None:
+        unequal = np.flatnonzero((ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs)))
+        where, first = np.unique(series[unequal], return_index=True)
+        for number, place in zip(where.tolist(), unequal[first].tolist(), strict=True):
+            self._firsts[subjects[number]] = int(iterations[place])
+
+    def _described(
+        self,
+        subjects: Sequence[Subject],
+        begins: Ints,
+        lengths: Ints,
+        series: Ints,
+        iterations: Ints,
+        values: tuple[Floats, ...],
+        limits: tuple[Floats, Floats],
+    ) -> Iterator[Found]:
+        group = np.repeat(np.arange(len(begins)), lengths)
+        inside = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(len(group))
+        medians = [grouped_quantile(group, column[inside], len(begins), 0.5) for column in values]
+        ends = begins + lengths - 1
+        spread, limit = limits
+        last = np.append(series[1:] != series[:-1], True)
+        for number, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+            ours, theirs, difference = (float(column[number]) for column in medians)
+            yield Found(
+                subjects[series[begin]],
+                int(iterations[begin - 1]) + 1 if begin and series[begin - 1] == series[begin] else 0,
+                int(iterations[begin]),
+                int(iterations[end]),
+                end - begin + 1,
+                bool(last[end]),
+                ours,
+                theirs,
+                difference,
+                float(spread[begin]),
+                float(limit[begin]),
+            )
+
+
+def _read(side: Side, sizes: Sizes, subjects: Sequence[Subject]) -> Numbers:
+    """The values of some subjects, as they would be with the elements that the sizes are multiples of."""
+    numbers = side.read(subjects)
+    growth = np.array([sizes.growth(subject) for subject in subjects])
+    if np.all(growth == 1):
+        return numbers
+    return numbers._replace(values=numbers.values / growth[numbers.series])
+
+
+class _Scales:
+    """The families of some series, and their scales."""
+
+    def __init__(self, subjects: Sequence[Subject], sides: Sequence[Numbers]) -> None:
+        families = {key: number for number, key in enumerate(dict.fromkeys(map(family, subjects)))}
+        self.families = len(families)
+        self.family: Ints = np.array([families[family(each)] for each in subjects], np.int64)
+        scales = [scale_of(tensor, statistic) for tensor, _, statistic in families]
+        self._kinds: dict[str, Scale] = {scale.name: scale for scale in scales}
+        names = list(self._kinds)
+        self._kind = np.array([names.index(scale.name) for scale in scales])[self.family]
+        self.least = np.array([scale.least for scale in scales])
+        self.bound = np.array([scale.bound for scale in scales])[self.family]
+        levels = np.array([scale is LEVEL for scale in scales])[self.family]
+        self._magnitudes = np.where(levels, _ordinary(sides, len(subjects)), _smallest(sides, len(subjects)))
+
+    def places(self, series: Ints, values: Floats) -> Floats:
+        """Where values of these series are on their scales."""
+        return self._each(Scale.places, series, values)
+
+    def values(self, series: Ints, places: Floats) -> Floats:
+        """The values of these series at places on their scales."""
+        return self._each(Scale.values, series, places)
+
+    def apart_by_factors(self, factors: Floats) -> Floats:
+        """[series]: how far a factor moves each on its scale."""
+        units = np.array([scale.of_a_factor for scale in self._kinds.values()])[self._kind]
+        return np.asarray(units * np.abs(np.log2(factors)))
+
+    def _each(self, apply: Callable[[Scale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:
+        found = np.empty(len(numbers))
+        kinds = self._kind[series]
+        for number, scale in enumerate(self._kinds.values()):
+            chosen = slice(None) if len(self._kinds) == 1 else kinds == number
+            found[chosen] = apply(scale, numbers[chosen], self._magnitudes[series[chosen]])
+        return found
+
+
+def _smallest(sides: Sequence[Numbers], number: int) -> Floats:
+    """[series]: the smallest magnitude but 0 on any side; 1 where there is none."""
+    found = np.full(number, np.inf)
+    for numbers in sides:
+        magnitudes = np.abs(numbers.values)
+        magnitudes[~(magnitudes > 0)] = np.inf
+        np.minimum.at(found, numbers.series, magnitudes)
+    return np.where(np.isfinite(found), found, 1.0)
+
+
+def _ordinary(sides: Sequence[Numbers], number: int) -> Floats:
+    """[series]: the mean magnitude on the first side on which it is not 0; 1 where there is none."""
+    found = np.zeros(number)
+    for numbers in sides:
+        magnitudes = np.abs(numbers.values)
+        finite = np.isfinite(magnitudes)
+        counts = np.bincount(numbers.series[finite], minlength=number)
+        mean = np.bincount(numbers.series[finite], magnitudes[finite], number) / np.maximum(counts, 1)
+        found = np.where(found > 0, found, mean)
+    return np.where((found > 0) & np.isfinite(found), found, 1.0)
+
+
+def _both(one: Numbers, other: Numbers) -> tuple[Ints, Ints, Floats, Floats]:
+    """Series, iterations and both values where both sides have one."""
+    stride = 1 + max((int(side.iterations.max()) for side in (one, other) if len(side.iterations)), default=0)
+    ours, theirs = (side.series * stride + side.iterations for side in (one, other))
+    _, first, second = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
+    return one.series[first], one.iterations[first], one.values[first], other.values[second]
+
+
+def _noise(scales: _Scales, sides: Sequence[Numbers]) -> Noise:
+    """The differences of all pairs of sides."""
+    parts = []
+    for number, (one, other) in enumerate(combinations(sides, 2)):
+        series, iterations, ours, theirs = _both(one, other)
+        difference = scales.places(series, theirs) - scales.places(series, ours)
+        parts.append((series, iterations, np.full(len(series), number), difference))
+    if not parts:
+        return Noise(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
+    return Noise(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Floats:
+    """[families]: the largest difference that lasts, among those of the noise, in multiples of its spread."""
+    z = noise.differences / spread.at(scales.family[noise.series], noise.series, noise.iterations)
+    found = np.zeros(scales.families)
+    if len(z) < lasting:
+        return found
+    length = len(z) - lasting + 1
+    least = np.abs(z[:length])
+    same = np.ones(length, bool)
+    for ahead in range(1, lasting):
+        after = slice(ahead, ahead + length)
+        least = np.minimum(least, np.abs(z[after]))
+        same &= (noise.series[after] == noise.series[:length]) & (noise.pair[after] == noise.pair[:length])
+        same &= np.sign(z[after]) == np.sign(z[:length])
+    np.maximum.at(found, scales.family[noise.series[:length][same]], least[same])
+    return found
+
+
+class _Runs(NamedTuple):
+    """Stretches of a series whose differences are beyond a limit on one side: where each starts, and its length."""
+
+    starts: Ints
+    lengths: Ints
+
+
+def _runs(series: Ints, difference: Floats, limit: Floats) -> _Runs:
+    state: npt.NDArray[np.int8] = np.where(np.abs(difference) > limit, np.sign(difference), 0).astype(np.int8)
+    starts = np.flatnonzero(np.append(True, (state[1:] != state[:-1]) | (series[1:] != series[:-1]))[: len(state)])
+    lengths = np.diff(np.append(starts, len(state)))
+    beyond = state[starts] != 0
+    return _Runs(starts[beyond], lengths[beyond])

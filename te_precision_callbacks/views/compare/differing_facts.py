@@ -1,0 +1,132 @@
+"""The facts in which two runs differ: what ran, before what came of it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs.tables import at_the_end
+from te_precision_callbacks.views.compare.result import FactDifference
+from te_precision_callbacks.views.compare.tensor_sizes import sizes_of
+
+_OF_EVERY_RUN = frozenset({"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_started", "launch"})
+"""Facts that no two runs share, beside times."""
+
+_FIRST = ("config", "versions", "recipe", "recipes", "environment")
+"""The facts that are told first, in this order."""
+
+_MOST_LINES = 40
+_MOST_LAYERS = 3
+
+
+def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
+    """The facts of the last segments of two runs that differ, then those of their matrix products."""
+    ours, theirs = (dict(_flat("", run.segments[-1].facts)) if run.segments else {} for run in (a, b))
+    if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
+        ours = theirs = {}
+    found = [*_config(ours, theirs)]
+    names = sorted({*ours, *theirs} - {"config_text", "config_hash"}, key=_rank)
+    found += [
+        FactDifference(name, ours.get(name, ""), theirs.get(name, ""))
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+    return [*found, *_of_products(a, b)]
+
+
+def _rank(name: str) -> tuple[int, str]:
+    part = name.partition(".")[0]
+    return _FIRST.index(part) if part in _FIRST else len(_FIRST), name
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if path or not (key in _OF_EVERY_RUN or key.endswith("_at") or key.startswith(("first_", "last_"))):
+                yield from _flat(f"{path}.{key}" if path else str(key), inner)
+    elif value is not None:
+        yield path, value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _config(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[FactDifference]:
+    """The lines of the configs that differ."""
+    texts = [facts.get("config_text", "") for facts in (ours, theirs)]
+    if texts[0] == texts[1]:
+        if ours.get("config_hash") != theirs.get("config_hash"):
+            yield FactDifference("config_hash", ours.get("config_hash", ""), theirs.get("config_hash", ""))
+        return
+    number = 0
+    one, other = (text.splitlines() for text in texts)
+    for kind, start, end, first, last in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        if kind == "equal":
+            continue
+        for place in range(max(end - start, last - first)):
+            number += 1
+            if number <= _MOST_LINES:
+                yield FactDifference(
+                    "config",
+                    one[start + place].strip() if start + place < end else "",
+                    other[first + place].strip() if first + place < last else "",
+                )
+    if number > _MOST_LINES:
+        yield FactDifference("config", *(f"{number - _MOST_LINES} more lines that differ" for _ in range(2)))
+
+
+def precision_shares(run: RecordedRun) -> dict[str, float]:
+    """Precision -> its share of the multiply-adds that ran, at the end of the run; the largest first."""
+    macs: dict[str, int] = defaultdict(int)
+    for row in _products(run):
+        if row["macs"] and row["precision"]:
+            macs[row["precision"]] += row["macs"]
+    whole = sum(macs.values())
+    return {name: macs[name] / whole for name in sorted(macs, key=lambda name: -macs[name])}
+
+
+def _products(run: RecordedRun) -> list[dict[str, Any]]:
+    columns = ["scope", "layer", "gemm", "backward", "precision", "macs"]
+    return list(at_the_end(run.gemms).select(columns).to_pylist())
+
+
+def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
+    if not len(a.gemms) or not len(b.gemms):
+        return
+    shares = [precision_shares(run) for run in (a, b)]
+    texts = [", ".join(f"{name.upper()} {100 * share:.1f} %" for name, share in each.items()) for each in shares]
+    if texts[0] != texts[1]:
+        yield FactDifference("coverage", *texts)
+    yield from _of_sizes(a, b)
+    precision = [
+        {(row["scope"] or "", row["layer"], row["gemm"]): row["precision"] or "" for row in _products(run)}
+        for run in (a, b)
+    ]
+    changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for key in precision[0]:
+        ours, theirs = (found.get(key, "") for found in precision)
+        if key in precision[1] and ours != theirs:
+            changed[key[2], ours, theirs].append(key[1])
+    for (gemm, ours, theirs), layers in changed.items():
+        yield FactDifference(f"{gemm} of {_in_words(layers)}", ours.upper(), theirs.upper())
+
+
+def _of_sizes(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
+    """The rows that layers compute in a step, such as with another batch size, and the sizes of their weights."""
+    ours, theirs = sizes_of(a), sizes_of(b)
+    changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for key, size in ours.items():
+        other = theirs.get(key, size)
+        if size.rows != other.rows:
+            changed["rows in a step of", f"{size.rows:,}", f"{other.rows:,}"].append(key[1])
+        if size[1:] != other[1:]:
+            one, two = (f"{each.outputs} x {each.inputs}" for each in (size, other))
+            changed["weight of", one, two].append(key[1])
+    for (what, one, two), layers in changed.items():
+        yield FactDifference(f"{what} {_in_words(layers)}", one, two)
+
+
+def _in_words(layers: Iterable[str]) -> str:
+    return ", ".join(folded(layers, most=_MOST_LAYERS))

@@ -1,0 +1,125 @@
+"""Prints a comparison: as text for the terminal, or as rows for CSV.
+
+show(comparison)
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.layers.folding import folded, form_of
+from te_precision_callbacks.views.compare.result import Comparison, FactDifference, Parting
+from te_precision_callbacks.views.compare.wording import (
+    MOST_NAMES,
+    difference,
+    many,
+    number,
+    of_losses,
+    origin,
+    times,
+    what_was_compared,
+    where_first,
+)
+
+_MOST_ROWS = 20
+_MOST_FACTS = 30
+_INDENT = 2
+
+
+def show(comparison: Comparison) -> None:
+    """Print a comparison: facts, pairs, the noise floor, where the sides part first and then, and the losses."""
+    terminal.show_text(f"A: {comparison.a}")
+    terminal.show_text(f"B: {comparison.b}")
+    _show_facts(comparison.facts)
+    _title("What was compared")
+    for line in what_was_compared(comparison):
+        terminal.show_text(line, _INDENT, hanging=_INDENT)
+    _title("Where they part")
+    for line in where_first(comparison):
+        terminal.show_text(line, _INDENT, hanging=_INDENT)
+    if comparison.parted:
+        _show_parted(comparison)
+    if comparison.loss is not None:
+        _title("Loss")
+        for line in of_losses(comparison.loss):
+            terminal.show_text(line, _INDENT, hanging=_INDENT)
+    for note in comparison.notes:
+        typer.echo()
+        terminal.show_text(f"Note: {note}", hanging=_INDENT)
+
+
+def _title(text: str) -> None:
+    terminal.show(f"\n[bold]{text}[/bold]")
+
+
+def _show_facts(facts: Sequence[FactDifference]) -> None:
+    _title("Facts that differ")
+    if not facts:
+        terminal.show_text("none that were recorded", _INDENT)
+        return
+    table = terminal.table("fact", "A", "B")
+    for fact in facts[:_MOST_FACTS]:
+        table.add_row(*map(terminal.cell, (fact.name, fact.a, fact.b)))
+    terminal.show(table)
+    if facts[_MOST_FACTS:]:
+        terminal.show_text(f"and {len(facts) - _MOST_FACTS} more, which --json has.", _INDENT)
+
+
+def _show_parted(comparison: Comparison) -> None:
+    rows: dict[tuple[Any, ...], list[Parting]] = {}
+    for parting in comparison.parted:
+        strongest = parting.strongest
+        what = (parting.iteration, form_of(parting.layer), parting.tensor, parting.rank, parting.origin)
+        rows.setdefault((*what, strongest.statistic, strongest.difference > 0), []).append(parting)
+    last = "beyond its ordinary spread" if comparison.floor else "of what counts"
+    table = terminal.table("step", "where", "statistic", "A", "B", "difference", last, "")
+    for parted in list(rows.values())[:_MOST_ROWS]:
+        worst = max(parted, key=lambda parting: parting.strongest.strength)
+        departure = worst.strongest
+        layers = folded((parting.layer for parting in parted), most=MOST_NAMES)
+        where = " ".join(part for part in (", ".join(layers), worst.tensor) if part) or departure.statistic
+        cells = (
+            worst.iteration,
+            where if worst.rank is None else f"{where} (rank {worst.rank})",
+            departure.statistic + _more(len(worst.departures) - 1),
+            number(departure.a),
+            number(departure.b),
+            difference(departure),
+            times(departure),
+            origin(worst) if len(parted) == 1 else worst.origin,
+        )
+        table.add_row(*map(terminal.cell, cells))
+    terminal.show(table)
+    left = list(rows.values())[_MOST_ROWS:]
+    if left:
+        tensors = sum(map(len, left))
+        terminal.show_text(f"and {many(tensors, 'tensor')} more, which --json and --csv have.", _INDENT)
+
+
+def _more(number: int) -> str:
+    return f", {number} more" if number else ""
+
+
+def write_csv(comparison: Comparison, path: Path) -> None:
+    """Write a row for each statistic that departs, in the order in which they part.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer: csv.DictWriter[str] | None = None
+        for parting in comparison.parted:
+            for departure in parting.departures:
+                named = {name: getattr(parting, name) for name in ("scope", "layer", "tensor", "rank")}
+                row = {**named, **asdict(departure), "origin": parting.origin, "source": parting.source}
+                if writer is None:
+                    writer = csv.DictWriter(file, row)
+                    writer.writeheader()
+                writer.writerow(row)

@@ -1,0 +1,140 @@
+"""What a comparison says in words: for the terminal, and for its page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.views.compare.judging_scales import ZERO_BELOW
+from te_precision_callbacks.views.compare.result import Comparison, Departure, LossComparison, Parting
+
+MOST_NAMES = 3
+"""The names that a sentence lists."""
+
+_NO_NUMBER = 1000.0
+"""A difference beyond it is one with inf or nan."""
+
+
+def what_was_compared(comparison: Comparison) -> Iterator[str]:
+    """What pairs, and what counts: sentences."""
+    pairing, floor = comparison.pairing, comparison.floor
+    span = "" if pairing.first is None else f", steps {pairing.first} to {pairing.last}"
+    yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} pair{span}."
+    for where, count, statistics, layers in (
+        ("A", pairing.only_a, pairing.statistics_only_a, pairing.layers_only_a),
+        ("B", pairing.only_b, pairing.statistics_only_b, pairing.layers_only_b),
+    ):
+        if count:
+            apart = [f"the statistics {_some(statistics)}"] if statistics else []
+            apart += [f"the layers {_some(folded(layers))}"] if layers else []
+            yield f"{many(count, 'series')} only in {where}{': ' if apart else ''}{' and '.join(apart)}."
+    if pairing.without_steps:
+        yield f"{many(pairing.without_steps, 'series')} of both have no step in common."
+    if pairing.with_other_rows:
+        yield (
+            f"B computes another number of rows in {_some(folded(pairing.with_other_rows))}: norms and counts of B are"
+            " converted to as many elements as A has, fixed bounds hold there with a noise floor too, and gradients may"
+            " also differ by the ratio of the rows."
+        )
+    if floor is None:
+        yield (
+            "There is no noise floor: what counts is a factor of 2 (4 of a squared error), 5 points of a percentage, or"
+            " 3 dB. Whether that is ordinary is not known. Give --noise a run like A with another seed."
+        )
+    else:
+        yield f"Noise floor: how much A differs from {' and '.join(floor.sides)}."
+        if floor.without:
+            yield (
+                f"It has nothing of {many(floor.without, 'series')}: for these a factor of 2, 5 points of a"
+                " percentage, or 3 dB count."
+            )
+    yield f"A difference counts that lasts {many(comparison.lasting, 'step')}."
+    if not comparison.ordered:
+        yield "The order of execution was not recorded: layers are in the order of their first numbers."
+
+
+def where_first(comparison: Comparison) -> Iterator[str]:
+    """Where the sides part first, or that they do not: sentences."""
+    unequal, first = comparison.first_unequal, comparison.first
+    if unequal is None:
+        yield "All numbers that pair are equal, to the last bit."
+        return
+    what = " ".join(part for part in (unequal.layer, unequal.tensor, unequal.statistic) if part)
+    if first is None:
+        beyond = "beyond the noise floor" if comparison.floor else "by as much"
+        yield f"Nowhere {beyond}. The first number that is not the same is {what}, at step {unequal.iteration}."
+        return
+    departure = first.strongest
+    yield (
+        f"First at step {first.iteration}: {first.name}, {origin(first)}. {departure.statistic} is"
+        f" {number(departure.b)} instead of {number(departure.a)}: {difference(departure)}{_beyond(departure)}."
+    )
+    if any(parting.iteration < first.iteration for parting in comparison.parted):
+        between = f"between steps {first.since - 1} and {first.iteration}"
+        yield f"It has no numbers {between}: it may have begun in any of them."
+    if unequal.iteration < first.iteration:
+        yield f"The first number that is not the same at all is {what}, at step {unequal.iteration}."
+
+
+def of_losses(loss: LossComparison) -> Iterator[str]:
+    """How the losses differ: sentences."""
+    yield (
+        f"{loss.name}, as a running median of {loss.window} of {loss.steps} steps: from step {loss.stable_since} on"
+        f" {number(loss.a)} and {number(loss.b)}, so B is {_percent(loss.relative)} off; at most"
+        f" {_percent(loss.largest, signed=False)}, at step {loss.largest_at}."
+    )
+    if loss.floor is not None:
+        yield f"The runs of the noise floor are {_percent(loss.floor, signed=False)} off there."
+    for yardstick in loss.yardsticks:
+        said = {True: "held", False: "NOT held", None: "not for these runs"}[yardstick.holds]
+        yield f"Below {_percent(yardstick.bound, signed=False)} of {yardstick.name} ({yardstick.source}): {said}."
+
+
+def origin(parting: Parting) -> str:
+    """Where a tensor's difference comes from, in words."""
+    return parting.origin if not parting.source else f"inherited from {parting.source}"
+
+
+def difference(departure: Departure) -> str:
+    """A difference with its unit."""
+    value = departure.difference
+    if abs(value) > _NO_NUMBER:
+        return "no number" if not (math.isfinite(departure.a) and math.isfinite(departure.b)) else "at times no number"
+    if departure.unit == "powers of two":
+        if departure.a * departure.b < 0:
+            return "another sign"
+        if abs(value) >= ZERO_BELOW and 0 in (departure.a, departure.b):
+            return "from 0" if departure.a == 0 else "to 0"
+        return f"x {2.0**value:.3g}"
+    return f"{value:+.3g} {departure.unit}"
+
+
+def _beyond(departure: Departure) -> str:
+    return "" if departure.spread is None else f", {times(departure)} its ordinary spread"
+
+
+def times(departure: Departure) -> str:
+    """How many times its ordinary spread a difference is; without a noise floor, how many times what counts."""
+    measure = departure.bound if departure.spread is None else departure.spread
+    return f"{abs(departure.difference) / measure:.3g} x"
+
+
+def number(value: float) -> str:
+    """A value with four digits."""
+    return f"{value:.4g}"
+
+
+def _percent(share: float, *, signed: bool = True) -> str:
+    return f"{100 * share:{'+' if signed else ''}.3g} %"
+
+
+def many(count: int, what: str) -> str:
+    """A number of things."""
+    return f"{count:,} {what}{'' if count == 1 or what == 'series' else 's'}"
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = len(listed) - MOST_NAMES
+    return ", ".join(listed[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,145 @@
+"""``te-precision report``: a recorded run as one page, as pictures, or as numbers.
+
+Usage::
+
+    te-precision report logs
+    te-precision report logs -o report.html
+    te-precision report logs --plot heatmap --statistic underflows% --tensor activation -o heatmap.png
+    te-precision report logs --json
+
+The exit code is 0; 2 for what is no run, for a run without numbers, and for a layer, statistic or step that it lacks.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.terminal import Json, Run
+
+
+class Format(str, Enum):
+    """What a report is written as."""
+
+    HTML = "html"
+    PNG = "png"
+    JSON = "json"
+
+
+class Plot(str, Enum):
+    """A picture."""
+
+    HEATMAP = "heatmap"
+    LAYER = "layer"
+    PROFILE = "profile"
+
+
+def report_command(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The log folder of a run, or a run's own folder.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The file, which ends in .html, .png or .json; report.html, or report.png, if it is not given.",
+        ),
+    ] = None,
+    *,
+    run: Run = None,
+    kind: Annotated[
+        Format | None,
+        typer.Option("--format", help="A page, a picture, or numbers; if it is not given, by the name of the file."),
+    ] = None,
+    plot: Annotated[Plot, typer.Option(help="For png: which picture.")] = Plot.HEATMAP,
+    layer: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the layer.")] = None,
+    statistic: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the statistic.")] = None,
+    tensor: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the tensor.")] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="For png: the step.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make one page of a recorded run that opens offline: coverage, worst layers, heat maps, layers, the depth profile.
+
+    A page has at most 10 MB. It says which of its numbers are exact.
+    """
+    kind = Format.JSON if as_json else kind or _format_of(output)
+    _refuse_what_is_not_for(kind, plot, layer=layer, statistic=statistic, tensor=tensor, step=step)
+    if as_json and output is not None:
+        raise typer.BadParameter("it prints; write numbers into a file with --format json", param_hint="--json")
+    from te_precision_callbacks.views.report.page import MOST_BYTES, PAGES, output_path, write_bytes, write_report
+
+    if output is not None:
+        output_path(output, PAGES if kind is Format.HTML else (kind.value,))
+    from te_precision_callbacks.runs.choosing import chosen_run
+
+    recorded, told = chosen_run(path, run)
+    if told:
+        terminal.show_text(told, err=kind is Format.JSON)
+    for note in recorded.notes:
+        terminal.show_text(f"note: {note}", hanging=6) if kind is not Format.JSON else None
+    match kind:
+        case Format.HTML:
+            written = write_report(recorded, output or Path("report.html"))
+        case Format.PNG:
+            written = write_bytes(
+                output or Path("report.png"), _picture(recorded, plot, layer, statistic, tensor, step)
+            )
+        case Format.JSON:
+            found = _numbers(recorded, layer, statistic, tensor)
+            if output is None:
+                terminal.show_json(found)
+                return
+            written = write_bytes(output, terminal.as_json(found).encode())
+    size = written.stat().st_size
+    terminal.show_text(f"{written}: {size / 1e6:.1f} MB")
+    if kind is Format.HTML and size > MOST_BYTES:
+        terminal.show_text(f"It is larger than {MOST_BYTES / 1e6:.0f} MB: the facts of the run alone need that much.")
+
+
+def _format_of(output: Path | None) -> Format:
+    """What a file is by its name."""
+    ending = "" if output is None else output.suffix[1:].lower()
+    if ending in ("", "htm"):
+        return Format.HTML
+    if ending not in {each.value for each in Format}:
+        known = ", ".join(f".{each.value}" for each in Format)
+        raise typer.BadParameter(f"no report ends in .{ending}: {known}", param_hint="--output")
+    return Format(ending)
+
+
+def _refuse_what_is_not_for(kind: Format, plot: Plot, **given: Any) -> None:
+    used = {
+        Format.HTML: (),
+        Format.JSON: ("layer", "statistic", "tensor"),
+        Format.PNG: {
+            Plot.HEATMAP: ("statistic", "tensor", "step"),
+            Plot.LAYER: ("layer", "statistic", "tensor"),
+            Plot.PROFILE: ("tensor", "step"),
+        }[plot],
+    }[kind]
+    for name, value in given.items():
+        if value is not None and name not in used:
+            what = f"--format {kind.value}" + (f" --plot {plot.value}" if kind is Format.PNG else "")
+            raise typer.BadParameter(f"{what} takes no --{name}", param_hint=f"--{name}")
+
+
+def _picture(run: Any, plot: Plot, layer: Any, statistic: Any, tensor: Any, step: Any) -> bytes:
+    from te_precision_callbacks.views.report import pictures
+
+    match plot:
+        case Plot.HEATMAP:
+            return pictures.png(pictures.heatmap(run, statistic=statistic, tensor=tensor, step=step))
+        case Plot.LAYER:
+            return pictures.png(pictures.layer(run, name=layer, statistic=statistic, tensor=tensor))
+        case Plot.PROFILE:
+            return pictures.png(pictures.profile(run, tensor=tensor, step=step))
+
+
+def _numbers(run: Any, layer: str | None, statistic: str | None, tensor: str | None) -> dict[str, Any]:
+    from te_precision_callbacks.views.report.numbers import numbers
+
+    return numbers(run, layer=layer, statistic=statistic, tensor=tensor)

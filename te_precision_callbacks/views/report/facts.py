@@ -1,0 +1,256 @@
+"""The facts of a run for a report: what ran in which precision, the trainer's numbers, events, config and versions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from te_precision_callbacks.base.terminal import plain
+from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.runs.recorded import RecordedRun, Segment
+from te_precision_callbacks.runs.tables import at_the_end
+from te_precision_callbacks.views.report.subjects import layer_name
+
+_MOST_EVENTS = 2000
+_MOST_POINTS = 20_000
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A number that the trainer logs.
+
+    Attributes:
+        name: as the trainer calls it, or one of the store's names.
+        iterations, values: [n], in order.
+        total: the numbers that there are in the run; of many only those are kept that show its extremes.
+    """
+
+    name: str
+    iterations: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+    total: int
+
+
+def scalars(run: RecordedRun) -> list[Curve]:
+    """The trainer's own numbers: the loss first, those of how fast the machine is last."""
+    found = []
+    table = run.scalars
+    names = [name for name in pc.unique(table["name"]).to_pylist() if name] if len(table) else []
+    of_training = set(pc.unique(run.metrics["name"]).to_pylist())
+    for name in sorted(names, key=lambda name: (name not in of_training, name != "loss", "loss" not in name, name)):
+        own = table.filter(pc.equal(table["name"].cast(pa.string()), name)).sort_by("iteration")
+        iterations, values = own["iteration"].to_numpy(), own["value"].to_numpy()
+        shown = _thinned(values, _MOST_POINTS)
+        found.append(Curve(name, iterations[shown], values[shown], len(values)))
+    return found
+
+
+def _thinned(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
+    """The places of at most so many numbers: of each of equal pieces the smallest and the largest, or a nan."""
+    if len(values) <= most:
+        return np.arange(len(values))
+    edges = np.linspace(0, len(values), most // 2 + 1).astype(np.int64)
+    kept = {0, len(values) - 1}
+    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        piece = values[begin:end]
+        kept.update((begin + int(piece.argmin()), begin + int(piece.argmax())))
+    return np.array(sorted(kept))
+
+
+def coverage(run: RecordedRun) -> list[dict[str, Any]]:
+    """The multiply-adds of a step at the end of the run, by precision and by pass.
+
+    Returns:
+        Rows of ``precision``, ``backward`` and ``macs``; none where the run does not tell.
+    """
+    found: dict[tuple[str, bool], int] = defaultdict(int)
+    for row in at_the_end(run.gemms).to_pylist():
+        if row["macs"]:
+            found[row["precision"] or "", bool(row["backward"])] += row["macs"]
+    return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in sorted(found.items())]
+
+
+def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
+    """Layer -> its matrix products, with all precisions that they ran in, as the page shows them."""
+    operands: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
+    for row in run.operands.to_pylist():
+        operands[row["gemm_id"], row["layer"], row["gemm"], row["since"]][row["tensor"]] = row["format"] or ""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in run.gemms.to_pylist():
+        told = operands.get((row["gemm_id"], row["layer"], row["gemm"], row["since"]))
+        if told is None:  # the spans of operands and products need not begin together
+            told = {}
+            for (number, layer, gemm, _), formats in operands.items():
+                if (number, layer, gemm) == (row["gemm_id"], row["layer"], row["gemm"]):
+                    told = formats
+        names = ("gemm", "backward", "runs", "not_run", "precision", "recipe")
+        numbers = ("n", "m", "k", "batch", "calls", "macs", "since", "until")
+        found[layer_name(row["scope"], row["layer"])].append(
+            {**{name: row[name] for name in (*names, *numbers)}, "operands": told, "why": _why(row)}
+        )
+    return {layer: _joined(rows) for layer, rows in found.items()}
+
+
+_NO_SPAN = {"since": None, "until": None}
+
+
+def _joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a layer's products: what goes on unchanged in the next process start is one row."""
+    found: list[dict[str, Any]] = []
+    last: dict[tuple[str, bool], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row["since"] or 0):
+        before = last.get((row["gemm"], row["backward"]))
+        is_next = before is not None and before["until"] is not None and before["until"] + 1 >= (row["since"] or 0)
+        if before is not None and is_next and {**before, **_NO_SPAN} == {**row, **_NO_SPAN}:
+            before["until"] = row["until"]
+        else:
+            last[row["gemm"], row["backward"]] = row
+            found.append(row)
+    places = {row["gemm"]: place for place, row in reversed(list(enumerate(rows)))}
+    return sorted(found, key=lambda row: places[row["gemm"]])
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    """Why a product does not run in low precision, in words; empty if it does."""
+    if not row["reason"]:
+        return ""
+    value = Reason[row["reason"]].value if row["reason"] in Reason.__members__ else str(row["reason"])
+    return value if row["reason_ref"] in (None, "", value) else f"{value}: {row['reason_ref']}"
+
+
+def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
+    """Layer -> what is known of it."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in run.layers.to_pylist():
+        name = layer_name(row["scope"], row["layer"])
+        known = found.setdefault(name, {})
+        for key in ("given", "class", "family", "exec_fwd", "exec_bwd", "params", "weight_dtype", "primary_weights"):
+            if row[key] is not None:
+                known[key] = row[key]
+        known["refused"] = row["refused"] or known.get("refused")
+        known["sections"] = row["sections"] or known.get("sections") or []
+    return found
+
+
+def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
+    """The events, and how many there are: of very many the first and the last are shown."""
+    found = run.events_of_ranks()
+    total = len(found)
+    if total > _MOST_EVENTS:
+        half = _MOST_EVENTS // 2
+        found = found[:half] + found[-half:]
+    rows = []
+    for row in found:
+        row["ranks"] = ", ".join(map(str, row["ranks"]))
+        row["layer"] = layer_name(row.pop("scope"), row["layer"])
+        time = row.pop("wall_time")
+        row["time"] = time.isoformat(timespec="seconds") if time else ""
+        rows.append({key: value for key, value in row.items() if value not in (None, "")})
+    return rows, total
+
+
+def duration(run: RecordedRun) -> dict[str, Any]:
+    """How long the run took: the steps that have records, the first and the last time, the seconds of all starts, the
+    median of a step, and the session's share.
+
+    Records may be of every tenth step: the seconds between two of them are those of ten steps.
+    """
+    steps = run.steps
+    if not len(steps):
+        return {}
+    table = {name: steps[name].to_pylist() for name in ("segment", "iteration", "wall_time")}
+    rows = [row for row in zip(*table.values(), strict=True) if row[2] is not None]
+    found: dict[str, Any] = {"steps": len(pc.unique(steps["iteration"]))}
+    found["first"], found["last"] = pc.min(steps["iteration"]).as_py(), pc.max(steps["iteration"]).as_py()
+    if len(rows) > 1:
+        times = [time for *_, time in rows]
+        found["from"], found["to"] = (time.isoformat(timespec="seconds") for time in (min(times), max(times)))
+        found["seconds"] = sum(_seconds(one, rows) for one in run.segments)
+    each = [
+        (time - earlier).total_seconds() / (iteration - before)
+        for (segment, before, earlier), (other, iteration, time) in pairwise(rows)
+        if segment == other and iteration > before
+    ]
+    if each:
+        found["median_step_seconds"] = float(np.median(each))
+    observing = steps["observe_seconds"].drop_null().to_numpy()
+    if observing.size:
+        found["median_observe_seconds"] = float(np.median(observing))
+    return found
+
+
+def _seconds(segment: Segment, rows: Sequence[tuple[int, int, datetime]]) -> float:
+    """How long a process ran: from its start to its end, or else between its records."""
+    times = [time for number, _, time in rows if number == segment.number]
+    told = [_time(text) for text in (segment.started_at, segment.ended_at)]
+    begin, end = told[0] or min(times, default=None), told[1] or max(times, default=None)
+    return max(0.0, (end - begin).total_seconds()) if begin is not None and end is not None else 0.0
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
+
+
+def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
+    """How the trainer counts the recorded iterations: its first and last step, and how far it is ahead of the
+    iteration, None where that is not the same everywhere."""
+    iterations, own = run.steps["iteration"], run.steps["logging_step"]
+    ahead = pc.unique(pc.subtract(own, iterations)).to_pylist()
+    bounds = pc.min_max(own).as_py()
+    return {"first": bounds["min"], "last": bounds["max"], "ahead": ahead[0] if len(ahead) == 1 else None}
+
+
+def segments(run: RecordedRun) -> list[dict[str, Any]]:
+    """The process starts, with all that they say."""
+    return [
+        {
+            "number": one.number,
+            "status": one.status,
+            "started_at": one.started_at,
+            "ended_at": one.ended_at,
+            "first_iteration": one.first_iteration,
+            "world": one.world,
+            "facts": told(one.facts),
+        }
+        for one in run.segments
+    ]
+
+
+def told(value: Any) -> Any:
+    """A value of run.json as JSON has it; what JSON has no word for becomes text."""
+    if isinstance(value, Mapping):
+        return {str(key): told(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [told(item) for item in value]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    simple = plain(value)
+    return simple if simple is None or isinstance(simple, (str, int, float, bool)) else str(simple)
+
+
+def states(run: RecordedRun) -> list[dict[str, Any]]:
+    """What is kept in which type outside of the products."""
+    return list(run.states.to_pylist())
+
+
+def plan(run: RecordedRun) -> list[dict[str, Any]]:
+    """What the config did with layers, one row for each section and feature with its number of layers."""
+    found: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+    for row in run.plan.to_pylist():
+        key = tuple(row[name] for name in ("section", "file", "line", "feature", "since", "until"))
+        found[key].add(row["layer"])
+    names = ("section", "file", "line", "feature", "since", "until")
+    return [{**dict(zip(names, key, strict=True)), "layers": len(layers)} for key, layers in found.items()]

@@ -1,0 +1,102 @@
+"""The histograms of a run, over few columns of time, and what their percentiles say of the range of each layer.
+
+for histogram in histograms(run, family, columns, wanted):
+    histogram.counts                        # [columns, bins], the counts of the bins from `lowest` on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.views.report.overview import Columns, pieces
+from te_precision_callbacks.views.report.subjects import FamilySeries
+
+Floats = npt.NDArray[np.float64]
+
+_MOST_HISTOGRAMS_AT_ONCE = 20_000
+
+PERCENTS = (1, 50, 99)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The histograms of a tensor of a layer, added up over the steps of each column.
+
+    Attributes:
+        series: the number of its series.
+        layer: the index of its layer.
+        rank: the rank, REDUCED for all.
+        columns: those that have any.
+        lowest: the first bin with a count in any column.
+        counts: [columns, bins], float64.
+    """
+
+    series: int
+    layer: int
+    rank: int
+    columns: Columns
+    lowest: int
+    counts: Floats
+
+    def percentiles(self) -> npt.NDArray[np.int64]:
+        """[columns, 5]: the bins of the smallest number, of the percentiles :data:`PERCENTS` and of the largest; -1 in
+        a column without any count."""
+        total = self.counts.sum(1)
+        summed = np.cumsum(self.counts, 1)
+        wanted = [np.full(len(total), 1e-300), *(np.maximum(total * percent / 100, 1e-300) for percent in PERCENTS)]
+        bins = [(summed >= each[:, None]).argmax(1) for each in wanted]
+        bins.append(self.counts.shape[1] - 1 - (self.counts[:, ::-1] > 0).argmax(1))
+        found = np.stack(bins, 1) + self.lowest
+        return np.where(total[:, None] > 0, found, -1)
+
+
+def histograms(
+    run: RecordedRun, of: FamilySeries, columns: Columns, wanted: Collection[int] | None = None
+) -> Iterator[Histogram]:
+    """The histograms of a family, layer by layer.
+
+    Args:
+        run: the run.
+        of: the family.
+        columns: the columns of time.
+        wanted: the series that are wanted; None for all.
+    """
+    bins = of.family.bins.number
+    order = [
+        place for place in np.argsort(of.layer, kind="stable") if wanted is None or int(of.series[place]) in wanted
+    ]
+    for piece in pieces(of.count[order], _MOST_HISTOGRAMS_AT_ONCE):
+        chosen = order[piece]
+        table = run.vectors(of.series[chosen].tolist())
+        series = table["series"].to_numpy()
+        iterations = table["iteration"].to_numpy()
+        bin_lists, count_lists = table["bin"].combine_chunks(), table["count"].combine_chunks()
+        offsets = bin_lists.offsets.to_numpy()
+        all_bins, all_counts = bin_lists.values.to_numpy(), count_lists.values.to_numpy()
+        for place in chosen:
+            rows = np.flatnonzero(series == of.series[place])
+            if not rows.size:
+                continue
+            begin, end = offsets[rows[0]], offsets[rows[-1] + 1]
+            column = np.repeat(columns.column_of(iterations[rows]), np.diff(offsets[rows[0] : rows[-1] + 2]))
+            cell = column * bins + all_bins[begin:end].astype(np.int64)
+            counts: Floats = (
+                np.bincount(cell, all_counts[begin:end], len(columns) * bins).reshape(-1, bins).astype(np.float64)
+            )
+            used = np.unique(columns.column_of(iterations[rows]))
+            counts = counts[used]
+            filled = np.flatnonzero(counts.any(0))
+            low, high = (int(filled[0]), int(filled[-1]) + 1) if filled.size else (0, 1)
+            yield Histogram(
+                int(of.series[place]),
+                int(of.layer[place]),
+                int(of.rank[place]),
+                columns.take(used),
+                low,
+                counts[:, low:high],
+            )

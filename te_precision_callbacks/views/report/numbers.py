@@ -1,0 +1,93 @@
+"""A run in numbers, for JSON: what it was, its coverage, its worst layers, and each series with what it spans.
+
+numbers(run)["worst"][0]                # {"statistic": "underflows%", "tensor": "activation", "layers": [...]}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.views.report import facts
+from te_precision_callbacks.views.report.data import families_for_findings, findings, nonempty
+from te_precision_callbacks.views.report.overview import Columns, overviews
+from te_precision_callbacks.views.report.subjects import REDUCED, FamilySeries, ReportError
+
+
+def numbers(
+    run: RecordedRun, *, layer: str | None = None, statistic: str | None = None, tensor: str | None = None
+) -> dict[str, Any]:
+    """The numbers of a run.
+
+    Args:
+        run: the run.
+        layer, statistic, tensor: give only these series, with all of their numbers.
+
+    Raises:
+        ReportError: the run has no numbers, or none of these.
+    """
+    subjects = nonempty(run)
+    chosen: list[FamilySeries] = subjects.families
+    index = None if layer is None else subjects.layer(layer)
+    if statistic is not None or tensor is not None:
+        subjects.family(statistic, tensor)
+        chosen = [
+            one for one in chosen if statistic in (None, one.family.statistic) and tensor in (None, one.family.tensor)
+        ]
+    whole = (layer, statistic, tensor) != (None, None, None)
+    made = list(overviews(run, families_for_findings(chosen, subjects.families), Columns.of(run, 1)))
+    wanted = {one.family for one in chosen}
+    series = []
+    for overview in made:
+        if overview.family not in wanted:
+            continue
+        for rank, of_rank in overview.series.items():
+            for row, number in enumerate(of_rank.tolist()):
+                if number < 0 or index not in (None, int(overview.layers[row])):
+                    continue
+                found = {
+                    "layer": subjects.layers[int(overview.layers[row])].name,
+                    "tensor": overview.family.tensor,
+                    "statistic": overview.family.statistic,
+                    "gemm": overview.family.gemm,
+                    "rank": _rank(rank),
+                    "worst": float(overview.worst[rank][row]),
+                    "worst_at": int(overview.worst_at[rank][row]),
+                    "last": float(overview.last[rank][row]),
+                    "last_at": int(overview.last_at[rank][row]),
+                }
+                if whole:
+                    table = run.values([number])
+                    found["steps"], found["values"] = table["iteration"].to_pylist(), table["value"].to_pylist()
+                series.append(found)
+    if whole and not series:
+        raise ReportError(f"The layer {layer!r} has no such statistic.")
+    return {
+        "run": {"path": str(run.path), "run_id": run.run_id, "source": run.source},
+        "notes": list(run.notes),
+        "segments": facts.segments(run),
+        "duration": facts.duration(run),
+        "coverage": facts.coverage(run),
+        "scalars": [
+            {"name": one.name, "first": one.values[0], "last": one.values[-1], "numbers": one.total}
+            for one in facts.scalars(run)
+            if one.total
+        ],
+        "worst": [
+            {
+                "statistic": made[each["family"]].family.statistic,
+                "tensor": made[each["family"]].family.tensor,
+                "layers": [
+                    {**item, "layer": subjects.layers[item["layer"]].name, "rank": _rank(item["rank"])}
+                    for item in each["items"]
+                ],
+            }
+            for each in findings(made)
+            if made[each["family"]].family in wanted
+        ],
+        "series": series,
+    }
+
+
+def _rank(rank: int) -> int | None:
+    return None if rank == REDUCED else rank

@@ -1,0 +1,164 @@
+"""An HTML page that needs nothing but itself: its data, its script, and the plotting library. The page of a run.
+
+write_report(run, "report.html")
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from te_precision_callbacks.base.errors import MissingExtraError
+from te_precision_callbacks.base.terminal import plain, visible
+from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.views.report.data import PageData
+from te_precision_callbacks.views.report.packing import compressed
+from te_precision_callbacks.views.report.subjects import ReportError
+
+PAGES = ("html", "htm")
+"""How the name of a page ends."""
+
+MOST_BYTES = 10_000_000
+"""The most bytes of a page."""
+
+_SHARED = ("unpack", "values", "dom", "plots", "shell", "heatmap")
+"""The files of every page's script, in the order in which they stand in it."""
+
+_OF_A_RUN = ("summary", "ranges", "layer", "profile", "config", "main")
+
+FOR_FACTS = 1_200_000
+"""What is kept for the facts of a run, which come beside its numbers."""
+
+
+class Frame:
+    """A page without its data.
+
+    Attributes:
+        size: its characters.
+
+    Args:
+        scripts: the files of the page's own script, behind those of every page; the last opens it.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+
+    def __init__(self, scripts: Sequence[str]) -> None:
+        script = "".join(_part(f"{name}.js") for name in (*_SHARED, *scripts))
+        self._filled = {
+            "STYLE": _part("page.css"),
+            "SCRIPT": f'"use strict";\n(() => {{\n{script}}})();\n',
+            "PLOTLY": compressed(_plotly().encode()),
+        }
+        self._frame = _part("page.html")
+        self.size = len(self._frame) + sum(map(len, self._filled.values()))
+
+    def filled(self, title: str, told: Mapping[str, Any], arrays: Sequence[str]) -> str:
+        """The page.
+
+        Args:
+            title: as a text; it stands there before the page is drawn.
+            told: what goes into its JSON; numbers may be nan and inf.
+            arrays: the texts of a :class:`te_precision_callbacks.views.report.packing.Packed`.
+        """
+        filled = {
+            **self._filled,
+            "TITLE": html.escape(title),
+            "DATA": compressed(json.dumps(plain(told), separators=(",", ":"), allow_nan=False).encode()),
+            "ARRAYS": "\n".join(arrays),
+        }
+        first, *others = self._frame.split("{{")
+        pieces = [first]
+        for other in others:
+            name, _, rest = other.partition("}}")
+            pieces += [filled[name], rest]
+        return "".join(pieces)
+
+
+def page(run: RecordedRun, *, most: int = MOST_BYTES) -> str:
+    """The page of a run.
+
+    Args:
+        run: the run.
+        most: the most bytes of the page, unless the overview alone needs more.
+
+    Raises:
+        ReportError: the run has no numbers.
+        MissingExtraError: plotly is not installed.
+    """
+    frame = Frame(_OF_A_RUN)
+    data = PageData.of(run, most - frame.size - FOR_FACTS)
+    return frame.filled(data.told["run"]["name"], data.told, data.arrays)
+
+
+def write_report(run: RecordedRun, path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> Path:
+    """Write the page of a run.
+
+    Args:
+        run: the run, from :func:`te_precision_callbacks.runs.open_run`.
+        path: the file, in a folder that exists; its name ends in ``.html``, or has no ending.
+        most: the most bytes of the page.
+
+    Returns:
+        The file.
+
+    Raises:
+        ReportError: the run has no numbers, or the file cannot be written, or its name is not that of a page.
+        MissingExtraError: plotly is not installed.
+    """
+    found = output_path(path, PAGES)
+    return write_bytes(found, page(run, most=most).encode())
+
+
+def output_path(path: str | os.PathLike[str], endings: Sequence[str]) -> Path:
+    """The path of a file that is to be written, before the work for it begins.
+
+    Args:
+        path: the path.
+        endings: how its name may end, such as ``html``; a name without an ending is right too.
+
+    Raises:
+        ReportError: its name ends otherwise, or its folder does not exist.
+    """
+    found = Path(path)
+    ending = found.suffix[1:]
+    if ending and ending.lower() not in endings:
+        named = found.with_suffix(f".{endings[0]}")
+        raise ReportError(f"{visible(str(found))}: this is no .{visible(ending)} file. Name it {visible(str(named))}.")
+    if not found.parent.is_dir():
+        raise ReportError(f"{visible(str(found))} cannot be written: there is no folder {visible(str(found.parent))}.")
+    return found
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Write a file whole: another reader sees the former one or all of it.
+
+    Raises:
+        ReportError: it cannot be written.
+    """
+    found = Path(path)
+    part = found.with_name(f"{found.name}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(found)
+    except OSError as error:
+        raise ReportError(f"{visible(str(found))} cannot be written: {error.strerror or error}.") from error
+    return found
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise MissingExtraError("te_precision_callbacks.views.report", "report") from None
+    script: str = get_plotlyjs()
+    return script
+
+
+def _part(name: str) -> str:
+    return files("te_precision_callbacks.views.report").joinpath("page", name).read_text(encoding="utf-8")

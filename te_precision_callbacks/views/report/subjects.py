@@ -1,0 +1,214 @@
+"""The subjects of a run's numbers: its layers in the order of execution, and its families of statistics.
+
+subjects = Subjects(run)
+subjects.layers[7].name                 # "layers.1.fc2"
+subjects.families[2].series             # the numbers of its series, with the layer and the rank of each
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.layers.folding import ShortNames
+from te_precision_callbacks.runs.errors import it_has
+from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.run_files import FOLDER
+from te_precision_callbacks.statistics.series import Family, family_of
+
+Ints = npt.NDArray[np.int64]
+
+REDUCED = -1
+"""Stands for the rank of a number that is reduced over ranks."""
+
+SHORT = 42
+"""The most characters of a layer's short name."""
+
+_BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?=\.)")
+"""The path of a layer up to its first number, if something follows."""
+
+
+class ReportError(PrecisionDebugError, ValueError):
+    """A report that cannot be made: of a run without numbers, or of a layer, statistic or step that it lacks."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of the run.
+
+    Attributes:
+        name: with the scope in front, where it does not stand there already.
+        block: the repeated part of the model that it belongs to, such as ``layers.3``; empty if it belongs to none.
+        short: the name beside a plot: what tells it apart from the run's other layers, without control characters.
+        block_short: likewise that of the block.
+    """
+
+    name: str
+    block: str
+    short: str
+    block_short: str
+
+    @property
+    def told(self) -> dict[str, str]:
+        """Its names for a page, as text without control characters."""
+        return {**vars(self), "name": visible(self.name), "block": visible(self.block)}
+
+
+@dataclass(frozen=True)
+class FamilySeries:
+    """A statistic of a tensor, with its series in all layers and ranks.
+
+    Attributes:
+        family: the statistic.
+        series: [n], the numbers of the series in the run.
+        layer: [n], the index of each one's layer in :attr:`Subjects.layers`; -1 for a number without a layer.
+        rank: [n], :data:`REDUCED` for a number that is reduced over ranks.
+        count: [n], the numbers that each has.
+    """
+
+    family: Family
+    series: Ints
+    layer: Ints
+    rank: Ints
+    count: Ints
+
+    @property
+    def is_histogram(self) -> bool:
+        """Whether its values are histograms."""
+        request = self.family.request
+        return request is not None and request.statistic.bins is not None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have numbers of their own, and :data:`REDUCED` where there are reduced ones; ascending."""
+        return [int(rank) for rank in np.unique(self.rank)]
+
+    @property
+    def rows(self) -> Ints:
+        """The layers that have it, in the order of execution."""
+        return np.unique(self.layer)
+
+    @property
+    def has_direction(self) -> bool:
+        """Whether its values get worse in a direction."""
+        return self.family.has_direction
+
+
+class Subjects:
+    """The layers of a run and its families of statistics.
+
+    Attributes:
+        layers: all layers in the order of execution, those that were not seen behind the others.
+        families: the families of numbers.
+        histograms: the families of histograms.
+        free: the families of numbers that belong to no layer.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        names = _named(run.series["scope"], run.series["layer"])
+        self.layers = _layers(run, names)
+        index = {layer.name: number for number, layer in enumerate(self.layers)}
+        layer = np.array([index.get(name, -1) for name in names], np.int64)
+        rank = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
+        count = run.series["count"].fill_null(0).to_numpy().astype(np.int64)
+        number = run.series["series"].to_numpy().astype(np.int64)
+        keys = zip(*(_texts(run.series[column]) for column in ("tensor", "statistic", "gemm")), strict=True)
+        members: dict[tuple[str, str, str], list[int]] = {}
+        for row, key in enumerate(keys):
+            members.setdefault(key, []).append(row)
+        found = []
+        for (tensor, statistic, gemm), listed in members.items():
+            rows = np.array(listed)
+            family = family_of(tensor, statistic, gemm or None)
+            found.append(FamilySeries(family, number[rows], layer[rows], rank[rows], count[rows]))
+        self.families = [one for one in found if not one.is_histogram and (one.layer >= 0).all()]
+        self.histograms = [one for one in found if one.is_histogram]
+        self.free = [one for one in found if not one.is_histogram and (one.layer < 0).any()]
+
+    def layer(self, name: str) -> int:
+        """The index of a layer.
+
+        Raises:
+            ReportError: there is none of this name.
+        """
+        for number, layer in enumerate(self.layers):
+            if layer.name == name:
+                return number
+        raise ReportError(f"The run has no layer {name!r}.{it_has(name, [layer.name for layer in self.layers])}")
+
+    def family(self, statistic: str | None, tensor: str | None) -> FamilySeries:
+        """The family of a statistic and a tensor; of those that are not given, the first.
+
+        Raises:
+            ReportError: the run has none.
+        """
+        found = [
+            one
+            for one in self.families
+            if statistic in (None, one.family.statistic) and tensor in (None, one.family.tensor)
+        ]
+        if found:
+            return next((one for one in found if one.has_direction), found[0])
+        tensors = sorted({one.family.tensor for one in self.families if one.family.statistic == statistic})
+        if tensors:
+            raise ReportError(
+                f"The run has no statistic {statistic!r} of the tensor {tensor!r}; it has it of {', '.join(tensors)}."
+            )
+        if statistic is None:
+            known = sorted({one.family.tensor for one in self.families})
+            raise ReportError(f"The run has no statistic of a tensor {tensor!r}.{it_has(tensor or '', known)}")
+        known = sorted({one.family.statistic for one in self.families})
+        raise ReportError(f"The run has no statistic {statistic!r}.{it_has(statistic, known)}")
+
+
+def _texts(column: pa.ChunkedArray) -> list[str]:
+    return [text or "" for text in column.to_pylist()]
+
+
+def _named(scopes: pa.ChunkedArray, layers: pa.ChunkedArray) -> list[str]:
+    return [layer_name(scope, layer) for scope, layer in zip(_texts(scopes), _texts(layers), strict=True)]
+
+
+def layer_name(scope: str | None, layer: str | None) -> str:
+    """The name of a layer in a report: with the scope in front, where it does not stand there already."""
+    if not layer or not scope or layer.startswith(f"{scope}."):
+        return layer or ""
+    return f"{scope}.{layer}"
+
+
+def folder_name(run: RecordedRun) -> str:
+    """What a run is called: the name of its log folder."""
+    path = Path(os.path.abspath(run.path))  # without dots; links stay as they are
+    above = next((each.parent for each in path.parents if each.name == FOLDER), path)
+    return (above.parent if above.name == FOLDER else above).name or run.run_id
+
+
+def _layers(run: RecordedRun, of_series: list[str]) -> list[Layer]:
+    places: dict[str, float] = {}
+    table = run.layers
+    for name, place in zip(_named(table["scope"], table["layer"]), table["exec_fwd"].to_pylist(), strict=True):
+        known = places.get(name, np.inf)
+        places[name] = known if place is None else min(known, place)
+    for name in dict.fromkeys(of_series):
+        if name:
+            places.setdefault(name, np.inf)
+    shown = {name: visible(name) for name in places}
+    blocks = {name: visible(_block(name)) for name in places}
+    short, short_blocks = ShortNames(shown.values()), ShortNames(blocks.values())
+    return [
+        Layer(name, _block(name), short.of(shown[name], SHORT), short_blocks.of(blocks[name], SHORT))
+        for name in sorted(places, key=lambda name: places[name])
+    ]
+
+
+def _block(name: str) -> str:
+    found = _BLOCK.match(name)
+    return found[1] if found else ""

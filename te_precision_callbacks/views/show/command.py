@@ -1,0 +1,189 @@
+"""``te-precision show``: a recorded run on a terminal, also while it is written.
+
+Usage::
+
+    te-precision show logs
+    te-precision show logs --follow
+    te-precision show logs --follow | tee show.txt     # a line where something is new, and the whole at the end
+    te-precision show logs --statistic underflows% --most 10
+
+The exit code is 0; 2 for wrong use, such as a path that is no run, or a run without numbers. ``--json`` prints one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.terminal import Json, Run
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.runs import RecordedRun
+    from te_precision_callbacks.views.show.view import Curve, RunView
+
+
+_Display = AbstractContextManager[Callable[["RunView"], None]]
+
+_MOST_FAILURES = 5
+"""How often in a row a run that is followed may be unreadable."""
+
+_SHARE = 4.0
+"""How many times as long as a run was read it is left alone, however large it is."""
+
+
+def show_command(
+    path: Annotated[str, typer.Argument(metavar="RUN", help="A recorded run: its log folder.")],
+    *,
+    run: Run = None,
+    statistic: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="A statistic, as in a config or with its recipe. May be given several times."
+        ),
+    ] = None,
+    most: Annotated[int, typer.Option(metavar="N", min=1, help="The layers of each statistic.")] = 3,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Draw again while the run is written, and end with it; wait for it where it has not begun. In a file"
+            " or pipe: a line where something is new.",
+        ),
+    ] = False,
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often, with --follow.")] = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Show a run: the worst layers by each statistic, curves, coverage, the loss, the last events."""
+    from te_precision_callbacks.runs.choosing import chosen_run
+    from te_precision_callbacks.views.show.view import NothingToShowError, look
+
+    recorded, told = _when_it_is_there(path, run, every) if follow else chosen_run(path, run)
+    if told:
+        terminal.show_text(told, err=as_json)
+    chosen = recorded.run_id if told else run  # which stays the one that is followed
+
+    def again() -> RunView:
+        return look(chosen_run(path, chosen)[0], statistic or (), most)
+
+    view = look(recorded, statistic or (), most)
+    if follow:
+        view = _follow(view, again, every, _nothing() if as_json else _display())
+    if view.is_empty:
+        why = f"no statistic was recorded, and no loss ({view.status})."
+        raise NothingToShowError(" ".join([f"{path} has no numbers: {why}", *view.notes]))
+    if as_json:
+        terminal.show_json(_for_json(view))
+    elif not follow or not _is_terminal():
+        from te_precision_callbacks.views.show.screen import Screen
+
+        terminal.show(Screen(view))
+
+
+def _when_it_is_there(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:
+    """The run, as soon as one has begun in a folder that may not exist yet."""
+    from te_precision_callbacks.runs import NotARunError, list_runs
+    from te_precision_callbacks.runs.choosing import chosen_run
+
+    told = False
+    while True:
+        try:
+            return chosen_run(path, run)
+        except NotARunError:
+            if Path(path).is_file() or list_runs(path):
+                raise
+        if not told:
+            terminal.show_text(f"Waiting for a run in {path}. Ctrl-C ends it.", err=True)
+            told = True
+        time.sleep(every)
+
+
+def _follow(view: RunView, again: Callable[[], RunView], every: float, display: _Display) -> RunView:
+    """Show the run until it has ended, and give what it then is."""
+    from te_precision_callbacks.runs import RunError
+
+    failures, took = 0, 0.0
+    with display as show:
+        show(view)
+        while view.status == "running":
+            time.sleep(max(every, _SHARE * took))
+            begun = time.monotonic()
+            try:
+                view = again()
+            except RunError:  # a part may be replaced while it is read
+                failures += 1
+                if failures == _MOST_FAILURES:
+                    raise
+                continue
+            failures, took = 0, time.monotonic() - begun
+            show(view)
+    return view
+
+
+def _is_terminal() -> bool:
+    from rich.console import Console
+
+    return Console().is_terminal
+
+
+def _display() -> _Display:
+    return _screen() if _is_terminal() else _lines()
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[Callable[[RunView], None]]:
+    yield lambda view: None
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[Callable[[RunView], None]]:
+    """Draws a run again and again, at one place."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from te_precision_callbacks.views.show.screen import Screen
+
+    with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="ellipsis") as live:
+        yield lambda view: live.update(Screen(view), refresh=True)
+
+
+@contextlib.contextmanager
+def _lines() -> Iterator[Callable[[RunView], None]]:
+    """Prints a line where something is new, and each event, for a file or pipe."""
+    from te_precision_callbacks.views.show.screen import event_in_words, line_of
+
+    seen: set[str] = set()
+
+    def show(view: RunView) -> None:
+        for line in (*map(event_in_words, view.events), line_of(view)):
+            if line not in seen:
+                seen.add(line)
+                typer.echo(line)
+
+    yield show
+
+
+def _for_json(view: RunView) -> dict[str, Any]:
+    from te_precision_callbacks.layers.folding import ShortNames
+
+    found = {name: value for name, value in vars(view).items() if not isinstance(value, ShortNames)}
+    found["scalars"] = {scalar.name: _curve(scalar.curve) for scalar in view.scalars}
+    found["worst"] = {
+        name: [
+            {**vars(series), "lost": series.lost and series.lost._asdict(), "curve": _curve(series.curve)}
+            for series in worst
+        ]
+        for name, worst in view.worst.items()
+    }
+    return found
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    return {"iterations": curve.iterations.tolist(), "values": curve.values.tolist()}

@@ -1,0 +1,152 @@
+"""Draws what is shown of a run, as wide as the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.layers.folding import ShortNames, folded
+from te_precision_callbacks.views.show.sparklines import sparkline
+from te_precision_callbacks.views.show.view import Event, RunView, ScalarCurve, WorstSeries
+
+_LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
+_BLOCK = "█"
+_HEADERS = ("last", "worst @ step")
+
+_COLOURS = {"nvfp4": "magenta", "mxfp8": "cyan", "fp8": "green"}
+_SEVERITY = {"error": "bold red", "warning": "yellow"}
+
+
+class Screen:
+    """A run, drawn for the width that it is given.
+
+    Args:
+        view: what is shown.
+    """
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        view, width = self._view, options.max_width
+        yield Text(_head(view), style="bold", overflow="fold")
+        yield Text(_facts(view), overflow="fold")
+        if view.coverage:
+            yield from _coverage(view.coverage, width)
+        yield from (_scalar(scalar, width, view.metric_names) for scalar in view.scalars)
+        for statistic, worst in view.worst.items():
+            if worst:
+                yield Text()
+                yield _statistic(statistic, worst, width, view.names)
+        if view.more_statistics:
+            names = ", ".join(folded(view.more_statistics, most=8))
+            yield Text("\n" + visible(f"Not shown: {names}. --statistic shows one."), style="dim", overflow="fold")
+        if view.is_empty:
+            yield Text("\nNo numbers yet.")
+        if view.events:
+            yield Text("\nLast events", style="bold")
+            yield from map(_event, view.events)
+        for note in view.notes:
+            yield Text(visible(f"Note: {note}"), style="yellow", overflow="fold")
+
+
+def line_of(view: RunView) -> str:
+    """What a run has come to, in one line for a file or pipe."""
+    told = ["no numbers yet" if view.last is None else f"step {view.last}"]
+    told += [f"{scalar.name} {scalar.curve.values[-1]:.4g}" for scalar in view.scalars[:1]]
+    for statistic, worst in view.worst.items():
+        if worst:
+            where = "".join(_name(worst[0]))
+            told.append(f"worst {statistic} {_worst_number(worst[0])} in {where}")
+            break
+    return visible("  ".join(told))
+
+
+def event_in_words(event: Event) -> str:
+    """An event as a line."""
+    at = "" if event.iteration is None else f"step {event.iteration}"
+    named = () if event.ranks == (0,) else event.ranks  # rank 0 speaks for the run
+    told = [at, *folded((f"rank {rank}" for rank in named), most=2), event.kind, event.layer, event.text]
+    return visible("  ".join(part for part in told if part))
+
+
+def _head(view: RunView) -> str:
+    return visible(f"{view.run_id}: {view.status}, {view.path}")
+
+
+def _facts(view: RunView) -> str:
+    told = [f"{name}: {value}" for name, value in view.facts.items()]
+    if view.segments > 1:
+        told.append(f"{view.segments} segments")
+    if view.first is not None:
+        told.append(f"steps {view.first} to {view.last}")
+    told.append(f"{view.series:,} series")
+    if view.source != "te-precision-callbacks":
+        told.append(f"a log of {view.source}: layers, coverage and the trainer's numbers are not in it")
+    return visible(", ".join(told))
+
+
+def _coverage(coverage: dict[str, float], width: int) -> Iterator[Text]:
+    """A bar of the shares, and their numbers."""
+    bar, names = Text(), Text()
+    for name, share in coverage.items():
+        style = _COLOURS.get(name, "dim")
+        bar.append(_BLOCK * max(1, round(share * min(width, 60))), style)
+        names.append(f"{_BLOCK} ", style)
+        names.append(f"{visible(name.upper())} {100 * share:.1f} %  ")
+    yield bar
+    yield names
+
+
+def _scalar(scalar: ScalarCurve, width: int, names: ShortNames) -> Text:
+    curve = scalar.curve
+    numbers = f"{curve.values[0]:.4g} -> {curve.values[-1]:.4g}"
+    name = names.of(visible(scalar.name), max(_LEAST_NAME, width // 4))
+    room = min(width - len(name) - len(numbers) - 4, _MOST_CURVE)
+    drawn = sparkline(curve.iterations, curve.values, room) if room >= _LEAST_CURVE else ""
+    return Text(f"{name}  {numbers}  {drawn}", no_wrap=True, overflow="crop")
+
+
+def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names: ShortNames) -> Table:
+    """The worst tensors by a statistic: names, numbers, and curves where there is room."""
+    numbers = [(f"{series.last:.3g}", _worst_number(series)) for series in worst]
+    taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
+    left = max(width - taken, _LEAST_NAME)
+    longest = max(sum(map(len, _name(series))) for series in worst)
+    named = min(longest, left if left < 2 * _LEAST_NAME else max(left * 2 // 3, left - _MOST_CURVE - 1))
+    room = min(left - named - 1, _MOST_CURVE)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(Text(visible(statistic), style="bold"), no_wrap=True, width=max(named, 1))
+    for header in _HEADERS:
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for series, (last, worst_one) in zip(worst, numbers, strict=True):
+        layer, rest = _name(series)
+        drawn = sparkline(series.curve.iterations, series.curve.values, room, low_is_worse=series.low_is_worse)
+        table.add_row(
+            Text(names.of(layer, named - len(rest)) + rest),
+            last,
+            worst_one,
+            Text(drawn if room >= _LEAST_CURVE else ""),
+        )
+    return table
+
+
+def _worst_number(series: WorstSeries) -> str:
+    """The worst number, and what brings a series here whose number is not among the worst."""
+    lost = "" if series.lost is None else f" ({visible(series.lost.statistic)} {series.lost.value:.3g})"
+    return f"{series.worst:.3g} @ {series.worst_iteration}{lost}"
+
+
+def _name(series: WorstSeries) -> tuple[str, str]:
+    """The layer, which may be shortened, and what follows it."""
+    rest = "".join(f" {part}" for part in (series.tensor, "" if series.rank is None else f"rank {series.rank}") if part)
+    return visible(series.layer), visible(rest)
+
+
+def _event(event: Event) -> Text:
+    return Text(event_in_words(event), _SEVERITY.get(event.severity, ""), overflow="fold")

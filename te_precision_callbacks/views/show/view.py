@@ -1,0 +1,353 @@
+"""What is shown of a recorded run, read from its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.layers.folding import ShortNames
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs.errors import it_has
+from te_precision_callbacks.sinks.worst import Lost, worst_first
+from te_precision_callbacks.statistics.names import Request, logged_request
+from te_precision_callbacks.statistics.series import Family, family_of
+from te_precision_callbacks.statistics.table import Of, Worse
+from te_precision_callbacks.views.compare.differing_facts import precision_shares
+
+MOST_LAYERS = 3
+"""The layers that are shown of each statistic."""
+
+MOST_STATISTICS = 8
+"""The statistics that are shown unless some are chosen."""
+
+MOST_EVENTS = 5
+
+_LOST = (Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS)
+
+
+class NothingToShowError(PrecisionDebugError, ValueError):
+    """A run has no numbers, or none of a statistic that is asked for."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The numbers of a series.
+
+    Attributes:
+        iterations: [n], ascending.
+        values: [n].
+    """
+
+    iterations: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class WorstSeries:
+    """A statistic of one tensor, among the worst of the run.
+
+    Attributes:
+        scope, layer, tensor: what.
+        statistic: its name.
+        rank: the rank whose own number it is; None if it is reduced.
+        last, last_iteration: the last number.
+        worst, worst_iteration: the worst one; the largest in size of a statistic without a worse direction.
+        low_is_worse: whether small numbers are.
+        lost: what another statistic shows to be lost, if that is why the series is here.
+        curve: all of them, without those of delayed scaling's first step.
+    """
+
+    scope: str
+    layer: str
+    tensor: str
+    statistic: str
+    rank: int | None
+    last: float
+    last_iteration: int
+    worst: float
+    worst_iteration: int
+    low_is_worse: bool
+    lost: Lost | None
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class ScalarCurve:
+    """A number of the trainer: its name, and its curve."""
+
+    name: str
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, as in the store's table of events, on one rank or on several alike."""
+
+    iteration: int | None
+    ranks: tuple[int, ...]
+    kind: str
+    severity: str
+    layer: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What is shown of a run.
+
+    Attributes:
+        path, run_id, source: which run.
+        status: that of its last segment.
+        segments: how many process starts it has.
+        facts: of the last segment, those that fit on a line: front door, recipes, GPU, ranks.
+        first, last: the first and the last iteration with numbers; None without any.
+        steps: how many iterations have records.
+        series: how many series there are.
+        coverage: precision -> its share of the multiply-adds; empty if that was not recorded.
+        scalars: the trainer's numbers, the loss first.
+        worst: statistic -> the tensors that are worst by it.
+        more_statistics: the statistics that are not shown.
+        events: the last ones, the newest last.
+        notes: what is missing or damaged.
+        names: shortens the names of layers.
+        metric_names: shortens those of the trainer's numbers.
+    """
+
+    path: str
+    run_id: str
+    source: str
+    status: str
+    segments: int
+    facts: dict[str, str]
+    first: int | None
+    last: int | None
+    steps: int
+    series: int
+    coverage: dict[str, float]
+    scalars: tuple[ScalarCurve, ...]
+    worst: dict[str, tuple[WorstSeries, ...]]
+    more_statistics: tuple[str, ...]
+    events: tuple[Event, ...]
+    notes: tuple[str, ...]
+    names: ShortNames
+    metric_names: ShortNames
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no number yet."""
+        return not self.series and not self.scalars
+
+
+def look(run: RecordedRun, statistics: Sequence[str] = (), most: int = MOST_LAYERS) -> RunView:
+    """Read what is shown of a run.
+
+    Args:
+        run: the run.
+        statistics: those that are shown, as in records, or without recipe and direction; none chooses what is lost in
+            quantization first.
+        most: the layers of each.
+
+    Raises:
+        NothingToShowError: the run has numbers, but none of a statistic that is asked for.
+    """
+    groups = _groups(run)
+    chosen = _chosen(groups, statistics, run)
+    segment = run.segments[-1] if run.segments else None
+    first, last = (run.series[name].to_pylist() for name in ("first", "last"))
+    return RunView(
+        path=str(run.path),
+        run_id=run.run_id,
+        source=run.source,
+        status=segment.status if segment else "unknown",
+        segments=len(run.segments),
+        facts={} if segment is None else _in_short(segment.facts, segment.world),
+        first=min(first, default=None),
+        last=max(last, default=None),
+        steps=len(run.steps),
+        series=len(run.series),
+        coverage=precision_shares(run),
+        scalars=tuple(_scalars(run)),
+        worst={name: tuple(_worst(run, groups, name, most)) for name in chosen},
+        more_statistics=tuple(name for name in groups if name not in chosen),
+        events=tuple(_events(run)),
+        notes=(*run.notes, *_first_steps_alone(groups, chosen)),
+        names=_names(run.layers["layer"], run.series["layer"]),
+        metric_names=_names(run.scalars["name"]),
+    )
+
+
+def _names(*columns: pa.ChunkedArray) -> ShortNames:
+    return ShortNames(visible(name) for column in columns for name in column.unique().to_pylist() if name)
+
+
+def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
+    """What is said of statistics that have no worst number yet."""
+    names = [name for name in chosen if not _worst_numbers(groups[name])]
+    if names:
+        yield f"{', '.join(names)}: all numbers so far are of delayed scaling's first step, which has no scale yet."
+
+
+_SHORT = {"front_door": "front door", "recipes": "recipe", "gpu": "GPU", "te_backend": "Transformer Engine"}
+
+
+def _in_short(facts: Any, world: int) -> dict[str, str]:
+    told = {}
+    for key, name in _SHORT.items():
+        value = facts.get(key)
+        if value:
+            told[name] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return {**told, "ranks": str(world)}
+
+
+class _Place(NamedTuple):
+    """Where a number was measured."""
+
+    scope: str
+    layer: str
+    tensor: str
+    gemm: str
+    rank: int | None
+
+
+class _Series(NamedTuple):
+    """A row of the table of series, with its worst number that counts; None without any."""
+
+    number: int
+    family: Family
+    worst: float | None
+    worst_iteration: int | None
+
+
+_Group = dict[_Place, _Series]
+
+
+def _groups(run: RecordedRun) -> dict[str, _Group]:
+    """Statistic -> its series, the statistics as they are shown: what is lost first, and last what has no worse
+    direction. Histograms are left out."""
+    columns = ("scope", "layer", "tensor", "statistic", "gemm", "rank", "worst", "worst_at", "count")
+    rows = zip(*(run.series[name].to_pylist() for name in columns), strict=True)
+    families: dict[tuple[str, str, str], Family] = {}
+    found: dict[str, _Group] = {}
+    for number, (scope, layer, tensor, statistic, gemm, rank, worst, at, count) in enumerate(rows):
+        key = (tensor or "", statistic, gemm or "")
+        family = families.get(key)
+        if family is None:
+            family = families[key] = family_of(*key)
+        if count and (family.request is None or family.request.statistic.bins is None):
+            place = _Place(scope or "", layer or "", tensor or "", gemm or "", rank)
+            found.setdefault(statistic, {})[place] = _Series(number, family, worst, at)
+    return {name: found[name] for name in sorted(found, key=lambda name: _rank(_request(found[name])))}
+
+
+def _request(group: _Group) -> Request | None:
+    return next(iter(group.values())).family.request
+
+
+def _has_direction(group: _Group) -> bool:
+    return any(series.family.has_direction for series in group.values())
+
+
+def _worst_numbers(group: _Group) -> dict[_Place, float]:
+    """The worst number of each series that has one that counts."""
+    return {place: series.worst for place, series in group.items() if series.worst is not None}
+
+
+def _rank(request: Request | None) -> tuple[int, str]:
+    if request is None:
+        return 4, ""
+    if request.statistic.worse is Worse.NEITHER:
+        return 3, request.label
+    if request.statistic.name == "nonfinite_num":
+        return 0, request.label
+    return (1 if request.statistic.of in _LOST else 2), request.label
+
+
+def _chosen(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) -> list[str]:
+    if not wanted:
+        with_worst = [name for name, group in groups.items() if _has_direction(group)]
+        # What is the same everywhere, such as no overflow at all, tells no layer.
+        telling = [name for name in with_worst if len(set(_worst_numbers(groups[name]).values())) > 1]
+        return (telling or with_worst)[:MOST_STATISTICS]
+    found = []
+    for name in wanted:
+        matching = [label for label in groups if name in (label, _plain(label))]
+        if not matching and len(run.series):
+            raise NothingToShowError(_why_nothing(run, name, list(groups)))
+        found += matching
+    return list(dict.fromkeys(found))
+
+
+def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
+    histogram = logged_request(name)
+    if histogram is not None and histogram.statistic.bins is not None and name in run.series["statistic"].to_pylist():
+        return f"{name!r} is a histogram, of which no number is the worst. 'te-precision report' draws it."
+    return f"{run.path} has no statistic {name!r}.{it_has(name, known)}{run.notes_in_words}"
+
+
+def _plain(label: str) -> str:
+    request = logged_request(label)
+    return label if request is None else request.statistic.name
+
+
+def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) -> Iterable[WorstSeries]:
+    """The worst series by a statistic, the worst first."""
+    group = groups[name]
+    family = next(iter(group.values())).family
+    chosen = worst_first(most, family, _worst_numbers(group), lambda label: _worst_numbers(groups.get(label, {})))
+    table = run.values(group[place].number for place in chosen)
+    numbers = table["series"].to_numpy()
+    for place, lost in chosen.items():
+        number, family, worst, worst_iteration = group[place]
+        rows = table.slice(*_span(numbers, number))
+        rows = rows.filter(pa.array(~family.leaves_out(rows["flags"].fill_null(0).to_numpy())))
+        curve = Curve(rows["iteration"].to_numpy(), rows["value"].to_numpy())
+        if worst is None or worst_iteration is None or not len(curve.values):
+            continue
+        yield WorstSeries(
+            place.scope,
+            place.layer,
+            family.tensor,
+            family.statistic,
+            place.rank,
+            float(curve.values[-1]),
+            int(curve.iterations[-1]),
+            worst,
+            worst_iteration,
+            family.worse is Worse.LOW,
+            lost,
+            curve,
+        )
+
+
+def _span(numbers: npt.NDArray[np.int32], number: int) -> tuple[int, int]:
+    """Where the rows of a series begin, and how many there are."""
+    begin, end = np.searchsorted(numbers, (number, number + 1)).tolist()
+    return begin, end - begin
+
+
+def _scalars(run: RecordedRun) -> Iterable[ScalarCurve]:
+    table = run.metrics
+    names = np.array(table["name"].to_pylist(), dtype=object)
+    iterations, values = table["iteration"].to_numpy(), table["value"].to_numpy()
+    for name in sorted(set(names.tolist()), key=lambda name: ("loss" not in name, name)):
+        chosen = names == name
+        yield ScalarCurve(name, Curve(iterations[chosen], values[chosen]))
+
+
+def _events(run: RecordedRun) -> Iterable[Event]:
+    for row in run.events_of_ranks()[-MOST_EVENTS:]:
+        yield Event(
+            row["iteration"],
+            tuple(row["ranks"]),
+            row["kind"] or "",
+            row["severity"] or "",
+            row["layer"] or "",
+            row["text"] or "",
+        )

@@ -1,0 +1,170 @@
+"""``te-precision compare``."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner, Result
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.runs import RunWriter
+from tests.compare.recorded import Values, append, record
+
+STEPS = 20
+EVIL = 'fc<script>"/../\x1b[31m[bold]'
+
+
+def values(factor: float = 1.0, name: str = "fc2") -> Values:
+    found = {(layer, "weight", "cur_amax"): np.linspace(1, 2, STEPS) for layer in ("fc1", name, "fc3")}
+    found[name, "weight", "cur_amax"][8:] *= factor
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    record(tmp_path / "a", values(), order=["fc1", "fc2", "fc3"])
+    record(tmp_path / "b", values(4.0), order=["fc1", "fc2", "fc3"])
+    return tmp_path
+
+
+def compare(*arguments: object) -> Result:
+    # As main does it: an exception of this package becomes a message and exit code 2.
+    return CliRunner().invoke(cli.app, ["compare", *map(str, arguments)])
+
+
+def refusal(*arguments: object) -> str:
+    """The message of a refusal: one of this package, which ``main`` prints with exit code 2."""
+    result = compare(*arguments)
+    if result.exit_code == 2:
+        return " ".join(result.output.split())
+    assert isinstance(result.exception, cli.PrecisionDebugError), result.exception
+    return str(result.exception)
+
+
+def test_without_a_finding_the_code_is_0(folder: Path) -> None:
+    result = compare(folder / "a", folder / "a")
+    assert result.exit_code == 0
+    assert "All numbers that pair are equal, to the last bit." in result.output
+
+
+def test_with_a_finding_the_code_is_1_and_the_first_is_said(folder: Path) -> None:
+    result = compare(folder / "a", folder / "b")
+    assert result.exit_code == 1
+    text = " ".join(result.output.split())
+    assert "First at step 8: fc2 weight, made here. cur_amax is" in text
+    assert "x 4." in text
+    assert "There is no noise floor" in text
+
+
+def test_with_noise_it_says_of_what(folder: Path) -> None:
+    result = compare(folder / "a", folder / "b", "--noise", folder / "a")
+    assert result.exit_code == 1
+    text = " ".join(result.output.split())
+    assert "Noise floor: how much A differs from" in text
+    assert "its ordinary spread" in text
+
+
+def test_json_has_it_all(folder: Path) -> None:
+    result = compare(folder / "a", folder / "b", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.output)
+    assert found["findings"] is True
+    (parting,) = found["parted"]
+    assert (parting["layer"], parting["tensor"], parting["iteration"]) == ("fc2", "weight", 8)
+    assert parting["departures"][0]["difference"] == pytest.approx(2)
+    assert found["pairing"]["series"] == 3
+    assert found["floor"] is None
+
+
+def test_csv_has_a_row_for_each_departure(folder: Path) -> None:
+    path = folder / "found.csv"
+    compare(folder / "a", folder / "b", "--csv", path)
+    (row,) = csv.DictReader(path.open())
+    assert (row["layer"], row["statistic"], row["iteration"], row["origin"]) == ("fc2", "cur_amax", "8", "made here")
+    assert "cannot be written" in refusal(folder / "a", folder / "b", "--csv", folder / "none" / "found.csv")
+
+
+def test_a_page_of_ranks_and_of_steps(folder: Path) -> None:
+    with RunWriter.begin(folder / "ranks", world=2) as run:
+        append(run, values(), rank=0)
+        append(run, values(4.0), rank=1)
+    page = folder / "compare.html"
+    for arguments in ([folder / "ranks", "--ranks", 0, 1], [folder / "b", "--steps", 0, 12, "--lasting", 3]):
+        result = compare(*arguments, "-o", page)
+        assert f"{page}: " in " ".join(result.output.split())
+        assert page.stat().st_size > 1_000_000
+        page.unlink()
+    assert json.loads(compare(folder / "a", folder / "b", "--report", page, "--json").output)["findings"] is True
+    assert page.exists()
+    (folder / "folder.html").mkdir()
+    assert "cannot be written" in refusal(folder / "a", folder / "b", "--report", folder / "folder.html")
+    assert "there is no folder" in refusal(folder / "a", folder / "b", "--report", folder / "new" / "compare.html")
+    assert "Name it" in refusal(folder / "a", folder / "b", "--report", folder / "compare.png")
+
+
+def test_ranks_and_steps(folder: Path) -> None:
+    with RunWriter.begin(folder / "ranks", world=2) as run:
+        append(run, values(), rank=0)
+        append(run, values(4.0), rank=1)
+    assert compare(folder / "ranks", "--ranks", 0, 1).exit_code == 1
+    record(folder / "steps", values(2.0**12))
+    assert compare(folder / "steps", "--steps", 0, 12, "--lasting", 3).exit_code == 1
+    assert compare(folder / "a", "--steps", 4, 9).exit_code == 0
+
+
+def test_names_of_layers_do_no_harm(tmp_path: Path) -> None:
+    record(tmp_path / "a", values(name=EVIL))
+    record(tmp_path / "b", values(4.0, name=EVIL))
+    result = compare(tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == 1
+    assert "\x1b" not in result.output
+    assert 'fc<script>"/../\\x1b[31m[bold]' in result.output
+
+
+def no_run(folder: Path) -> Path:
+    (folder / "nothing").mkdir()
+    return folder / "nothing"
+
+
+def foreign(folder: Path) -> Path:
+    pq.write_table(pa.table({"x": [1, 2]}), folder / "foreign.parquet")
+    return folder / "foreign.parquet"
+
+
+def empty(folder: Path) -> Path:
+    RunWriter.begin(folder / "empty").close("ended")
+    return folder / "empty"
+
+
+def strangers(folder: Path) -> Path:
+    return Path(record(folder / "other", {("h.0", "weight", "cur_amax"): np.ones(5)}).path)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda folder: folder / "missing", "no such file or folder"),
+        (no_run, "no recorded run is in this folder"),
+        (foreign, "no recorded run"),
+        (empty, "has no numbers yet"),
+        (strangers, "share no layer"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(folder: Path, make: Any, says: str) -> None:
+    path = make(folder)
+    assert says in refusal(folder / "a", path)
+    assert says in refusal(folder / "a", folder / "b", "--noise", path)
+
+
+def test_wrong_use_is_told(folder: Path) -> None:
+    assert "Nothing to compare with" in refusal(folder / "a")
+    assert "reduced over ranks" in refusal(folder / "a", "--ranks", 0, 1)
+    assert "from step 99 on" in refusal(folder / "a", "--steps", 0, 99)
+    assert "lasting=0" in refusal(folder / "a", folder / "b", "--lasting", 0)

@@ -1,0 +1,592 @@
+"""Where two runs part first, by how much, and beyond which noise."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
+from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
+from te_precision_callbacks.views.compare.judging_scales import scale_of
+from te_precision_callbacks.views.compare.spread import bounds
+from te_precision_callbacks.views.compare.wording import difference, where_first
+from tests.compare.recorded import Subject, Values, append, layers, record
+
+Floats = npt.NDArray[np.float64]
+LAYERS = layers(6)
+FAMILIES = (("activation", "cur_amax"), ("weight", "cur_amax"), ("gradient", "cur_amax"), ("activation", "zeros%"))
+STEPS = 60
+
+
+def numbers(seed: int, *, steps: int = STEPS, names: list[str] = LAYERS) -> dict[Subject, Floats]:
+    """What a seed makes of a training: each series has a level of its own, and moves about it."""
+    draw = np.random.default_rng(seed)
+    found = {}
+    for tensor, statistic in FAMILIES:
+        for number, layer in enumerate(names):
+            offset, noise = draw.normal(0, 0.05), draw.normal(0, 0.1, steps)
+            if statistic == "zeros%":
+                found[layer, tensor, statistic] = np.clip(20 + number + 3 * (offset + noise), 0, 100)
+            else:
+                found[layer, tensor, statistic] = (1 + number) * np.exp(offset + noise)
+    return found
+
+
+def changed(values: Values, factors: dict[tuple[str, str], float], since: int = 30) -> dict[Subject, Floats]:
+    """The amax of some tensors is multiplied from a step on."""
+    found = {subject: curve.copy() for subject, curve in values.items()}
+    for (layer, tensor), factor in factors.items():
+        found[layer, tensor, "cur_amax"][since:] *= factor
+    return found
+
+
+class Runs:
+    """Recorded runs in a folder: a, its noise, and what is compared with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.a = self.record("a", numbers(0))
+        self.noise = self.record("noise", numbers(1))
+
+    def record(self, name: str, values: Values, **options: Any) -> RecordedRun:
+        return record(self.folder / name, values, order=LAYERS, **options)
+
+    def with_floor(self, values: Values) -> Comparison:
+        return compare(self.a, self.record("b", values), noise=[self.noise])
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def origins(comparison: Comparison) -> dict[str, tuple[str, str]]:
+    return {parting.name: (parting.origin, parting.source) for parting in comparison.parted}
+
+
+def test_the_first_is_where_it_is_made_and_what_follows_inherits(runs: Runs) -> None:
+    """A weight grows by 2^4: with it all activations behind it, and the gradients of the layers before."""
+    fc2, behind, before = LAYERS[2], LAYERS[3:], LAYERS[:2]
+    factors = {(fc2, "weight"): 16.0}
+    factors |= {(layer, "activation"): 16.0 for layer in behind} | {(layer, "gradient"): 16.0 for layer in before}
+    result = runs.with_floor(changed(numbers(2), factors))
+    assert result.has_findings
+    assert result.first is not None
+    assert (result.first.name, result.first.iteration, result.first.origin) == (f"{fc2} weight", 30, "made here")
+    departure = result.first.strongest
+    assert departure.difference == pytest.approx(4, abs=0.5)
+    assert departure.unit == "powers of two"
+    assert departure.to_the_end
+    assert departure.steps == 30
+    assert departure.b / departure.a == pytest.approx(16, rel=0.3)
+    assert departure.spread is not None
+    assert 0.02 < departure.spread < 0.6
+    found = origins(result)
+    assert list(found) == [
+        f"{fc2} weight",
+        *(f"{layer} activation" for layer in behind),
+        *(f"{layer} gradient" for layer in reversed(before)),
+    ]
+    assert {origin for name, (origin, _) in found.items() if name != f"{fc2} weight"} == {"inherited"}
+    assert found[f"{behind[0]} activation"][1] == f"{fc2} weight"
+
+
+def test_what_grows_beyond_its_input_is_made_here(runs: Runs) -> None:
+    one, two, three = LAYERS[1:4]
+    factors = {(one, "activation"): 8.0, (two, "activation"): 8.0, (three, "activation"): 512.0}
+    found = origins(runs.with_floor(changed(numbers(2), factors)))
+    assert found == {
+        f"{one} activation": ("made here", ""),
+        f"{two} activation": ("inherited", f"{one} activation"),
+        f"{three} activation": ("made here", ""),
+    }
+
+
+def test_what_goes_the_other_way_is_not_inherited(runs: Runs) -> None:
+    factors = {(LAYERS[1], "activation"): 16.0, (LAYERS[2], "activation"): 1 / 16}
+    found = origins(runs.with_floor(changed(numbers(2), factors)))
+    assert found[f"{LAYERS[2]} activation"] == ("made here", "")
+
+
+def test_the_first_step_counts_before_the_first_layer(runs: Runs) -> None:
+    values = changed(changed(numbers(2), {(LAYERS[4], "gradient"): 16.0}, 20), {(LAYERS[0], "activation"): 16.0}, 25)
+    result = runs.with_floor(values)
+    assert [(parting.name, parting.iteration) for parting in result.parted] == [
+        (f"{LAYERS[4]} gradient", 20),
+        (f"{LAYERS[0]} activation", 25),
+    ]
+
+
+def test_within_a_step_the_forward_comes_first(runs: Runs) -> None:
+    result = runs.with_floor(changed(numbers(2), {(LAYERS[0], "gradient"): 16.0, (LAYERS[5], "weight"): 16.0}))
+    assert [parting.name for parting in result.parted] == [f"{LAYERS[5]} weight", f"{LAYERS[0]} gradient"]
+
+
+def test_a_difference_that_does_not_last_does_not_count(runs: Runs) -> None:
+    values = numbers(2)
+    values[LAYERS[2], "weight", "cur_amax"][30:34] *= 64
+    b = runs.record("b", values)
+    assert not compare(runs.a, b, noise=[runs.noise]).has_findings
+    result = compare(runs.a, b, noise=[runs.noise], lasting=4)
+    assert result.first is not None
+    assert (result.first.iteration, result.first.strongest.until) == (30, 33)
+    assert not result.first.strongest.to_the_end
+
+
+def test_a_number_that_is_none_any_more_counts(runs: Runs) -> None:
+    values = numbers(2)
+    values[LAYERS[2], "weight", "cur_amax"][40:] = math.inf
+    first = runs.with_floor(values).first
+    assert first is not None
+    assert (first.name, first.iteration) == (f"{LAYERS[2]} weight", 40)
+
+
+def test_percentages_differ_by_points(runs: Runs) -> None:
+    values = numbers(2)
+    values[LAYERS[2], "activation", "zeros%"][30:] += 30
+    result = runs.with_floor(values)
+    assert result.first is not None
+    departure = result.first.strongest
+    assert (departure.statistic, departure.unit, result.first.iteration) == ("zeros%", "points", 30)
+    assert departure.difference == pytest.approx(30, abs=1)
+
+
+def test_seeds_alone_have_no_finding_among_hundreds_of_series(tmp_path: Path) -> None:
+    """One comparison in a hundred may have one, by :data:`FALSE_FINDINGS`."""
+    names = layers(80)
+    a, noise = (record(tmp_path / str(seed), numbers(seed, names=names), order=names) for seed in (0, 1))
+    found = [
+        compare(a, record(tmp_path / str(seed), numbers(seed, names=names), order=names), noise=[noise]).parted
+        for seed in range(2, 6)
+    ]
+    assert found == [()] * 4
+
+
+@pytest.mark.parametrize("kind", ["slow, of layers that differ", "growing", "of all layers together"])
+def test_ordinary_noise_is_no_finding_of_whatever_kind(tmp_path: Path, kind: str) -> None:
+    names, steps = layers(40), 100
+    sizes = np.exp(np.random.default_rng(0).normal(0, 0.7, len(names)))
+
+    def noise(seed: int) -> dict[Subject, Floats]:
+        draw = np.random.default_rng(seed)
+        found = draw.normal(size=(len(names), steps))
+        if kind.startswith("slow"):  # of a correlation of 0.95 from step to step, and an offset that stays
+            for step in range(1, steps):
+                found[:, step] = 0.95 * found[:, step - 1] + 0.31 * found[:, step]
+            found = sizes[:, None] * (found + draw.normal(size=(len(names), 1)))
+        elif kind == "growing":  # as runs diverge that differ in the order of sums
+            found *= np.minimum(1, 1e-6 * np.exp(0.25 * np.arange(steps)))
+        else:
+            found += draw.normal(size=steps).cumsum()
+        return {(name, "weight", "cur_amax"): np.exp(0.1 * row) for name, row in zip(names, found, strict=True)}
+
+    a, floor, *others = (record(tmp_path / str(seed), noise(seed), order=names) for seed in range(5))
+    assert [compare(a, other, noise=[floor]).parted for other in others] == [()] * 3
+
+
+def test_a_noisy_layer_needs_more_than_its_quiet_siblings(runs: Runs) -> None:
+    """With a series of its own spread, a difference is ordinary that is a finding elsewhere."""
+    a, noise, b = numbers(0), numbers(1), numbers(2)
+    draw = np.random.default_rng(9)
+    for values in (a, noise, b):
+        values[LAYERS[0], "weight", "cur_amax"] *= np.exp2(draw.normal(0, 3, STEPS))
+    b = changed(b, {(LAYERS[0], "weight"): 16.0, (LAYERS[3], "weight"): 16.0})
+    first, second, third = (record(runs.folder / f"n{n}", each, order=LAYERS) for n, each in enumerate((a, noise, b)))
+    assert [parting.name for parting in compare(first, third, noise=[second]).parted] == [f"{LAYERS[3]} weight"]
+
+
+def test_without_noise_fixed_bounds_hold_and_it_says_so(runs: Runs) -> None:
+    b = runs.record("b", changed(numbers(0), {(LAYERS[1], "weight"): 1.8, (LAYERS[3], "weight"): 2.2}))
+    result = compare(runs.a, b)
+    assert result.floor is None
+    assert [parting.name for parting in result.parted] == [f"{LAYERS[3]} weight"]
+    assert result.parted[0].strongest.spread is None
+    assert result.first_unequal is not None
+    assert (result.first_unequal.layer, result.first_unequal.iteration) == (LAYERS[1], 30)
+
+
+def test_equal_runs_are_equal_to_the_last_bit(runs: Runs) -> None:
+    result = compare(runs.a, runs.record("b", numbers(0)), noise=[runs.noise])
+    assert not result.has_findings
+    assert result.first_unequal is None
+    assert result.pairing.values == len(numbers(0)) * STEPS
+
+
+def test_steps_pair_by_their_number(tmp_path: Path) -> None:
+    a = record(tmp_path / "a", numbers(0), order=LAYERS)
+    tenth = {subject: curve[::10] for subject, curve in changed(numbers(0), {(LAYERS[3], "weight"): 16.0}).items()}
+    result = compare(a, record(tmp_path / "b", tenth, freq=10), lasting=2)
+    assert result.pairing.values == 6 * len(tenth)
+    assert result.first is not None
+    assert (result.first.name, result.first.iteration) == (f"{LAYERS[3]} weight", 30)
+
+
+@pytest.mark.parametrize("since", [30, 32, 34])
+def test_a_weight_with_fewer_numbers_comes_before_the_activations_that_it_made(runs: Runs, since: int) -> None:
+    """Schedules of freq 1 and freq 5 in one config: the weight is seen to depart up to four steps later."""
+
+    def seldom(values: dict[Subject, Floats]) -> dict[Subject, Floats]:
+        steps = np.arange(STEPS)
+        return {key: np.where((key[1] != "weight") | (steps % 5 == 0), curve, np.nan) for key, curve in values.items()}
+
+    fc2, behind, before = LAYERS[2], LAYERS[3:], LAYERS[:2]
+    factors = {(fc2, "weight"): 16.0}
+    factors |= {(layer, "activation"): 16.0 for layer in behind} | {(layer, "gradient"): 16.0 for layer in before}
+    a, noise = (runs.record(f"seldom {seed}", seldom(numbers(seed))) for seed in (0, 1))
+    b = runs.record("seldom b", seldom(changed(numbers(2), factors, since)))
+    for result in (compare(a, b), compare(a, b, noise=[noise])):
+        found = origins(result)
+        assert next(iter(found)) == f"{fc2} weight"
+        assert [name for name, (origin, _) in found.items() if origin == "made here"] == [f"{fc2} weight"]
+        assert result.first is not None
+        assert result.first.iteration == -(-since // 5) * 5
+        assert result.first.since <= since
+        said = " ".join(where_first(result))
+        assert ("It has no numbers between steps 30 and 35" in said) == (since > 30)
+
+
+def test_gradients_that_depart_before_are_what_makes_a_weight_with_fewer_numbers_depart(runs: Runs) -> None:
+    values = changed(changed(numbers(2), {(LAYERS[2], "gradient"): 16.0}, 22), {(LAYERS[2], "weight"): 16.0}, 32)
+    found = []
+    for name, curves in (("a", numbers(0)), ("noise", numbers(1)), ("b", values)):
+        steps = {
+            key: np.where((key[1] != "weight") | (np.arange(STEPS) % 5 == 0), c, np.nan) for key, c in curves.items()
+        }
+        found.append(runs.record(f"few {name}", steps))
+    a, noise, b = found
+    assert origins(compare(a, b, noise=[noise])) == {
+        f"{LAYERS[2]} gradient": ("made here", ""),
+        f"{LAYERS[2]} weight": ("inherited", f"{LAYERS[2]} gradient"),
+    }
+
+
+def test_statistics_of_other_recipes_do_not_pair(runs: Runs) -> None:
+    mine, other = numbers(0), numbers(0)
+    mine[LAYERS[0], "weight", "fp8_current_scaling_mse"] = np.ones(STEPS)
+    other |= {(layer, "weight", "mxfp8_mse"): np.ones(STEPS) for layer in LAYERS}
+    pairing = compare(runs.record("mine", mine), runs.record("other", other)).pairing
+    assert (pairing.series, pairing.only_a, pairing.only_b) == (24, 1, 6)
+    assert (pairing.statistics_only_a, pairing.statistics_only_b) == (("fp8_current_scaling_mse",), ("mxfp8_mse",))
+
+
+def test_without_an_order_layers_come_as_in_the_records(tmp_path: Path) -> None:
+    both = {(LAYERS[1], "activation"): 16.0, (LAYERS[2], "activation"): 16.0}
+    a, b = (record(tmp_path / name, values) for name, values in (("a", numbers(0)), ("b", changed(numbers(0), both))))
+    result = compare(a, b)
+    assert not result.ordered
+    assert [parting.layer for parting in result.parted] == LAYERS[1:3]
+
+
+def test_pipeline_stages_follow_one_another(tmp_path: Path) -> None:
+    runs = []
+    for name, factor in (("a", 1.0), ("b", 16.0)):
+        with RunWriter.begin(tmp_path / name) as run:
+            series = [
+                run.series("fc", tensor, "cur_amax", scope=scope)
+                for scope in ("pp1", "pp0")
+                for tensor in ("activation", "gradient")
+            ]
+            for step in range(10):
+                run.add_step(step)
+                run.add_values(step, np.array(series, np.int32), np.full(4, factor if step > 4 else 1.0))
+            run.put_facts(
+                "layers",
+                [{"layer_id": n, "scope": f"pp{n}", "layer": "fc", "exec_fwd": 0, "exec_bwd": 0} for n in (0, 1)],
+            )
+        runs.append(open_run(tmp_path / name))
+    parted = compare(*runs).parted
+    assert [(each.scope, each.tensor) for each in parted] == [
+        ("pp0", "activation"),
+        ("pp1", "activation"),
+        ("pp1", "gradient"),
+        ("pp0", "gradient"),
+    ]
+    assert [each.origin for each in parted] == ["made here", "inherited", "made here", "inherited"]
+
+
+# ---------------------------------------------------------------------- facts and losses
+
+
+def test_facts_that_differ_come_with_their_values(runs: Runs) -> None:
+    config = "s:\n  enabled: true\n  layers: {layer_types: [all]}\n"
+    facts: dict[str, Any] = {"versions": {"torch": "2.9"}, "recipes": ["none"], "world": 2, "host": "one"}
+    a = runs.record("facts", numbers(0), config_text=config, **facts)
+    other = facts | {"versions": {"torch": "2.10"}, "recipes": ["mxfp8"], "host": "another"}
+    b = runs.record("others", numbers(0), config_text=config.replace("all", "fc1"), **other)
+    told = [(fact.name, fact.a, fact.b) for fact in compare(a, b).facts]
+    assert told == [
+        ("config", "layers: {layer_types: [all]}", "layers: {layer_types: [fc1]}"),
+        ("versions.torch", "2.9", "2.10"),
+        ("recipes", '["none"]', '["mxfp8"]'),
+    ]
+
+
+def gemm_rows(precision: str) -> list[dict[str, Any]]:
+    return [
+        {"gemm_id": n, "scope": "", "layer": layer, "gemm": "fprop", "macs": 100, "precision": low, "runs": "seen"}
+        for n, layer in enumerate(LAYERS)
+        for low in (precision if n else "bf16",)
+    ]
+
+
+def test_coverage_differs_by_format(runs: Runs) -> None:
+    a = runs.record("bf16", numbers(0), gemms=gemm_rows("bf16"))
+    b = runs.record("fp8", numbers(0), gemms=gemm_rows("fp8"))
+    assert [(fact.name, fact.a, fact.b) for fact in compare(a, b).facts] == [
+        ("coverage", "BF16 100.0 %", "FP8 83.3 %, BF16 16.7 %"),
+        ("fprop of layers.{1-5}.fc", "BF16", "FP8"),
+    ]
+
+
+def products(rows: int, calls: int = 1) -> list[dict[str, Any]]:
+    """The fprop of each layer."""
+    sizes = {"n": rows, "m": 32, "k": 16, "batch": 1, "calls": calls, "macs": rows * 512 * calls}
+    names = {"scope": "", "gemm": "fprop", "backward": False, "precision": "fp8", "runs": "seen"}
+    return [{"gemm_id": number, "layer": layer, **names, **sizes} for number, layer in enumerate(LAYERS)]
+
+
+SIZED = (("activation", "l2_norm"), ("activation", "l1_norm"), ("activation", "nonfinite_num"), ("activation", "numel"))
+
+
+def of_rows(seed: int, rows: int, gradients: float) -> dict[Subject, Floats]:
+    """A training with this many rows in a step, whose gradients are so large; weights have no rows."""
+    found = numbers(seed)
+    growth = {"l2_norm": (rows * 16) ** 0.5, "l1_norm": rows * 16, "nonfinite_num": rows, "numel": rows * 16}
+    draw = np.random.default_rng(seed)
+    for layer in LAYERS:
+        found[layer, "gradient", "cur_amax"] *= gradients
+        found[layer, "weight", "l2_norm"] = np.exp(draw.normal(0, 0.1, STEPS))
+        for tensor, statistic in SIZED:
+            found[layer, tensor, statistic] = growth[statistic] * np.exp(draw.normal(0, 0.1, STEPS))
+    return found
+
+
+@pytest.mark.parametrize(("rows", "calls"), [(256, 1), (32, 1), (128, 8)])
+@pytest.mark.parametrize("of_mean", [True, False])
+def test_another_batch_size_is_a_fact_and_no_layer_is_blamed(
+    runs: Runs, rows: int, calls: int, *, of_mean: bool
+) -> None:
+    total = rows * calls
+    a = runs.record("rows", of_rows(0, 128, 1.0), gemms=products(128))
+    noise = runs.record("again", of_rows(1, 128, 1.0), gemms=products(128))
+    b = runs.record("other rows", of_rows(2, total, 128 / total if of_mean else 1.0), gemms=products(rows, calls))
+    for result in (compare(a, b), compare(a, b, noise=[noise])):
+        assert not result.parted
+        facts = [(fact.name, fact.a, fact.b) for fact in result.facts]
+        assert facts == [("rows in a step of layers.{0-5}.fc", "128", f"{total:,}")]
+        assert result.pairing.with_other_rows == tuple(LAYERS)
+
+
+def test_what_differs_beside_another_batch_size_is_found(runs: Runs) -> None:
+    a = runs.record("rows", of_rows(0, 128, 1.0), gemms=products(128))
+    values = of_rows(2, 256, 0.5)
+    values[LAYERS[2], "activation", "l2_norm"][30:] *= 3
+    values[LAYERS[3], "weight", "l2_norm"][30:] *= 3
+    result = compare(a, runs.record("other rows", values, gemms=products(256)))
+    assert [parting.name for parting in result.parted] == [f"{LAYERS[2]} activation", f"{LAYERS[3]} weight"]
+    norm = result.parted[0].strongest
+    assert 2.0**norm.difference == pytest.approx(3, rel=0.2)
+    assert norm.b / norm.a == pytest.approx(3, rel=0.2)
+
+
+def test_losses_of_other_batch_sizes_have_no_yardstick(runs: Runs) -> None:
+    curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
+    high = [row | {"precision": "bf16"} for row in products(128)]
+    a = runs.record("high", numbers(0), gemms=high, scalars={"loss": curve})
+    b = runs.record("low", numbers(0), gemms=products(256), scalars={"loss": curve * 1.1})
+    loss = compare(a, b).loss
+    assert loss is not None
+    assert [each.holds for each in loss.yardsticks] == [None, None]
+
+
+def test_weights_of_other_sizes_are_a_fact(runs: Runs) -> None:
+    wider = [row | {"m": 64} for row in products(128)]
+    b = runs.record("wider", numbers(0), gemms=wider)
+    facts = compare(runs.record("rows", numbers(0), gemms=products(128)), b).facts
+    assert [(fact.name, fact.a, fact.b) for fact in facts] == [("weight of layers.{0-5}.fc", "32 x 16", "64 x 16")]
+
+
+@pytest.mark.parametrize(
+    ("statistic", "ours", "theirs", "said"),
+    [
+        ("min", -0.00119, -0.000297, "x 0.25"),
+        ("min", -0.001, -0.004, "x 4"),
+        ("max", 0.004, 0.001, "x 0.25"),
+        ("max", 0.001, -0.001, "another sign"),
+        ("cur_amax", 0.0, 0.001, "from 0"),
+        ("cur_amax", 0.001, 0.0, "to 0"),
+    ],
+)
+def test_the_factor_of_a_number_is_that_of_its_magnitude(
+    runs: Runs, statistic: str, ours: float, theirs: float, said: str
+) -> None:
+    a, b = (
+        runs.record(name, numbers(0) | {(LAYERS[0], "weight", statistic): np.full(STEPS, value)})
+        for name, value in (("ours", ours), ("theirs", theirs))
+    )
+    first = compare(a, b).first
+    assert first is not None
+    assert difference(first.strongest) == said
+    if said.startswith("x"):
+        assert 2.0**first.strongest.difference == pytest.approx(theirs / ours, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "off", "holds"),
+    [
+        ("fp8", "bf16", 0.002, {"FP8": True, "NVFP4": None}),
+        ("fp8", "bf16", 0.003, {"FP8": False, "NVFP4": None}),
+        ("nvfp4", "fp8", 0.003, {"FP8": None, "NVFP4": True}),
+        ("nvfp4", "fp8", 0.02, {"FP8": None, "NVFP4": False}),
+        ("fp8", "fp8", 0.02, {"FP8": None, "NVFP4": None}),
+    ],
+)
+def test_losses_are_held_against_the_yardstick_that_is_for_them(
+    runs: Runs, low: str, high: str, off: float, holds: dict[str, bool | None]
+) -> None:
+    curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
+    a = runs.record("high", numbers(0), gemms=gemm_rows(high), scalars={"lr": np.ones(STEPS), "loss": curve})
+    b = runs.record("low", numbers(0), gemms=gemm_rows(low), scalars={"loss": curve * (1 + off)})
+    loss = compare(a, b).loss
+    assert loss is not None
+    assert loss.relative == pytest.approx(off, rel=1e-6)
+    assert {each.name.split()[0]: each.holds for each in loss.yardsticks} == holds
+    assert loss.is_finding is (False in holds.values())
+
+
+def test_a_loss_within_the_noise_is_no_finding(runs: Runs) -> None:
+    curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
+    gemms = {"a": "bf16", "b": "fp8", "noise": "bf16"}
+    factors = {"a": 1.0, "b": 1.004, "noise": 0.99}
+    a, b, noise = (
+        runs.record(f"loss {name}", numbers(0), gemms=gemm_rows(gemms[name]), scalars={"loss": curve * factors[name]})
+        for name in ("a", "b", "noise")
+    )
+    assert compare(a, b).has_findings
+    assert not compare(a, b, noise=[noise]).has_findings
+
+
+# ---------------------------------------------------------------------- ranks and steps of a run
+
+
+def test_a_rank_against_another_with_the_others_as_noise(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path, world=4) as run:
+        for rank in range(4):
+            values = changed(numbers(rank), {(LAYERS[3], "weight"): 16.0} if rank == 1 else {})
+            append(run, values, rank=rank)
+    result = compare(open_run(tmp_path), ranks=(0, 1))
+    assert (result.a, result.b) == ("rank 0", "rank 1")
+    assert result.floor is not None
+    assert result.floor.sides == ("rank 2", "rank 3")
+    assert [(parting.name, parting.iteration) for parting in result.parted] == [(f"{LAYERS[3]} weight", 30)]
+    with pytest.raises(ComparisonError, match=r"no numbers of rank 7 alone; it has those of 0, 1, 2, 3"):
+        compare(open_run(tmp_path), ranks=(0, 7))
+    with pytest.raises(ComparisonError, match="compared with itself"):
+        compare(open_run(tmp_path), ranks=(1, 1))
+
+
+def test_a_step_against_another(runs: Runs) -> None:
+    run = runs.record("one", changed(numbers(0), {(LAYERS[3], "weight"): 16.0}))
+    result = compare(run, steps=(10, 40))
+    assert [parting.name for parting in result.parted] == [f"{LAYERS[3]} weight"]
+    assert result.floor is not None
+    assert not compare(run, steps=(5, 20)).has_findings
+    with pytest.raises(ComparisonError, match="no numbers from step 900 on; its last one is 59"):
+        compare(run, steps=(10, 900))
+
+
+def test_ranks_of_a_reduced_run_say_how_to_get_them(runs: Runs) -> None:
+    with pytest.raises(ComparisonError, match="its statistics are reduced over ranks"):
+        compare(runs.a, ranks=(0, 1))
+
+
+# ---------------------------------------------------------------------- what cannot be compared
+
+
+def test_runs_that_share_no_layer(runs: Runs) -> None:
+    other = {(f"blocks.{n}", "weight", "cur_amax"): np.ones(5) for n in range(3)}
+    with pytest.raises(ComparisonError, match=r"share no layer; one has 'layers\.0\.fc', the other 'blocks\.0'"):
+        compare(runs.a, record(runs.folder / "other", other))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("", "net."), ("net.", ""), ("model.net.", "module."), ("", "_forward_module.net.")]
+)
+def test_layers_pair_by_the_end_of_their_names(runs: Runs, ours: str, theirs: str) -> None:
+    """Lightning's names begin at its module, those of other front doors at the model."""
+
+    def named(name: str, prefix: str, values: Values, precision: str) -> RecordedRun:
+        rows = [{**row, "layer": prefix + row["layer"], "precision": precision} for row in products(128)]
+        found = {(prefix + layer, tensor, statistic): curve for (layer, tensor, statistic), curve in values.items()}
+        return record(runs.folder / name, found, order=[prefix + layer for layer in LAYERS], gemms=rows)
+
+    a = named("named", ours, numbers(0), "bf16")
+    noise = named("again", theirs, numbers(1), "bf16")
+    b = named("otherwise", theirs, changed(numbers(2), {(LAYERS[2], "weight"): 16.0}), "fp8")
+    result = compare(a, b, noise=[noise])
+    assert [parting.name for parting in result.parted] == [f"{ours}{LAYERS[2]} weight"]
+    assert result.ordered
+    assert result.pairing.layers == len(LAYERS)
+    assert any(fact.name.startswith("fprop of ") and fact.b == "FP8" for fact in result.facts)
+    assert len(result.notes) == 2
+    assert f"named {theirs!r}... where those of {a.path} are named {ours!r}..." in result.notes[0]
+    assert "6 of them" in result.notes[0]
+
+
+def test_runs_that_share_no_statistic(runs: Runs) -> None:
+    other = {(layer, "weight", "mxfp8_mse"): np.ones(5) for layer in LAYERS}
+    with pytest.raises(ComparisonError, match="layers in common, but no statistic"):
+        compare(runs.a, record(runs.folder / "other", other))
+
+
+def test_runs_that_share_no_step(runs: Runs) -> None:
+    with pytest.raises(ComparisonError, match=r"no step of any: .*steps 0 to 59.*steps 100 to 159"):
+        compare(runs.a, record(runs.folder / "later", numbers(0), first=100))
+
+
+def test_a_run_without_numbers(runs: Runs) -> None:
+    with pytest.raises(ComparisonError, match="has no numbers yet"):
+        compare(runs.a, record(runs.folder / "empty", {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"ranks": (0, 1), "steps": (1, 2)}])
+def test_a_run_alone_needs_one_thing_to_compare(runs: Runs, options: dict[str, Any]) -> None:
+    with pytest.raises(ComparisonError, match=r"Nothing to compare with|Two ranks or steps are those of one run"):
+        compare(runs.a, **options)
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+@pytest.mark.parametrize(
+    ("degrees", "looked_at", "bound"),
+    [(1e9, 1, 2.5758), (1e9, 10_000, 4.8916), (4.0, 1, 4.6041), (10.0, 1, 3.1693), (30.0, 1, 2.7500)],
+)
+def test_bounds_are_those_of_students_t(degrees: float, looked_at: int, bound: float) -> None:
+    """From printed tables, two-sided at 1 %; of the normal distribution at 1e-6."""
+    assert bounds(np.array([degrees]), looked_at)[0] == pytest.approx(bound, rel=5e-3)
+
+
+def test_a_factor_is_as_far_at_any_size() -> None:
+    scale = scale_of("weight", "cur_amax")
+    smallest = np.full(4, 1e-6)
+    places = scale.places(np.array([1.0, 2.0, 1e-6, 2e-6]), smallest)
+    assert places[1] - places[0] == pytest.approx(1)
+    assert places[3] - places[2] == pytest.approx(1)
+    below = scale.places(np.array([0.0, -1.0]), smallest[:2])
+    assert below[0] < places.min()
+    assert below[1] < below[0]
+
+
+@pytest.mark.parametrize("statistic", ["cur_amax", "mean", "zeros%", "mxfp8_sqnr_db", "dynamic_range", "nonfinite_num"])
+def test_inf_and_nan_are_beyond_all_numbers(statistic: str) -> None:
+    scale = scale_of("weight", statistic)
+    places = scale.places(np.array([1e30, math.inf, math.nan]), np.ones(3))
+    assert np.isfinite(places[1:]).all()
+    assert scale.bound < 100
+    assert places[2] - places[1] > 1000

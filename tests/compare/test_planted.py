@@ -1,0 +1,70 @@
+"""Drifts that leave what a model computes unchanged are named, in real trainings: a sample of benchmarks/planted.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.planted import KINDS, ROWS, Drift, judge, train
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.views.compare import ComparedNumbers, compare
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedRun, RecordedRun]:
+    """A healthy training, and one with another seed."""
+    folder = tmp_path_factory.mktemp("healthy")
+    return train(0, folder / "a"), train(1, folder / "noise")
+
+
+@pytest.mark.parametrize("seed", [2, 3, 4, 5])
+def test_a_planted_drift_comes_first(seed: int, healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:
+    drift = Drift.drawn(seed)
+    comparison = compare(healthy[0], train(seed, tmp_path, drift), noise=[healthy[1]])
+    outcome = judge(seed, drift, comparison)
+    assert outcome.found, outcome
+    assert comparison.first is not None
+    assert 30 <= comparison.first.iteration < 36
+
+
+def test_a_healthy_training_has_no_finding(healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:
+    assert not compare(healthy[0], train(1000, tmp_path), noise=[healthy[1]]).has_findings
+
+
+def test_what_is_ordinary_for_the_loss_is_what_the_noise_is_apart(
+    healthy: tuple[RecordedRun, RecordedRun],
+) -> None:
+    a, noise = healthy
+    numbers = ComparedNumbers()
+    compare(a, noise, noise=[noise], numbers=numbers)
+    (curve,) = [each for each in numbers.curves if each.subject.statistic == "loss"]
+    off = np.abs(curve.b / curve.a - 1)
+    wide = (curve.high - curve.low) / 2 / curve.a
+    assert wide.max() < 2 * off.max()
+    assert np.median(wide) < 4 * np.median(off)
+    assert (wide > off).mean() > 0.9
+
+
+def test_twice_the_rows_are_no_finding_in_any_layer(healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:
+    b = train(0, tmp_path, rows=2 * ROWS)
+    for noise in ((), (healthy[1],)):
+        result = compare(healthy[0], b, noise=noise)
+        assert not result.has_findings
+        assert [(fact.name, fact.a, fact.b) for fact in result.facts] == [
+            ("rows in a step of layers.{0-7}.linear", str(ROWS), str(2 * ROWS))
+        ]
+
+
+def test_a_planted_drift_changes_nothing_that_is_computed(
+    healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path
+) -> None:
+    loss = train(0, tmp_path, Drift("weights", 3)).scalars["value"]
+    assert loss.equals(healthy[0].scalars["value"])
+
+
+def test_draws_have_every_kind() -> None:
+    assert {Drift.drawn(seed).kind for seed in (2, 3, 4, 5)} == set(KINDS)

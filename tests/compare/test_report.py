@@ -1,0 +1,232 @@
+"""The page of a comparison, in a browser: the numbers of the comparison, both curves, nothing requested."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from te_precision_callbacks.views.compare import ComparedNumbers, Comparison, compare, write_comparison
+from te_precision_callbacks.views.compare.compared_numbers import Curve
+from te_precision_callbacks.views.compare.judging_scales import (
+    COUNT,
+    DECIBELS,
+    LEVEL,
+    MAGNITUDE,
+    POWERS,
+    SHARE,
+    Scale,
+)
+from te_precision_callbacks.views.report.subjects import REDUCED
+from tests.compare.recorded import Values, layers, record
+from tests.report.conftest import Look, browser, look  # noqa: F401  # fixtures
+
+EVIL = 'fc<script>alert(1)</script>"$x$'
+NAMES = [*layers(4), EVIL]
+STEPS = 60
+
+
+def values(seed: int, factor: float = 1.0) -> Values:
+    draw = np.random.default_rng(seed)
+    found = {
+        (layer, tensor, statistic): np.exp(draw.normal(0, 0.1, STEPS))
+        for layer in NAMES
+        for tensor in ("activation", "weight")
+        for statistic in ("cur_amax", "underflows%")
+    }
+    found[EVIL, "weight", "cur_amax"][30:] *= factor
+    if factor != 1:
+        found["layers.3.fc", "activation", "cur_amax"][40:50] = np.inf
+    return found
+
+
+def loss(off: float) -> dict[str, np.ndarray]:
+    return {"loss": np.linspace(4, 1, STEPS) * (1 + off)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compared")
+
+
+@pytest.fixture(scope="module")
+def compared(folder: Path) -> tuple[Comparison, ComparedNumbers]:
+    a = record(folder / "a", values(0), order=NAMES, scalars=loss(0), te_backend="compiled")
+    b = record(folder / "b", values(2, 64.0), order=NAMES, scalars=loss(0.02), te_backend="reference")
+    again = record(folder / "again", values(1), order=NAMES, scalars=loss(0.001))
+    numbers = ComparedNumbers()
+    return compare(a, b, noise=[again], numbers=numbers), numbers
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path, compared: tuple[Comparison, ComparedNumbers]) -> Path:
+    return write_comparison(*compared, folder / "compare.html")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_plot_of_every_page_is_drawn(look: Look, page: Path, dark: bool) -> None:  # noqa: F811
+    look.open(page, "page=nowhere", dark=dark)
+    for address, plots in (("heatmap", 1), ("layer", 1), ("layer&layer=layers.0.fc", 4), ("summary", 2)):
+        look.turn(f"page={address}")
+        assert look.everything_drawn() == plots
+        background = look.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", background))) < 200) == dark
+        assert look.page.locator("[role=alert]").count() == 0
+        assert look.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+
+
+@pytest.mark.slow
+def test_a_finding_leads_to_both_curves(
+    look: Look,  # noqa: F811
+    page: Path,
+    compared: tuple[Comparison, ComparedNumbers],
+) -> None:
+    first = compared[0].first
+    assert first is not None
+    assert (first.layer, first.tensor, first.iteration) == (EVIL, "weight", 30)
+    look.open(page)
+    said = look.page.locator("main").inner_text()
+    assert f"First at step 30: {EVIL} weight, made here. cur_amax is" in said
+    assert "te_backend" in said
+    assert "NOT held" not in said
+    row = look.page.locator("table").first.locator("tbody tr").first
+    assert f"{first.strongest.a:.4g}" in row.inner_text()
+    look.go(row.locator("a"))
+    assert look.page.locator("h1").inner_text() == EVIL
+    drawn = dict(look.plot("plot.data.map((trace) => [trace.name, Array.from(trace.y)])"))
+    assert drawn["A"] == pytest.approx(values(0)[EVIL, "weight", "cur_amax"].tolist())
+    assert drawn["B"] == pytest.approx(values(2, 64.0)[EVIL, "weight", "cur_amax"].tolist())
+    high, counts = np.array(drawn["ordinary"]), np.array(drawn["counts beyond"])
+    assert (high > drawn["A"]).all()
+    assert (counts > high).all()
+    assert (np.array(drawn["B"]) > counts).tolist() == [step >= 30 for step in range(STEPS)]
+
+
+@pytest.mark.slow
+def test_the_heat_map_is_the_difference_in_spreads(
+    look: Look,  # noqa: F811
+    page: Path,
+    compared: tuple[Comparison, ComparedNumbers],
+) -> None:
+    look.open(page, "page=heatmap")
+    assert look.page.get_by_label("Statistic").input_value() == "cur_amax"
+    departure = compared[0].parted[0].strongest
+    assert departure.spread is not None
+    look.page.mouse.move(*look.at(45, 4))
+    said = look.tip()
+    told = float(re.search(r"≈ ([\d.]+) spreads", said)[1])  # type: ignore[index]
+    ours, theirs = (values(seed, factor)[EVIL, "weight", "cur_amax"][45] for seed, factor in ((0, 1.0), (2, 64.0)))
+    (grid,) = [each for each in compared[1].grids if (each.tensor, each.statistic) == ("weight", "cur_amax")]
+    assert told == pytest.approx(grid.cells[REDUCED][4, 45], rel=0.05)
+    assert told == pytest.approx(np.log2(theirs / ours) / departure.spread, rel=0.5), "spreads grow along the run"
+    look.page.mouse.click(*look.at(45, 4))
+    look.page.wait_for_selector("h1.layer-name")
+    assert look.page.locator("h1").inner_text() == EVIL
+
+
+@pytest.mark.slow
+def test_losses_have_their_yardsticks(look: Look, page: Path) -> None:  # noqa: F811
+    look.open(page)
+    traces = look.page.evaluate("[...document.querySelectorAll('.plot')][1].data.map((t) => [t.name, Array.from(t.y)])")
+    apart = dict(traces)
+    assert apart["B against A"] == pytest.approx([2.0] * STEPS)
+    assert apart["FP8 against BF16"][0] == 0.25
+    assert apart["the noise"][0] == pytest.approx(0.1)
+
+
+def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
+    one = {("fc1", "weight", "cur_amax"): np.ones(20), ("fc1", "weight", "sqnr_db"): np.full(20, 30.0)}
+    other = {("fc1", "weight", "cur_amax"): np.full(20, 8.0), ("fc1", "weight", "sqnr_db"): np.full(20, 25.0)}
+    numbers = ComparedNumbers()
+    result = compare(record(tmp_path / "a", one), record(tmp_path / "b", other), numbers=numbers)
+    found = {(grid.statistic, grid.unit, grid.cells[REDUCED][0, 7]) for grid in numbers.grids}
+    assert found == {("cur_amax", "powers of two", 3.0), ("sqnr_db", "dB", -5.0)}
+    above = {curve.subject.statistic: curve.above[0] for curve in numbers.curves}
+    assert above == {"cur_amax": 2.0, "sqnr_db": 33.0}, "a factor of 2, and 3 dB, count"
+    assert all(np.isnan(curve.high).all() for curve in numbers.curves), "what is ordinary is not known"
+    assert len(result.parted) == 1
+    small = write_comparison(result, numbers, tmp_path / "small.html", most=1)
+    assert "ARRAYS" not in small.read_text(), "without room for arrays the page is there all the same"
+
+
+def growing(seed: int) -> np.ndarray:
+    """The loss of a seed's run in another order of sums: the runs are equal before the first update, and diverge."""
+    draw = np.random.default_rng(seed)
+    apart = 0.05 * draw.normal(size=STEPS) * np.minimum(1, np.arange(STEPS) / 8)
+    return np.asarray((1 + 9 * np.exp(-np.arange(STEPS) / 6)) * np.exp(apart))
+
+
+def loss_curve(folder: Path, *losses: np.ndarray) -> tuple[Comparison, Curve]:
+    """The loss in a comparison of two runs, with the others as the floor."""
+    runs = [record(folder / str(n), values(0), scalars={"loss": each}) for n, each in enumerate(losses)]
+    a, b, *noise = runs
+    numbers = ComparedNumbers()
+    result = compare(a, b, noise=noise, numbers=numbers)
+    (curve,) = [each for each in numbers.curves if each.subject.statistic == "loss"]
+    return result, curve
+
+
+def test_what_is_ordinary_in_the_first_step_is_what_the_noise_is_apart_there(tmp_path: Path) -> None:
+    losses = [growing(seed) for seed in range(4)]
+    result, curve = loss_curve(tmp_path, *losses)
+    assert not result.has_findings
+    wide = (curve.high - curve.low) / 2 / curve.a
+    noise = np.sqrt(np.mean([(each[30:] / losses[0][30:] - 1) ** 2 for each in losses[2:]]))
+    assert wide[0] < 0.05, "before the first update all are equal"
+    assert noise < wide[30:].mean() < 3 * noise
+    assert (np.abs(curve.b - curve.a) <= (curve.above - curve.below) / 2).all()
+
+
+def test_of_equal_runs_nothing_is_apart_and_the_smallest_spread_counts(tmp_path: Path) -> None:
+    loss = growing(0)
+    off = np.where(np.arange(STEPS) < 30, 1.0, 1.5)
+    result, curve = loss_curve(tmp_path, loss, loss * off, loss)
+    np.testing.assert_allclose(curve.high, curve.a, rtol=1e-3)
+    assert [(parting.name, parting.iteration) for parting in result.parted] == [("loss", 30)]
+
+
+@pytest.mark.slow
+def test_wide_labels_of_an_axis_are_not_cut(look: Look, tmp_path: Path) -> None:  # noqa: F811
+    runs = []
+    for seed in (0, 1):
+        draw = np.random.default_rng(seed)
+        runs.append(record(tmp_path / str(seed), {("fc1", "weight", "mean"): draw.normal(0, 4e-17, STEPS)}))
+    numbers = ComparedNumbers()
+    look.open(
+        write_comparison(compare(*runs, numbers=numbers), numbers, tmp_path / "page.html"), "page=layer&layer=fc1"
+    )
+    look.everything_drawn()
+    lefts = look.plot("[...plot.querySelectorAll('.ytick text')].map((text) => text.getBoundingClientRect().left)")
+    assert lefts
+    assert min(lefts) >= look.plot("plot.getBoundingClientRect().left")
+
+
+def test_a_cell_is_the_largest_difference_of_its_steps_and_curves_are_thinned(tmp_path: Path) -> None:
+    steps = 3000
+    one, other = np.ones(steps), np.ones(steps)
+    other[1500:1510] = 4.0
+    numbers = ComparedNumbers()
+    a, b = (record(tmp_path / name, {("fc1", "weight", "std"): each}) for name, each in (("a", one), ("b", other)))
+    compare(a, b, numbers=numbers)
+    (grid,) = numbers.grids
+    cells = grid.cells[REDUCED][0]
+    assert len(cells) == 400
+    assert np.flatnonzero(cells).tolist() == sorted({1500 * 400 // steps, 1509 * 400 // steps})
+    assert cells.max() == 2.0
+    assert (grid.worst[REDUCED][0], 1500 <= grid.worst_at[REDUCED][0] < 1510) == (2.0, True)
+    (curve,) = numbers.curves
+    assert curve.every == 3
+    assert len(curve.a) <= 1001
+    assert 1500 in curve.iterations
+
+
+@pytest.mark.parametrize("scale", [MAGNITUDE, LEVEL, SHARE, DECIBELS, POWERS, COUNT], ids=lambda scale: scale.name)
+def test_a_scale_leads_back(scale: Scale) -> None:
+    numbers = np.array([0.0, 1e-3, 1.0, 70.0, 3e5])
+    if scale is not COUNT:
+        numbers = np.append(numbers, -2.0)
+    sizes = np.full(len(numbers), 1e-3)
+    np.testing.assert_allclose(scale.values(scale.places(numbers, sizes), sizes), numbers, rtol=1e-9)

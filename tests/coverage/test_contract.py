@@ -1,0 +1,291 @@
+"""A run is held to its contract: after the third step, and where precision changes later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.coverage.contract_keeper import remedy
+from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.session import InspectSession, PrecisionContractError, running_session
+from tests.conftest import feature
+
+CONFIG = {"watched": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}
+
+
+class Net(torch.nn.Module):
+    """A layer of Transformer Engine's and one of torch's, with as many multiply-adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = te.Linear(32, 96)
+        self.head = torch.nn.Linear(96, 32)
+        self.fp8 = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=self.fp8, recipe=Float8CurrentScaling()):
+            x = self.fc(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def run(
+    tmp_path: Path,
+    require: Any,
+    *,
+    steps: int = 5,
+    off: tuple[int, ...] = (),
+    config: Any = CONFIG,
+    calls_step: bool = True,
+    **keywords: Any,
+) -> int:
+    """Train under a contract; the number of steps that ended."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    ended = 0
+    with InspectSession(config, model=net, log_dir=tmp_path, require=require, **keywords) as session:
+        for step in range(steps):
+            net.fp8 = step not in off
+            net(torch.ones(16, 32, requires_grad=True)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not calls_step:
+                continue
+            try:
+                session.step()
+            except PrecisionContractError as error:
+                raise PrecisionContractError(f"{step}: {error}") from error
+            ended += 1
+    return ended
+
+
+@pytest.mark.parametrize(
+    "require",
+    [
+        "fp8 >= 50%",
+        {"share": ["fp8 wgrad >= 45%", "fp32 < 60%", "fp8 backward > 10%"]},
+        {"layers": {"fc$": "fp8", "head": "fp32"}, "state": {"optimizer": "float32", "gradient": "float32"}},
+    ],
+)
+def test_one_that_holds(require: Any, tmp_path: Path) -> None:
+    assert run(tmp_path, require) == 5
+
+
+def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError) as caught:
+        run(tmp_path, "fp8 >= 95%")
+    assert isinstance(caught.value.__cause__, PrecisionContractError)
+    assert caught.value.__cause__.coverage.share("fp8") == 0.5
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "2: The run breaks its precision contract (require=), judged after step 3:"
+    assert lines[1] == "- fp8 >= 95%: it is 50.0 %."
+    assert lines[3] == (
+        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. To change that, use te.Linear"
+        " in its place, or leave it out of what the contract demands."
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "ref", "told"),
+    [
+        (
+            Reason.NOT_TE,
+            "torch.nn.MultiheadAttention",
+            "To change that, use te.MultiheadAttention in its place, or leave",
+        ),
+        (Reason.NOT_TE, "torch.nn.LSTM", "Transformer Engine has no layer of this kind: leave it out of what the"),
+        (Reason.NOT_TE, "torch.nn.Conv2d", "Transformer Engine has no layer of this kind: leave it out of what the"),
+        (Reason.NOT_TE, "mine.Linear", "To change that, make it a layer of Transformer Engine, or leave it out of"),
+        (Reason.NO_AUTOCAST, "", "To change that, run its forward inside te.autocast"),
+        (Reason.UNKNOWN, "", ""),
+    ],
+)
+def test_the_remedy_is_one_that_there_is(reason: Reason, ref: str, told: str) -> None:
+    assert remedy(reason, ref).startswith(told)
+    if ref.startswith("torch.nn."):
+        counterpart = getattr(te, ref.removeprefix("torch.nn."), None)
+        assert (counterpart is None) == ("has no layer" in told)
+
+
+def test_the_remedy_of_a_recurrent_layer(tmp_path: Path) -> None:
+    net = torch.nn.LSTM(16, 16, batch_first=True)
+    with pytest.raises(
+        PrecisionContractError, match=r"weight_ih_l0 fprop, dgrad, wgrad: .*Transformer Engine has no layer"
+    ):
+        with InspectSession(
+            None, model=net, log_dir=tmp_path, require={"share": "fp8 >= 10%", "by_step": 1}
+        ) as session:
+            net(torch.randn(2, 3, 16))[0].sum().backward()
+            session.step()
+
+
+@pytest.mark.parametrize(
+    ("require", "told"),
+    [
+        ({"layers": {"fc": "mxfp8"}}, "'fc' must run in mxfp8: fc fprop runs in fp8, and 2 more GEMMs."),
+        ({"state": {"optimizer": "bfloat16"}}, "optimizer_state must be bfloat16: some are float32."),
+        ({"state": {"main_grad": "float32"}}, "main_grad must be float32: none was seen."),
+        ({"share": "fp8 qk >= 10%"}, "fp8 qk >= 10%: there are no such products."),
+    ],
+)
+def test_what_is_broken(require: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError) as caught:
+        run(tmp_path, require)
+    assert f"- {told}" in str(caught.value).splitlines()
+
+
+def test_the_step_at_which_it_is_judged(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError, match=r"^0: .* after step 1"):
+        run(tmp_path, {"share": "fp8 >= 95%", "by_step": 1})
+    with pytest.raises(PrecisionContractError, match=r"judged after step 5"):
+        run(tmp_path, {"share": "fp8 >= 95%", "by_step": 5})
+
+
+def events(folder: Path) -> list[tuple[str, str]]:
+    """The severity and the text of each judgement in the records."""
+    rows = open_run(folder).events.to_pylist()
+    return [(row["severity"], row["text"]) for row in rows if row["kind"] == "contract_judged"]
+
+
+def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError) as caught:
+        run(tmp_path, "fp8 >= 95%", steps=2)
+    lines = str(caught.value).splitlines()
+    assert lines[:2] == [
+        "The run breaks its precision contract (require=), judged at its end, after step 2:",
+        "- fp8 >= 95%: it is 50.0 %.",
+    ]
+    assert caught.value.coverage.share("fp8") == 0.5
+    assert not running_session()
+    assert events(tmp_path) == [("warning", str(caught.value))]
+
+
+def test_a_run_that_ends_before_and_holds(tmp_path: Path) -> None:
+    assert run(tmp_path, "fp8 >= 50%", steps=2) == 2
+    assert events(tmp_path) == [("info", "The run holds its precision contract.")]
+
+
+def test_a_run_whose_loop_calls_no_step_is_judged_at_its_end(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError, match=r"judged at its end, without any step\(\):\n.*it is 50.0 %"):
+        run(tmp_path, "fp8 >= 95%", calls_step=False)
+
+
+def test_at_the_end_on_broken_warn_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert run(tmp_path, "fp8 >= 95%", steps=2, on_broken="warn") == 2
+    assert [record.levelname for record in caplog.records if "judged at its end" in record.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.parametrize("how", ["block", "finally"])
+def test_a_judgement_at_the_end_hides_no_error(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    session = InspectSession(CONFIG, log_dir=tmp_path, require="fp8 >= 95%")
+
+    def train() -> None:
+        session.attach(net)
+        for _ in range(2):
+            net(torch.ones(16, 32, requires_grad=True)).sum().backward()
+            session.step()
+        raise KeyError("the loop's own")
+
+    with pytest.raises(KeyError, match="the loop's own"):
+        if how == "block":
+            with session:
+                train()
+        else:
+            session.start()
+            try:
+                train()
+            finally:
+                session.stop()
+    assert sum("judged at its end, after step 2" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("how", ["no model", "no training", "ended by the script"])
+def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
+    why = {
+        "no model": "the session has no model. Call attach",
+        "no training": "the model did not run forward and backward",
+        "ended by the script": r"the script has called debug_api.end_debug\(\)",
+    }[how]
+    net = Net()
+    session = InspectSession(CONFIG, log_dir=tmp_path, require="fp8 >= 95%")
+    with pytest.raises(PrecisionContractError, match=rf"was never judged: {why}"), session:
+        if how != "no model":
+            session.attach(net)
+        if how == "no training":
+            with torch.no_grad():
+                net(torch.ones(16, 32))
+            session.step()
+        if how == "ended by the script":
+            debug_api.end_debug()
+
+
+def test_one_that_is_never_judged_and_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with InspectSession(CONFIG, model=Net(), log_dir=tmp_path, require="fp8 >= 95%", on_broken="warn"):
+        pass
+    assert sum("was never judged" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_change_is_judged_again(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError, match=r"^3: .*\n- fp8 >= 50%: it is 0.0 %") as caught:
+        run(tmp_path, "fp8 >= 50%", off=(3,))
+    assert "fc fprop, dgrad, wgrad: 50.0 % in fp32: runs outside of te.autocast. To change that, run" in str(
+        caught.value
+    )
+
+
+def test_a_change_of_a_layer_that_no_feature_watches(tmp_path: Path) -> None:
+    """It is known a step later, when it has been looked at."""
+    config = {"kept": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"], freq=100)}
+    with pytest.raises(PrecisionContractError, match=r"^4: .*\n- fp8 >= 50%: it is 0.0 %"):
+        run(tmp_path, "fp8 >= 50%", off=(3, 4), config=config)
+
+
+@pytest.mark.parametrize("how", ["keyword", "contract"])
+def test_one_that_only_warns_says_it_once(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    contract = {"share": "fp8 >= 95%", "on_broken": "warn"}
+    assert run(tmp_path, contract) == 5 if how == "contract" else run(tmp_path, "fp8 >= 95%", on_broken="warn") == 5
+    assert sum("breaks its precision contract" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no layer matches 'fcc', .* 'fp8'. Did you mean 'fc'"):
+        run(tmp_path, {"layers": {"fcc": "fp8"}})
+
+
+def test_what_the_keywords_take(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no precision 'fp9'"):
+        InspectSession(CONFIG, require="fp9 >= 1%")
+    with pytest.raises(OptionError, match=r"on_broken= must be 'raise' or 'warn', not 'exit'"):
+        InspectSession(CONFIG, require="fp8 >= 1%", on_broken="exit")  # type: ignore[arg-type]
+
+
+def test_a_model_without_transformer_engine(tmp_path: Path) -> None:
+    net = torch.nn.Linear(8, 8)
+    with (
+        pytest.raises(PrecisionContractError, match=r"fp8 >= 1%: it is 0.0 %"),
+        InspectSession(None, model=net, log_dir=tmp_path, require={"share": {"fp8": 1}, "by_step": 1}) as session,
+    ):
+        net(torch.ones(4, 8)).sum().backward()
+        session.step()
+
+
+def test_without_a_change_nothing_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_precision_callbacks.session import results
+
+    asked: list[int] = []
+    own = results.Findings.coverage_at
+    monkeypatch.setattr(
+        results.Findings, "coverage_at", lambda self, iteration: (asked.append(iteration), own(self, iteration))[1]
+    )
+    assert run(tmp_path, "fp8 >= 50%", steps=8) == 8
+    assert [iteration for iteration in asked if iteration < 7] == [2], "the last one is asked at the end"

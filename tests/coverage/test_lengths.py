@@ -1,0 +1,79 @@
+"""Attention of packed sequences, whose lengths only the device knows, is counted without waiting for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from te_precision_callbacks.coverage import lengths as lengths_module
+from te_precision_callbacks.coverage.seen_products import ModelProducts
+
+HEADS, SIZE = 3, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_kernel_for_the_cpu() -> Iterator[None]:
+    """torch has this operator on a GPU alone."""
+
+    def forward(query: torch.Tensor, *given: Any, **keywords: Any) -> tuple[Any, ...]:
+        number = torch.zeros((), dtype=torch.int64)
+        return query.clone(), torch.zeros(1), number, number, 5, 5
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_efficient_attention_forward", forward, "CPU")
+    yield
+    library._destroy()
+
+
+class Attention(torch.nn.Module):
+    """Packed sequences that attend to themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.aten._efficient_attention_forward(
+            query, query, query, None, self.bounds, self.bounds, 5, 5, 0.0, 0
+        )[0]
+        return found
+
+
+def counted(micro_batches: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """The multiply-adds of the products of a step, and how often the host has read a tensor before and at its end."""
+    reads = [0]
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(reads.pop() + 1) or tolist(self))
+    model = Attention()
+    products = ModelProducts(lambda *told: pytest.fail(str(told)), lambda: False, lambda: False)
+    products.watch(model, {id(model): "model"}, ())
+    with torch.enable_grad():
+        for bounds in micro_batches:
+            model.bounds.copy_(torch.tensor(bounds))  # as where a loader fills the same tensor again
+            model(torch.zeros(1, bounds[-1], HEADS, SIZE))
+    before = reads[0]
+    found = products.end_step()
+    assert found is not None
+    return [product.macs for product in found[0]], [before, reads[0] - before]
+
+
+def test_lengths_are_read_once_at_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, reads = counted([[0, 4, 9], [0, 1, 9]], monkeypatch)
+    assert found == [(4 * 4 + 5 * 5 + 1 * 1 + 8 * 8) * HEADS * SIZE] * 2
+    assert reads == [0, 1]
+
+
+def test_in_a_capture_sequences_count_as_one_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy would be recorded, and reading would end the capture."""
+    monkeypatch.setattr(lengths_module, "is_capturing", lambda: True)
+    with caplog.at_level(logging.WARNING):
+        found, reads = counted([[0, 4, 9], [0, 4, 9]], monkeypatch)
+    assert found == [2 * 9 * 9 * HEADS * SIZE] * 2
+    assert reads == [0, 0]
+    assert caplog.text.count("count as one") == 1

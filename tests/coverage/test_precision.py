@@ -1,0 +1,276 @@
+"""The precision that each GEMM really ran in."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from rich.console import Console
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+
+from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.vocabulary import Observe
+from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.summary import summary
+from tests.conftest import feature, statistics
+
+
+def audit(
+    config: Any,
+    log_dir: Path,
+    *,
+    recipe: Any = None,
+    dtype: torch.dtype = torch.float32,
+    fp8: bool = True,
+    steps: int = 2,
+    observe: Observe = "auto",
+) -> dict[str, str]:
+    """GEMM -> formats of its operands, of one linear layer."""
+    net = te.Linear(32, 32, params_dtype=dtype)
+    with InspectSession(config, model=net, log_dir=log_dir, observe=observe) as session:
+        for _ in range(steps):
+            with te.autocast(enabled=fp8, recipe=recipe):
+                out = net(torch.randn(16, 32, dtype=dtype, requires_grad=True))
+            out.sum().backward()
+            session.step()
+    assert all(entry.layer == "linear" for entry in session.precision)
+    return {entry.gemm: " ".join(entry.operands.values()) for entry in session.precision}
+
+
+QUANTIZED = {"fprop": "FP8 E4M3 FP8 E4M3", "dgrad": "FP8 E5M2 FP8 E4M3", "wgrad": "FP8 E5M2 FP8 E4M3"}
+
+
+@pytest.mark.parametrize("config", [statistics(), statistics(start_step=100), statistics(tensors=["gradient"])])
+def test_quantized(tmp_path: Path, config: Any) -> None:
+    assert audit(config, tmp_path, recipe=DelayedScaling()) == QUANTIZED
+    assert audit(config, tmp_path, recipe=Float8CurrentScaling(fp8_format=Format.HYBRID)) == QUANTIZED
+
+
+def test_high_precision(tmp_path: Path) -> None:
+    bf16 = dict.fromkeys(QUANTIZED, "BF16 BF16")
+    assert audit(statistics(), tmp_path, dtype=torch.bfloat16, fp8=False) == bf16
+    disabled = {"off": feature("DisableFP8Layer", ["linear"])}
+    assert audit(disabled, tmp_path, dtype=torch.bfloat16) == bf16
+    one = {"off": feature("DisableFP8GEMM", ["linear"], gemms=["dgrad"])}
+    assert audit(one, tmp_path) == {**QUANTIZED, "dgrad": "FP32 FP32"}
+
+
+def test_a_feature_that_modifies_tensors_is_told_by_what_it_gave(tmp_path: Path) -> None:
+    """A plan of "modify_tensor()" says nothing: FakeQuant gives plain tensors, PerTensorScaling FP8 ones."""
+    fake = {"s": feature("FakeQuant", ["linear"], gemms=["fprop"], tensors=["weight"], quant_format="FP8E4M3")}
+    assert audit(fake, tmp_path)["fprop"] == "FP32 FP32 (modified)"
+    scaled = {"s": feature("PerTensorScaling", ["linear"], gemms=["fprop"], tensors=["weight", "activation"])}
+    assert audit(scaled, tmp_path, recipe=DelayedScaling())["fprop"] == "FP8 E4M3 (modified) FP8 E4M3 (modified)"
+
+
+def test_evaluation_is_not_in_it(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        with torch.no_grad():
+            net(torch.randn(16, 32))
+        assert session.precision == ()
+        with te.autocast(enabled=True):
+            net(torch.randn(16, 32)).sum().backward()
+    assert "FP32" not in str(session.precision)
+
+
+def test_a_change_during_the_run_is_shown(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for fp8 in (False, True):
+            with te.autocast(enabled=fp8):
+                out = net(torch.randn(16, 32))
+            out.sum().backward()
+            session.step()
+    formats = {"activation": "FP32 -> FP8 E4M3", "weight": "FP32 -> FP8 E4M3"}
+    recipe = "none -> fp8_delayed_scaling"
+    assert session.precision[0] == GemmPrecision("linear", "fprop", formats, seen=True, recipe=recipe)
+
+
+@pytest.mark.filterwarnings("ignore:Recipe type changed")
+def test_a_layer_without_features_is_looked_at_again_when_autocast_changes(tmp_path: Path) -> None:
+    """A warm-up in high precision, then FP8, then another recipe of it: each is seen in the step after it began."""
+    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    with InspectSession(statistics(layers=["0"]), model=net, log_dir=tmp_path) as session:
+        current = Float8CurrentScaling(fp8_format=Format.E4M3)
+        for recipe in (None, None, DelayedScaling(), DelayedScaling(), current, current):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                out = net(torch.randn(16, 32))
+            out.sum().backward()
+            session.step()
+    shown = {entry.gemm: entry for entry in session.precision if entry.layer == "1"}
+    assert shown["fprop"].operands["activation"] == "FP32 -> FP8 E4M3"
+    assert shown["dgrad"].operands["gradient"] == "FP32 -> FP8 E5M2 -> FP8 E4M3"
+    assert not shown["fprop"].seen
+
+
+def test_the_summary_fits_into_80_columns(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(te.TransformerLayer(32, 64, 2))
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        with te.autocast(enabled=True):
+            net(torch.randn(16, 2, 32)).sum().backward()
+        session.step()
+    console = Console(width=80, record=True, file=(tmp_path / "shown").open("w"))
+    console.print(summary(session))
+    text = console.export_text()
+    assert "…" not in text
+    assert text.count("FP8 E4M3 ") == 4
+
+
+@pytest.mark.parametrize("with_statistics", [False, True])
+def test_a_layer_stays_in_high_precision_when_autocast_is_switched_on(tmp_path: Path, with_statistics: bool) -> None:
+    """A warm-up without FP8, in which Transformer Engine does not ask whether to quantize."""
+    config = {"s": feature("DisableFP8Layer", ["linear"])}
+    if with_statistics:
+        rare = feature("LogTensorStats", ["linear"], tensors=["activation"], stats=["max"], freq=100)
+        config["s"]["transformer_engine"].update(rare["transformer_engine"])
+    net = te.Linear(32, 32)
+    with InspectSession(config, model=net, log_dir=tmp_path) as session:
+        for fp8 in (False, False, True, True):
+            with te.autocast(enabled=fp8):
+                net(torch.randn(16, 32)).sum().backward()
+            session.step()
+    assert {operand for entry in session.precision for operand in entry.operands.values()} == {"FP32"}
+
+
+def events(log_dir: Path) -> list[str]:
+    """The plans in the log of events."""
+    log = log_dir / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log"
+    return [line.partition("Tensor: ")[2] for line in log.read_text().splitlines() if "Tensor: " in line]
+
+
+@pytest.mark.parametrize("config", [statistics(), statistics(start_step=100)])
+def test_the_log_of_events_has_the_plans_of_training(tmp_path: Path, config: Any) -> None:
+    """Whatever was evaluated before the first step, and however often; a plan that changes is logged again."""
+    net = te.Linear(32, 32)
+    with InspectSession(config, model=net, log_dir=tmp_path, observe="debug") as session:
+        for fp8 in (True, True, False, False):
+            net.eval()
+            with torch.no_grad():
+                net(torch.randn(16, 32))
+            net.train()
+            with te.autocast(enabled=fp8):
+                net(torch.randn(16, 32)).sum().backward()
+            session.step()
+            assert session.flush(60.0)
+            if fp8:
+                assert not any(line.endswith(" - High Precision") for line in events(tmp_path))
+    for plan in ("Quantize", "High Precision"):
+        assert len([line for line in events(tmp_path) if line.endswith(f" - {plan}")]) == 6
+
+
+OVERRIDES = ("high_precision", "dequantized")
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_a_backward_in_high_precision_is_told_and_what_is_missing_is_said(
+    tmp_path: Path, override: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = Float8CurrentScaling(backward_override=override)
+    config = statistics(tensors=["activation", "gradient", "dgrad", "wgrad"])
+    fp8, high = "FP8 E4M3 FP8 E4M3", "FP32 FP32"
+    assert audit(config, tmp_path, recipe=recipe, observe="debug") == {"fprop": fp8, "dgrad": high, "wgrad": high}
+    assert "What features do with dgrad, wgrad, gradient of linear cannot be observed" in caplog.text
+    assert f"backward_override='{override}'" in caplog.text
+    assert "Tensor: gradient, gemm wgrad - High Precision" in " ".join(f"Tensor: {line}" for line in events(tmp_path))
+
+
+def test_what_is_missing_of_a_backward_raises_if_strict(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    recipe = Float8CurrentScaling(backward_override="dequantized")
+    with InspectSession(statistics(tensors=["gradient"]), model=net, log_dir=tmp_path, strict=True, observe="debug"):
+        with te.autocast(enabled=True, recipe=recipe), pytest.raises(ObservationError, match="backward_override"):
+            net(torch.randn(16, 32))
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, strict=True) as session:
+        with te.autocast(enabled=True, recipe=recipe):
+            net(torch.randn(16, 32)).sum().backward()
+        session.step()
+
+
+def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) -> None:
+    """The default config looks in every tenth step. A step in high precision alone is told as a doubt at least."""
+    net = te.Linear(32, 32)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        shown = []
+        for fp8 in (True, True, False, True, True):
+            with te.autocast(enabled=fp8):
+                net(torch.randn(16, 32)).sum().backward()
+            session.step()
+            shown.append((session.precision[0].operands["weight"], session.precision[0].seen))
+    assert shown == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3", False)] * 3
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for fp8 in (False, False, True, False, False):
+            with te.autocast(enabled=fp8):
+                net(torch.randn(16, 32)).sum().backward()
+            session.step()
+    assert session.precision[0].operands["weight"] == "FP32 -> FP8 E4M3"
+    assert not session.precision[0].seen
+
+
+def not_run(session: InspectSession) -> dict[str, str]:
+    """Layer and GEMM -> why it has not run."""
+    return {f"{entry.layer} {entry.gemm}": entry.not_run for entry in session.precision if entry.not_run}
+
+
+@pytest.mark.parametrize("layers", [["all"], ["nowhere"]])
+def test_a_gemm_that_a_backward_leaves_out_is_told_as_not_run(tmp_path: Path, layers: list[str]) -> None:
+    """The dgrad of a first layer, and the wgrad of a frozen one, with features on them and without."""
+    net = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormMLP(32, 64))
+    net[1].fc2_weight.requires_grad_(False)
+    config = statistics(tensors=["activation", "gradient"], layers=layers)
+    with InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True) as session:
+        with te.autocast(enabled=True):
+            net(torch.randn(16, 32)).sum().backward()
+        session.step()
+    assert not_run(session) == {"0 dgrad": "input needs no gradient", "1.fc2 wgrad": "frozen weight"}
+    told = {f"{entry.layer} {entry.gemm}": entry for entry in session.precision}
+    assert told["0 dgrad"].operands == {}
+    assert told["1.fc2 dgrad"].operands == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(session))
+    shown = " ".join(console.export_text().split())
+    assert "not run: input" in shown
+    assert "not run: frozen" in shown
+    assert "was not seen" not in shown, "what was not run makes nothing unseen"
+    assert all(entry.seen or entry.not_run for entry in session.precision)
+
+
+def test_a_layer_that_no_backward_reaches_has_run_its_fprop_only(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for detached in (True, False):
+            out = net[0](torch.randn(16, 32, requires_grad=True))
+            net[1](out.detach() if detached else out).sum().backward()
+            session.step()
+            told = not_run(session)
+            expected = {
+                "0 dgrad": "no backward has reached it",
+                "0 wgrad": "no backward has reached it",
+                "1 dgrad": "input needs no gradient",
+            }
+            assert told == (expected if detached else {})
+
+
+@pytest.mark.parametrize("layers", [["all"], ["nowhere"]])
+def test_what_is_unfrozen_later_is_told_from_then_on(tmp_path: Path, layers: list[str]) -> None:
+    """As by a callback for finetuning: in steps in which nothing is due, too."""
+    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    net[0].requires_grad_(False)
+    with InspectSession(
+        statistics(freq=100, layers=layers), model=net, log_dir=tmp_path, allow_unmatched=True
+    ) as session:
+        for step in range(5):
+            if step == 2:
+                net[0].requires_grad_(True)
+            net(torch.randn(16, 32)).sum().backward()
+            session.step()
+            if step == 1:
+                frozen = "neither input nor parameters need a gradient"
+                upper = {"1 dgrad": "input needs no gradient"}
+                assert not_run(session) == {"0 dgrad": frozen, "0 wgrad": frozen, **upper}
+    assert not_run(session) == {"0 dgrad": "input needs no gradient"}

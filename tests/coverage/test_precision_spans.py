@@ -1,0 +1,357 @@
+"""``session.precision(at=...)`` and ``session.layers(at=...)``: the facts of one iteration, and how long they held."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.spans import Iterations
+from te_precision_callbacks.base.vocabulary import GEMMS, name_of_recipe
+from te_precision_callbacks.coverage.precision_history import Format as FormatOf
+from te_precision_callbacks.coverage.precision_history import GemmFact, PrecisionHistory
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.outcome import SessionOutcome
+from tests.conftest import feature, statistics
+from tests.instrumentation.gemm_spy import ROWS, Handed, Spy, wrong
+from tests.session.injecting_script import Injection
+
+BF16 = torch.bfloat16
+NOTHING = statistics(layers=["nowhere"])
+Feature = type[Any]
+CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
+E4M3 = DelayedScaling(fp8_format=Format.E4M3)
+E4M3_CURRENT = Float8CurrentScaling(fp8_format=Format.E4M3)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Recipe type changed")
+
+
+def train(session: InspectSession, net: torch.nn.Module, recipe: Any, *, before_step: Callable[[], Any] = int) -> None:
+    x = torch.randn(ROWS, 32, dtype=BF16, requires_grad=True)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        out = net(x)
+    out.float().sum().backward()
+    before_step()
+    session.step()
+
+
+def watched(
+    folder: Path, config: Any, recipes: Sequence[Any], *, evaluated: Sequence[int] = (), tells: bool = False
+) -> tuple[InspectSession, list[Handed]]:
+    """A run with a recipe for each step, and an evaluation without FP8 between the backward and ``step()`` of some.
+
+    Args:
+        tells: whether the loop says when it evaluates, as the front doors do.
+    """
+    net, features = te.Linear(32, 64, params_dtype=BF16), ()
+    if isinstance(config, type):
+        features, config = (config,), {"s": feature(config.__name__, ["linear"])}
+    spy = Spy({(64, 32): "linear"}, {})
+    with (
+        InspectSession(config, model=net, log_dir=folder, allow_unmatched=True, features=features) as session,
+        spy.watching(),
+    ):
+        session.eval_mode_counts = not tells
+
+        def evaluate() -> None:
+            spy.training, session.observing = False, not tells
+            with torch.no_grad():
+                net(torch.randn(ROWS, 32, dtype=BF16))
+            spy.training = session.observing = True
+
+        for step, recipe in enumerate(recipes):
+            spy.begin_step()
+            train(session, net, recipe, before_step=evaluate if step in evaluated else int)
+    return session, spy.handed_in
+
+
+def spans(session: InspectSession, gemm: str) -> list[tuple[int, int | None, str]]:
+    """Since, until and the formats of a GEMM of the one layer, over the run."""
+    found = [e for at in range(session.iteration) for e in session.precision(at=at) if e.gemm == gemm]
+    return list(dict.fromkeys((e.since, e.until, " ".join(e.operands.values()) or e.not_run) for e in found))
+
+
+def off(*iterations: int) -> Feature:
+    """A user's own feature, which has the dgrad run in high precision in some iterations."""
+
+    class Off:
+        def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
+            later = [due for due in iterations if due > iteration]
+            return gemm != "dgrad" or iteration not in iterations, later[0] if later else None
+
+    return Off
+
+
+def modified(*iterations: int) -> Feature:
+    """One that puts a tensor of its own in the weight's place."""
+
+    class Modified:
+        def modify_tensor_enabled(
+            self, config: Any, layer_name: str, tensor_name: str, gemm: str, iteration: int
+        ) -> tuple[bool, int | None]:
+            later = [due for due in iterations if due > iteration]
+            acts = gemm == "fprop" and tensor_name == "weight" and iteration in iterations
+            return acts, later[0] if later else None
+
+        def modify_tensor(
+            self,
+            config: Any,
+            layer_name: str,
+            gemm: str,
+            tensor_name: str,
+            tensor: torch.Tensor,
+            *call: Any,
+            **more: Any,
+        ) -> torch.Tensor:
+            return tensor * 2
+
+    return Modified
+
+
+WARM_UP = [None, None, CURRENT, CURRENT, CURRENT, None, None, E4M3, E4M3]
+
+
+@pytest.mark.parametrize(
+    ("config", "recipes"),
+    [
+        (NOTHING, WARM_UP),
+        (statistics(freq=4), WARM_UP),
+        (statistics(), WARM_UP),
+        (NOTHING, [CURRENT, E4M3, BLOCK, BLOCK, CURRENT, CURRENT]),
+        (off(2, 3, 4), [CURRENT] * 8),
+        (off(2, 4, 6), [CURRENT] * 10),
+        (off(0, 3, 6), [CURRENT] * 8),
+        (off(1, 2, 4, 5), [None, None, *[CURRENT] * 6]),
+        (modified(0, 2, 4), [None] * 7),
+        (modified(2, 3), [None] * 6),
+    ],
+)
+@pytest.mark.parametrize("evaluated", [[], [3]], ids=["", "evaluated"])
+def test_it_is_what_the_gemms_of_each_iteration_were_handed(
+    tmp_path: Path, config: Any, recipes: list[Any], evaluated: list[int]
+) -> None:
+    """Also in steps in which the layer is not asked, and with an evaluation in another precision between them."""
+    session, handed_in = watched(tmp_path, config, recipes, evaluated=evaluated)
+    for step, handed in enumerate(handed_in):
+        assert wrong(session.precision(at=step), handed) == [], step
+        recipe = "none" if recipes[step] is None else name_of_recipe(recipes[step])
+        assert {entry.recipe for entry in session.precision(at=step) if not entry.not_run} == {recipe}, step
+
+
+def test_a_recipe_is_told_where_the_formats_do_not_show_it(tmp_path: Path) -> None:
+    """Delayed and current scaling have the same format."""
+    for config in (NOTHING, statistics()):
+        session, _ = watched(tmp_path / str(config is NOTHING), config, [E4M3, E4M3, E4M3_CURRENT, E4M3_CURRENT])
+        for entry in session.precision:
+            assert set(entry.operands.values()) == {"FP8 E4M3"}
+            assert entry.recipe == "fp8_delayed_scaling -> fp8_current_scaling"
+            at = [session.precision(at=at)[GEMMS.index(entry.gemm)] for at in range(4)]
+            assert [(e.recipe, e.since, e.until) for e in at] == [
+                *[("fp8_delayed_scaling", 0, 1)] * 2,
+                *[("fp8_current_scaling", 2, None)] * 2,
+            ]
+
+
+def test_a_span_is_from_its_first_iteration_to_its_last(tmp_path: Path) -> None:
+    session, _ = watched(tmp_path, off(2, 3, 4), [CURRENT] * 8)
+    fp8 = "FP8 E5M2 FP8 E4M3"
+    assert spans(session, "dgrad") == [(0, 1, fp8), (2, 4, "BF16 BF16"), (5, None, fp8)]
+    assert spans(session, "wgrad") == [(0, None, fp8)]
+    whole = {entry.gemm: entry for entry in session.precision}
+    assert whole["dgrad"].operands == {"gradient": "FP8 E5M2 -> BF16", "weight": "FP8 E4M3 -> BF16"}
+    assert (whole["dgrad"].since, whole["dgrad"].until) == (0, None)
+
+
+def test_a_loop_that_says_when_it_evaluates_knows_a_single_step(tmp_path: Path) -> None:
+    """As the front doors do; where a loop does not, such a step is told as it was before, and not as seen."""
+    recipes = [CURRENT, CURRENT, None, CURRENT, CURRENT]
+    session, handed_in = watched(tmp_path / "says", NOTHING, recipes, tells=True)
+    assert [wrong(session.precision(at=step), handed) for step, handed in enumerate(handed_in)] == [[]] * 5
+    session, _ = watched(tmp_path / "says_not", NOTHING, recipes)
+    of_fprop = [session.precision(at=step)[0] for step in range(5)]
+    assert {entry.operands["weight"] for entry in of_fprop} == {"FP8 E4M3"}
+    assert not of_fprop[2].seen
+
+
+@pytest.mark.parametrize("config", [NOTHING, statistics()])
+def test_a_gemm_that_is_left_out_from_some_step_on(tmp_path: Path, config: Any) -> None:
+    """In a layer without features it is noticed at the end of that step, and told from the next on."""
+    net = te.Linear(32, 64, params_dtype=BF16)
+    with InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True) as session:
+        for step in range(6):
+            net.weight.requires_grad_(step < 3)
+            train(session, net, CURRENT)
+    since = 4 if config is NOTHING else 3
+    assert spans(session, "wgrad") == [(0, since - 1, "FP8 E5M2 FP8 E4M3"), (since, None, "frozen weight")]
+
+
+def test_an_iteration_that_has_not_run_is_an_error(tmp_path: Path) -> None:
+    net = te.Linear(32, 64, params_dtype=BF16)
+    with InspectSession(NOTHING, model=net, log_dir=tmp_path, allow_unmatched=True, start_step=7) as session:
+        assert session.precision == ()
+        with pytest.raises(LookupError, match="None has run yet"):
+            session.precision(at=7)
+        for _ in range(3):
+            train(session, net, CURRENT)
+        assert [entry.since for entry in session.precision(at=9)] == [7] * 3
+        for at in (6, 10):
+            with pytest.raises(PrecisionDebugError, match=rf"at={at}\): that iteration has not run .* 7 to 9"):
+                session.precision(at=at)
+
+
+def returned_to_1(folder: Path, *again: Any) -> InspectSession:
+    """A run of two iterations in FP8 and two in BF16, which goes on from iteration 1 in other recipes."""
+    net = te.Linear(32, 64, params_dtype=BF16)
+    with InspectSession(statistics(), model=net, log_dir=folder) as session:
+        for recipe in (CURRENT, CURRENT, None, None):
+            train(session, net, recipe)
+        session.iteration = 1
+        for recipe in again:
+            train(session, net, recipe)
+    return session
+
+
+def test_an_iteration_that_runs_again_counts_as_it_ran_last(tmp_path: Path) -> None:
+    """After a return to a checkpoint, those behind it have not run yet."""
+    session = returned_to_1(tmp_path, BLOCK, BLOCK)
+    assert spans(session, "fprop") == [(0, 0, "FP8 E4M3 FP8 E4M3"), (1, None, "FP8 block E4M3 FP8 block E4M3")]
+    with pytest.raises(LookupError, match="0 to 2"):
+        session.precision(at=3)
+
+
+@pytest.mark.parametrize("again", [None, CURRENT], ids=["as at the end", "as before"])
+def test_an_iteration_that_runs_again_as_an_earlier_one_did(tmp_path: Path, again: Any) -> None:
+    session = returned_to_1(tmp_path, again)
+    fp8 = (0, None if again else 0, "FP8 E4M3 FP8 E4M3")
+    assert spans(session, "fprop") == ([fp8] if again else [fp8, (1, None, "BF16 BF16")])
+
+
+@pytest.mark.parametrize("recipes", [[CURRENT] * 5, [CURRENT, CURRENT, None, None, CURRENT]])
+def test_a_look_between_forward_and_backward_changes_nothing(tmp_path: Path, recipes: list[Any]) -> None:
+    def run(folder: Path, *, looks: bool) -> InspectSession:
+        net = te.Linear(32, 64, params_dtype=BF16)
+        with InspectSession(statistics(), model=net, log_dir=folder) as session:
+            if looks:
+                net.register_forward_hook(lambda *_: list(session.precision) and None)
+            for recipe in recipes:
+                train(session, net, recipe)
+        return session
+
+    looked, alone = run(tmp_path / "looked", looks=True), run(tmp_path / "alone", looks=False)
+    for gemm in GEMMS:
+        assert spans(looked, gemm) == spans(alone, gemm)
+    assert looked.precision == alone.precision
+
+
+def layer_spans(session: InspectSession) -> list[list[tuple[str, int, int | None]]]:
+    """Of each iteration the layers' names with their spans."""
+    return [[(info.name, info.since, info.until) for info in session.layers(at=at)] for at in range(session.iteration)]
+
+
+def test_the_layers_of_an_iteration_of_a_model_that_changes(tmp_path: Path) -> None:
+    net = torch.nn.ModuleDict({"a": te.Linear(32, 32, params_dtype=BF16), "b": te.Linear(32, 32, params_dtype=BF16)})
+
+    def step(session: InspectSession) -> None:
+        train(session, torch.nn.Sequential(*net.values()), None)
+
+    config = {"s": feature("LogTensorStats", [".*"], tensors=["weight"], stats=["max"])}
+    config["s"]["layers"] = {"layer_name_regex_pattern": ".*"}
+    with InspectSession(config, model=net, log_dir=tmp_path) as session:
+        assert [info.name for info in session.layers] == ["a", "b"]
+        with pytest.raises(LookupError, match="None has run yet"):
+            session.layers(at=0)
+        step(session)
+        step(session)
+        net["c"] = te.Linear(32, 32, params_dtype=BF16)
+        del net["b"]
+        step(session)
+        step(session)
+        first, second = [("a", 0, None), ("b", 0, 2)], [("a", 0, None), ("c", 3, None)]
+        assert layer_spans(session) == [first] * 3 + [second]
+        assert [info.name for info in session.layers] == ["a", "c"]
+        assert all(info.sections == ("s",) for at in range(4) for info in session.layers(at=at))
+        session.iteration = 2  # a return to a checkpoint, with the model as it is
+        step(session)
+    assert layer_spans(session) == [[("a", 0, None), ("b", 0, 1)]] * 2 + [[("a", 0, None), ("c", 2, None)]]
+    outcome = pickle.loads(pickle.dumps(SessionOutcome.of(session)))
+    assert outcome.layers(at=2) == session.layers(at=2)
+    with pytest.raises(PrecisionDebugError, match=r"layers\(at=3\): that iteration has not run .* 0 to 2"):
+        session.layers(at=3)
+
+
+def test_the_layers_of_a_resumed_run_begin_with_it(tmp_path: Path) -> None:
+    net = te.Linear(32, 64, params_dtype=BF16)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        session.iteration = 500
+        train(session, net, None)
+    assert [(info.since, info.until) for info in session.layers(at=500)] == [(500, None)]
+    with pytest.raises(LookupError):
+        session.layers(at=0)
+
+
+def test_an_outcome_of_a_running_session_stays_as_it_is(tmp_path: Path) -> None:
+    net = te.Linear(32, 64, params_dtype=BF16)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        train(session, net, CURRENT)
+        outcome = SessionOutcome.of(session)
+        before = (outcome.precision, outcome.last_statistics, outcome.worst_statistics)
+        train(session, net, BLOCK)
+    assert (outcome.precision, outcome.last_statistics, outcome.worst_statistics) == before
+    assert (outcome.iteration, session.iteration) == (1, 2)
+
+
+def test_an_outcome_of_another_process_tells_it_too(tmp_path: Path) -> None:
+    session, _ = watched(tmp_path, off(2, 3), [CURRENT] * 4)
+    outcome = pickle.loads(pickle.dumps(SessionOutcome.of(session)))
+    assert outcome.precision == session.precision
+    assert [outcome.precision(at=at) for at in range(4)] == [session.precision(at=at) for at in range(4)]
+    with pytest.raises(LookupError):
+        outcome.precision(at=4)
+
+
+def test_a_run_that_changes_in_every_step_keeps_a_few_bytes_of_each(tmp_path: Path) -> None:
+    session, _ = watched(tmp_path, off(*range(0, 100, 2)), [CURRENT] * 12)
+    size = len(pickle.dumps(session.precision))
+    longer, _ = watched(tmp_path, off(*range(0, 100, 2)), [CURRENT] * 52)
+    assert len(spans(longer, "dgrad")) == 52
+    assert len(pickle.dumps(longer.precision)) - size <= 40 * 40
+
+
+def test_an_entry_that_cannot_be_made_leaves_the_history_whole() -> None:
+    """No memory is left at any line that adds to it: the next entry is as if that one had never been tried."""
+
+    def history() -> PrecisionHistory:
+        found = PrecisionHistory(Iterations())
+        for iteration, text in enumerate(("FP8 E4M3", "FP8 E4M3", "MXFP8")):
+            put(found, iteration, text)
+        return found
+
+    def put(found: PrecisionHistory, iteration: int, text: str) -> None:
+        found.ran(iteration)
+        found.put("linear", iteration, {"fprop": GemmFact((("activation", (FormatOf(text),)),))}, ["fprop"])
+
+    def spans(found: PrecisionHistory) -> list[Any]:
+        put(found, 4, "BF16")
+        put(found, 5, "FP32")
+        return [*found.spans(), *found.at(4)]
+
+    expected, seen, everywhere = spans(history()), history(), Injection()
+    with everywhere.on():
+        put(seen, 3, "NVFP4")
+    of_history = [place for place in everywhere.places if place[0].endswith("precision_history.py")]
+    assert len(of_history) > 10
+    for place in of_history:
+        found, injection = history(), Injection(place)
+        with injection.on(), contextlib.suppress(MemoryError, torch.OutOfMemoryError):
+            put(found, 3, "NVFP4")
+        assert injection.raised
+        after = spans(found)
+        assert after == expected or "NVFP4" in str(after), place

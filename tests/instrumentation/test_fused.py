@@ -1,0 +1,413 @@
+"""``observe="fused"``: features look at tensors on the layers' own path."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from te_precision_callbacks import ConfigError
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.dumps import load
+from te_precision_callbacks.engine.kernels import native
+from te_precision_callbacks.instrumentation.fused import HIGH_PRECISION_ON_FUSED_PATH
+from te_precision_callbacks.session import InspectSession
+from tests.capability import any_capability, stand_for
+from tests.conftest import Keeper, feature, statistics
+from tests.instrumentation.gemm_spy import BLACKWELL, MODULES, RECIPES, ROWS, can_run
+
+BF16 = torch.bfloat16
+EVERY = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
+OF_TENSOR = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "dynamic_range", "cur_amax"]
+OF_QUANTIZED = ["underflows%", "overflows%", "mse", "scale_inv_min", "scale_inv_max"]
+
+PAIRS = [pair for pair in itertools.product(MODULES, RECIPES) if can_run(*pair, "none")]
+
+
+@pytest.fixture(autouse=True)
+def any_gpu() -> Iterator[None]:
+    with any_capability():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def one_pass_in_both_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass in C++ sums in another order: it must not begin between two runs that are compared exactly."""
+    monkeypatch.setattr(native, "PAYS_FROM", 2**62)
+
+
+def logging_of(has: Mapping[str, list[str]], stats: list[str], name: str, **options: Any) -> dict[str, Any]:
+    """A section for each layer, which logs statistics of the tensors that its fused path has."""
+    return {
+        f"{name} {number}": {
+            "enabled": True,
+            "layers": {"layer_name_regex_pattern": f"(^|\\.){layer}$"},
+            "transformer_engine": {name: {"enabled": True, "tensors": tensors, "stats": stats, **options}},
+        }
+        for number, (layer, tensors) in enumerate(has.items())
+    }
+
+
+def tensors_of(module: str) -> dict[str, list[str]]:
+    """The end of a layer's name -> the tensors that its fused path has in high precision."""
+    ends = {
+        "Linear": ["linear"],
+        "LayerNormLinear": ["layernorm_linear"],
+        "LayerNormMLP": ["fc1", "fc2"],
+        "GroupedLinear": ["gemm_."],
+    }
+    if module == "TransformerLayer":
+        qkv, proj = HIGH_PRECISION_ON_FUSED_PATH["LayerNormLinear"][0], HIGH_PRECISION_ON_FUSED_PATH["Linear"][0]
+        return {"layernorm_qkv": sorted(qkv), "proj": sorted(proj), **tensors_of("LayerNormMLP")}
+    has = HIGH_PRECISION_ON_FUSED_PATH[module]
+    return {end: sorted(tensors) for end, tensors in zip(ends[module], has, strict=True)}
+
+
+def config_for(module: str, *, quantized: bool) -> dict[str, Any]:
+    has = tensors_of(module)
+    config = logging_of(has, OF_TENSOR, "LogTensorStats")
+    if quantized:
+        operands = {end: [t for t in tensors if t in EVERY[:3]] for end, tensors in has.items()}
+        config |= logging_of(operands, OF_QUANTIZED, "LogFp8TensorStats")
+    return config
+
+
+def run(
+    module: str,
+    recipe: str,
+    steps: int,
+    *,
+    observe: str | None,
+    micro_batches: int = 1,
+    folder: Path | None = None,
+    config: Any = None,
+) -> tuple[list[Any], list[Any]]:
+    """A training. Its outputs, gradients and weights, and the session's records."""
+    stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
+    torch.manual_seed(0)
+    FP8GlobalStateManager.reset()
+    net, made, keeper = MODULES[module][0](), RECIPES[recipe](), Keeper()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    kept: list[torch.Tensor] = []
+    session = None
+    if observe is not None:
+        assert folder is not None
+        session = InspectSession(config, model=net, log_dir=folder, sinks=[keeper], observe=observe, strict=True)
+        session.start()
+    try:
+        for _ in range(steps):
+            for _ in range(micro_batches):
+                shape = (ROWS, 2, 32) if module == "TransformerLayer" else (ROWS, 32)
+                x = torch.randn(shape, dtype=BF16, requires_grad=True)
+                with te.autocast(enabled=made is not None, recipe=made):
+                    out = net(x)
+                out.float().pow(2).mean().backward()
+                assert x.grad is not None
+                kept += [out.detach().clone(), x.grad.clone()]
+            kept += [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+            if session is not None:
+                session.step()
+        kept += [parameter.detach().clone() for parameter in net.parameters()]
+    finally:
+        if session is not None:
+            session.stop()
+    return kept, keeper.steps
+
+
+@pytest.mark.parametrize(("module", "recipe"), PAIRS)
+def test_training_is_the_same_to_the_last_bit(module: str, recipe: str, tmp_path: Path) -> None:
+    """Outputs, gradients and weights of five steps, with statistics of every tensor that can be had."""
+    quantized = RECIPES[recipe]() is not None and "high" not in recipe
+    config = config_for(module, quantized=quantized)
+    without, _ = run(module, recipe, 5, observe=None)
+    observed, records = run(module, recipe, 5, observe="fused", folder=tmp_path, config=config)
+    assert len(without) == len(observed)
+    assert all(torch.equal(one, other) for one, other in zip(without, observed, strict=True))
+    assert [step.iteration for step in records] == list(range(5))
+
+
+def gelu_in_float32(config: Any, checkpoint: str, folder: Path | None, **keywords: Any) -> list[list[torch.Tensor]]:
+    """The output and the gradients of each of three steps with the same weights."""
+    torch.manual_seed(0)
+    net = te.LayerNormMLP(24, 24)
+    session = None if folder is None else InspectSession(config, model=net, log_dir=folder, strict=True, **keywords)
+    forward: Any = {
+        "none": net,
+        "of Transformer Engine": lambda x: te.checkpoint(net, x),
+        "of torch": lambda x: torch_checkpoint(net, x, use_reentrant=True),
+    }[checkpoint]
+    found = []
+    with session or contextlib.nullcontext():
+        for _ in range(3):
+            x = torch.randn(8, 24, requires_grad=True)
+            out = forward(x)
+            net.zero_grad()
+            out.square().sum().backward()
+            found.append([out.detach(), *(tensor.grad for tensor in (x, *net.parameters()) if tensor.grad is not None)])
+            if session is not None:
+                session.step()
+    return found
+
+
+def steps_that_differ(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> list[int]:
+    pairs = enumerate(zip(one, other, strict=True))
+    return [number for number, (a, b) in pairs if not all(map(torch.equal, a, b))]
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "of Transformer Engine", "of torch"])
+def test_a_fused_gelu_in_float32_is_the_same_in_each_step(checkpoint: str, tmp_path: Path) -> None:
+    """In the first, in which the session counts products, in one with nothing due, and in one with statistics."""
+    config = statistics(tensors=["weight"], stats=["max", "std"], freq=2)
+    alone = gelu_in_float32(None, checkpoint, None)
+    observed = gelu_in_float32(config, checkpoint, tmp_path, observe="fused")
+    assert steps_that_differ(alone, observed) == []
+
+
+def test_the_default_config_takes_gelu_from_its_fused_path_in_every_tenth_step(tmp_path: Path) -> None:
+    """It asks for activations; docs/observing.md says so."""
+    alone = gelu_in_float32(None, "none", None)
+    assert steps_that_differ(alone, gelu_in_float32(None, "none", None)) == []
+    assert steps_that_differ(alone, gelu_in_float32(None, "none", tmp_path)) == [0]
+
+
+EXACT = ["Linear", "GroupedLinear"]
+"""Modules whose debug path computes with the same tensors: their statistics must be those of the debug path."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("module", EXACT)
+def test_statistics_are_those_of_the_debug_path(module: str, recipe: str, tmp_path: Path) -> None:
+    overrides = recipe.endswith(("high_precision", "dequantized"))
+    quantized = RECIPES[recipe]() is not None and "high" not in recipe
+    config = config_for(module, quantized=quantized)
+    _, fused = run(module, recipe, 2, observe="fused", micro_batches=2, folder=tmp_path / "fused", config=config)
+    if overrides:  # of the backward the debug path sees nothing
+        has = {end: ["activation", "weight", "output"] for end in tensors_of(module)}
+        config = logging_of(has, OF_TENSOR, "LogTensorStats")
+    _, debug = run(module, recipe, 2, observe="debug", micro_batches=2, folder=tmp_path / "debug", config=config)
+    assert len(fused) == len(debug) == 2
+    for ours, theirs in zip(fused, debug, strict=True):
+        found = {row[:4]: row.value for row in ours}
+        expected = {row[:4]: row.value for row in theirs}
+        assert expected
+        assert overrides or found.keys() == expected.keys()
+        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+def test_schedules_and_evaluation(tmp_path: Path, keeper: Keeper) -> None:
+    net = te.Linear(32, 32, params_dtype=BF16)
+    with InspectSession(statistics(freq=3), model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        for _ in range(7):
+            net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
+            net.eval()
+            net(1e6 * torch.randn(ROWS, 32, dtype=BF16))
+            net.train()
+            session.step()
+    assert keeper.iterations == [0, 3, 6]
+    assert max(keeper.values("max").values()) < 100
+
+
+def test_layers_with_the_same_options_are_asked_once(
+    tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each layer has the schedules of its own section."""
+    net = torch.nn.Sequential(*(te.Linear(32, 32, params_dtype=BF16) for _ in range(5)))
+    config = {
+        "often": feature("LogTensorStats", ["0", "1", "2"], tensors=["activation", "output"], stats=["max"], freq=2),
+        "seldom": feature("LogTensorStats", ["3"], tensors=["weight"], stats=["max"], freq=3),
+    }
+    asked: list[tuple[str, str, int]] = []
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        api = debug_api.transformer_engine
+        own = type(api).asked
+
+        def counted(observer: Any, layer: str, tensor: str, iteration: int) -> Any:
+            asked.append((layer, tensor, iteration))
+            return own(api, observer, layer, tensor, iteration)
+
+        monkeypatch.setattr(api, "asked", counted, raising=False)
+        for _ in range(4):
+            net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
+            session.step()
+    seen = {(step.iteration, row.layer, row.tensor) for step in keeper.steps for row in step}
+    tensors = ("activation", "output")
+    often = {(iteration, layer, tensor) for iteration in (0, 2) for layer in "012" for tensor in tensors}
+    assert seen == often | {(iteration, "3", "weight") for iteration in (0, 3)}
+    of_often = [("0", tensor, iteration) for iteration in (0, 2) for tensor in tensors]
+    assert sorted(asked) == sorted([*of_often, ("3", "weight", 0), ("3", "weight", 3)])
+
+
+def test_features_that_cannot_be_found_do_not_end_training(
+    tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(layer: str, tensor: str) -> Any:
+        raise RuntimeError("a slip")
+
+    net = te.Linear(32, 32, params_dtype=BF16)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        monkeypatch.setattr(debug_api.transformer_engine, "observers", fail, raising=False)
+        for _ in range(3):
+            net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
+            session.step()
+    assert keeper.iterations == []
+    assert caplog.text.count("finding what to observe of") == 1
+    assert "RuntimeError: a slip" in caplog.text
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_forward_counts_once(reentrant: bool, tmp_path: Path, keeper: Keeper) -> None:
+    """As one that is not recomputed."""
+    values = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        net, keeper = te.Linear(32, 32, params_dtype=BF16), Keeper()
+        config = statistics(tensors=["activation", "gradient", "weight"], stats=["l1_norm", "max"])
+        with InspectSession(
+            config, model=net, log_dir=tmp_path / str(recomputed), sinks=[keeper], observe="fused"
+        ) as session:
+            x = torch.randn(ROWS, 32, dtype=BF16, requires_grad=True)
+            out = torch_checkpoint(net, x, use_reentrant=reentrant) if recomputed else net(x)
+            out.float().sum().backward()
+            session.step()
+        values.append([row for step in keeper.steps for row in step])
+    assert sorted(values[0]) == sorted(values[1])
+    assert len(values[0]) == 6
+
+
+REFUSED = [
+    (lambda: te.LayerNormLinear(32, 32), statistics(), "LayerNormLinear never has its activation .* 'max' needs"),
+    (
+        lambda: te.LayerNormMLP(32, 64),
+        statistics(tensors=["gradient"]),
+        r"fc1: LogTensorStats: the fused path of LayerNormMLP never has its gradient",
+    ),
+    (lambda: te.Linear(32, 32), {"s": feature("DisableFP8Layer", ["all"])}, "DisableFP8Layer changes precision"),
+    (
+        lambda: te.LayerNormLinear(32, 32),
+        {"s": feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)},
+        "never has its activation",
+    ),
+    (
+        lambda: te.Linear(32, 32, fuse_wgrad_accumulation=True),
+        statistics(tensors=["wgrad"]),
+        "fuse_wgrad_accumulation=True its wgrad exists in a sum only",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "config", "why"), REFUSED)
+def test_what_the_fused_path_never_has_is_refused(build: Any, config: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=why) as error:
+        InspectSession(config, model=build(), log_dir=tmp_path, observe="fused").start()
+    assert 'observe="auto"' in str(error.value)
+
+
+def test_the_scales_of_what_is_quantized_in_a_norm_can_be_had(tmp_path: Path, keeper: Keeper) -> None:
+    net = te.LayerNormLinear(32, 32, params_dtype=BF16)
+    config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["activation"], stats=["scale_inv_max"])}
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], observe="fused", strict=True) as session:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            out = net(torch.randn(ROWS, 32, dtype=BF16))
+        out.float().sum().backward()
+        session.step()
+    (row,) = list(keeper.steps[0])
+    assert 0 < row.value < 1
+
+
+class Mine:
+    """A user's own feature."""
+
+    def inspect_tensor_enabled(self, config: Any, layer_name: str, tensor_name: str, iteration: int) -> bool:
+        return True
+
+    def inspect_tensor(self, config: Any, layer_name: str, tensor_name: str, **_: Any) -> None:
+        pass
+
+
+def test_auto_takes_the_fused_path_where_it_can(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says how many layers it takes it for, and why not for the others."""
+    net = torch.nn.Sequential(te.LayerNormLinear(32, 32, params_dtype=BF16), te.Linear(32, 32, params_dtype=BF16))
+    caplog.set_level(logging.INFO, logger="te_precision_callbacks")
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], observe="auto") as session:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            out = net(torch.randn(ROWS, 32, dtype=BF16))
+        out.float().sum().backward()
+        session.step()
+    assert {row.layer for row in keeper.steps[0]} == {"0", "1"}
+    (text,) = [record.getMessage() for record in caplog.records if "observe=" in record.getMessage()]
+    assert text.startswith('observe="auto": 1 of 2 modules with features are observed on their own fused path.')
+    assert "0: LogTensorStats: the fused path of LayerNormLinear never has its activation" in text
+    mine = {"s": feature("Mine", ["all"])}
+    with pytest.raises(ConfigError, match="Mine, a feature of your own"):
+        InspectSession(mine, model=net, log_dir=tmp_path, features=[Mine], observe="fused").start()
+
+
+def test_an_unknown_value() -> None:
+    with pytest.raises(OptionError, match="observe= must be one of 'debug', 'fused', 'auto', not 'both'"):
+        InspectSession(None, observe="both")
+
+
+def test_dumps_are_those_of_the_debug_path(tmp_path: Path) -> None:
+    config = {
+        "s": feature(
+            "DumpTensors",
+            ["all"],
+            tensors=["activation", "weight", "gradient"],
+            high_precision_tensor=True,
+            quantized_tensor=True,
+        )
+    }
+    found: dict[str, Any] = {}
+    for observe in ("debug", "fused"):
+        run("Linear", "current", 1, observe=observe, micro_batches=2, folder=tmp_path / observe, config=config)
+        paths = sorted((tmp_path / observe).rglob("*.safetensors"))
+        found[observe] = {path.name: load(path) for path in paths}
+    assert found["debug"].keys() == found["fused"].keys()
+    assert len(found["debug"]) == 5, "a weight is dumped once"
+    for name, dump in found["debug"].items():
+        ours = found["fused"][name].tensors
+        assert ours.keys() == dump.tensors.keys()
+        for key, tensor in dump.tensors.items():
+            assert torch.equal(tensor.view(torch.uint8), ours[key].view(torch.uint8)), f"{name} {key}"
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
+    rows = [
+        (kind if len(parts) == 1 else f"{kind}, fc{number + 1}", part)
+        for kind, parts in HIGH_PRECISION_ON_FUSED_PATH.items()
+        for number, part in enumerate(parts)
+    ]
+    lines = [f"| {name} | {', '.join(tensor for tensor in EVERY if tensor in part)} |" for name, part in rows]
+    assert all(f"\n{line}\n" in page for line in lines)
+    table = page.split("| layer | tensors before quantization |")[1].partition("\n\n")[0]
+    assert len(table.strip().splitlines()) == len(lines) + 1
+
+
+@pytest.mark.parametrize("module", HIGH_PRECISION_ON_FUSED_PATH)
+def test_what_is_not_in_the_table_is_refused_tensor_by_tensor(module: str, tmp_path: Path) -> None:
+    net = MODULES[module][0]()
+    for layer, tensors in tensors_of(module).items():
+        for tensor in EVERY:
+            config = logging_of({layer: [tensor]}, ["max"], "LogTensorStats")
+            session = InspectSession(config, model=net, log_dir=tmp_path, observe="fused")
+            if tensor in tensors:
+                session.start().stop()
+            else:
+                with pytest.raises(ConfigError, match=f"never has its {tensor} in high precision, which 'max' needs"):
+                    session.start()

@@ -1,0 +1,191 @@
+"""GEMMs of grouped tensors: on the reference backend, and what a session sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from transformer_engine.common import recipe as recipes
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.versions import CUBLASLT_VARIABLE
+from te_precision_callbacks.session import InspectSession
+from tests.capability import any_capability, stand_for
+from tests.instrumentation.taps import layers_of, tapped
+
+BF16 = torch.bfloat16
+ROWS = [128, 0, 256]
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+CASES = {
+    "none": (HOPPER, lambda: None),
+    "current": (HOPPER, recipes.Float8CurrentScaling),
+    "block": (HOPPER, recipes.Float8BlockScaling),
+    "current, Blackwell": (BLACKWELL, recipes.Float8CurrentScaling),
+    "MXFP8": (BLACKWELL, recipes.MXFP8BlockScaling),
+    "NVFP4": (BLACKWELL, lambda: recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)),
+}
+
+
+@pytest.fixture(params=CASES)
+def recipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    capability, make = CASES[request.param]
+    monkeypatch.setenv(CUBLASLT_VARIABLE, "130600")
+    with any_capability():
+        stand_for(capability)
+        yield make()
+
+
+@contextmanager
+def spied() -> Iterator[list[tuple[str, list[Any], list[Any], list[Any]]]]:
+    """The GEMMs that the entries for grouped tensors are handed, with the data of A, B and result of each expert."""
+    calls: list[Any] = []
+    names = [f"te_general_grouped_gemm_for_{which}" for which in ("discrete_in", "discrete_out", "grouped_tensor")]
+    gemms = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
+
+    def around(entry: Any) -> Any:
+        def noted(a: Any, transa: bool, b: Any, transb: bool, out: Any, *more: Any) -> Any:
+            result = entry(a, transa, b, transb, out, *more)
+            calls.append((gemms[transa, transb], *(list(map(plain, members(one))) for one in (a, b, out))))
+            return result
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(tex, name, around(getattr(tex, name)))
+        yield calls
+
+
+def members(operand: Any) -> list[Any]:
+    return list(operand) if isinstance(operand, list) else operand.copy().split_into_quantized_tensors()
+
+
+def plain(tensor: Any) -> torch.Tensor:
+    """A copy of the data: of a quantized tensor its bytes, in all directions."""
+    buffers = [getattr(tensor, name, None) for name in ("_rowwise_data", "_columnwise_data", "_data", "_transpose")]
+    found = [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)] or [tensor.detach()]
+    return torch.cat([buffer.reshape(-1) for buffer in found])
+
+
+def trained(recipe: Any, *, grouped: bool, **keywords: Any) -> list[torch.Tensor]:
+    """Output and gradients of a step."""
+    torch.manual_seed(0)
+    net = te.GroupedLinear(len(ROWS), 128, 256, params_dtype=BF16, use_grouped_tensor=grouped, **keywords)
+    if keywords.get("fuse_wgrad_accumulation"):
+        for weight in (parameter for name, parameter in net.named_parameters() if name.startswith("weight")):
+            weight.main_grad = torch.ones(weight.shape)
+    x = torch.randn(sum(ROWS), 128, dtype=BF16, requires_grad=True)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        out = net(x, torch.tensor(ROWS))
+    out.float().pow(2).sum().backward()
+    gradients = [getattr(parameter, "main_grad", parameter.grad) for parameter in net.parameters()]
+    return [out, *(gradient for gradient in (x.grad, *gradients) if gradient is not None)]
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"bias": False}, {"fuse_wgrad_accumulation": True}, {"save_original_input": True}],
+    ids=["plain", "no bias", "fused wgrad", "saves its input"],
+)
+def test_experts_in_one_tensor_give_the_bits_that_they_give_alone(recipe: Any, keywords: dict[str, bool]) -> None:
+    with spied() as calls:
+        together = trained(recipe, grouped=True, **keywords)
+    assert [gemm for gemm, *_ in calls] == ["fprop", "dgrad", "wgrad"]
+    alone = trained(recipe, grouped=False, **keywords)
+    assert len(together) == len(alone)
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
+    net = te.GroupedLinear(len(ROWS), 128, 256, params_dtype=BF16, use_grouped_tensor=True)
+    seen: list[list[torch.Tensor]] = []
+    x = torch.randn(sum(ROWS), 128, dtype=BF16, requires_grad=True)
+    with (
+        spied() as calls,
+        tapped(
+            net, lambda event: seen.append([plain(part) for part in (event.a.data, event.b.data, event.out)])
+        ) as got,
+    ):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            out = net(x, torch.tensor(ROWS))
+        out.float().pow(2).sum().backward()
+    experts = [f"grouped_linear.gemm_{expert}" for expert in range(len(ROWS))]
+    assert layers_of(got) == [f"{expert} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for expert in experts]
+    assert [event.expert for event in got] == [0, 1, 2] * 3
+    assert [event.order for event in got] == list(range(9))
+    handed = [parts for _, *operands in calls for parts in zip(*operands, strict=True)]
+    for parts, tensors in zip(seen, handed, strict=True):
+        for part, tensor in zip(parts, tensors, strict=True):
+            assert torch.equal(part, tensor)
+    rows = [rows for rows in ROWS if rows]
+    for gemm, size in (("fprop", (256, "n", 128)), ("dgrad", (128, "n", 256)), ("wgrad", (128, 256, "n"))):
+        of_gemm = [event.call for event in got if event.gemm == gemm and ROWS[event.expert or 0]]
+        expected = [tuple(count if one == "n" else one for one in size) for count in rows]
+        assert [(call.m, call.n, call.k) for call in of_gemm] == expected
+
+
+def observed(recipe: Any, folder: Path, *, grouped: bool) -> InspectSession:
+    torch.manual_seed(0)
+    net = te.GroupedLinear(len(ROWS), 128, 256, params_dtype=BF16, use_grouped_tensor=grouped)
+    config = {
+        "nothing": {
+            "enabled": False,
+            "layers": {"layer_name_regex_pattern": ".*"},
+            "transformer_engine": {"LogTensorStats": {"enabled": True, "tensors": ["weight"], "stats": ["max"]}},
+        }
+    }
+    with InspectSession(config, model=net, log_dir=folder) as session:
+        for _ in range(2):
+            x = torch.randn(sum(ROWS), 128, dtype=BF16, requires_grad=True)
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                out = net(x, torch.tensor(ROWS))
+            out.float().sum().backward()
+            session.step()
+    return session
+
+
+def test_precision_and_coverage_are_those_of_experts_alone(recipe: Any, tmp_path: Path) -> None:
+    with spied() as calls:
+        together = observed(recipe, tmp_path / "together", grouped=True)
+    assert calls
+    alone = observed(recipe, tmp_path / "alone", grouped=False)
+    assert together.precision
+    assert list(together.precision) == list(alone.precision)
+    assert all(entry.seen for entry in together.precision)
+    assert list(together.coverage()) == list(alone.coverage())
+
+
+def test_operations(recipe: Any) -> None:
+    """te.ops takes grouped tensors wherever it can."""
+    net = te.ops.Sequential(te.ops.GroupedLinear(len(ROWS), 128, 256, dtype=BF16))
+    x = torch.randn(sum(ROWS), 128, dtype=BF16, requires_grad=True)
+    with spied() as calls, tapped(net) as events:
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            out = net(x, torch.tensor(ROWS))
+        out.float().sum().backward()
+    assert [gemm for gemm, *_ in calls] == ["fprop", "dgrad", "wgrad"]
+    layers = [f"sequential.0.gemm_{expert}" for expert in range(len(ROWS))]
+    assert layers_of(events) == [f"{layer} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for layer in layers]
+
+
+def test_a_version_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLASLT_VARIABLE, "13.6")
+    with pytest.raises(ReferenceBackendError, match=r"'13\.6'.*130600"):
+        tex.get_cublasLt_version()
+
+
+def test_operands_of_which_there_are_not_equally_many() -> None:
+    one, zero = torch.ones(1), torch.zeros(1)
+    weights = [torch.ones(8, 8, dtype=BF16)] * 2
+    with pytest.raises(ReferenceBackendError, match="2, 3, 3"):
+        tex.te_general_grouped_gemm_for_discrete_in(
+            weights, True, [torch.ones(4, 8, dtype=BF16)] * 3, False, [torch.ones(4, 8)] * 3, None, None, one, zero,
+            zero, zero, True,
+        )  # fmt: skip

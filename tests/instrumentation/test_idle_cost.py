@@ -1,0 +1,224 @@
+"""What a session costs the host where nothing is due: the same for a large model as for a small one; and at its end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from torch.nn.modules import module as torch_module
+
+from te_precision_callbacks.layers.turns import AT_ONCE
+from te_precision_callbacks.session import InspectSession, summary
+from tests.conftest import statistics
+
+FEW, MANY = 2 * AT_ONCE, 5 * AT_ONCE
+SEEN_AT_LAST = MANY // AT_ONCE + 1
+"""Steps in which every module has had its turn."""
+
+MOST_AT_THE_END = 250
+"""The most calls of Python and of C in ``stop()`` for a layer with statistics of three tensors."""
+
+
+class Stack(torch.nn.Module):
+    """Layers below a list; forwards may leave out layers, and run some in high precision."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(te.Linear(16, 16) for _ in range(count))
+        self.in_high_precision: set[int] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number in self.in_high_precision:
+                with te.autocast(enabled=False):
+                    x = layer(x)
+            else:
+                x = layer(x)
+        return x
+
+
+@contextmanager
+def calls() -> Iterator[list[str]]:
+    """The functions that are called, of Python and of C."""
+    names: list[str] = []
+
+    def profile(frame: FrameType, event: str, called: Any) -> None:
+        if event in ("call", "c_call"):
+            names.append(frame.f_code.co_qualname if event == "call" else called.__name__)
+
+    sys.setprofile(profile)
+    try:
+        yield names
+    finally:
+        sys.setprofile(None)
+
+
+def train(net: torch.nn.Module, count: int = 1) -> None:
+    for _ in range(count):
+        with te.autocast(enabled=True):
+            out = net(torch.randn(16, 16))
+        out.sum().backward()
+
+
+def session_of(net: torch.nn.Module, folder: Path, freq: int = 1000) -> InspectSession:
+    return InspectSession(statistics(freq=freq), model=net, log_dir=folder, records="off")
+
+
+class Calls(NamedTuple):
+    """How many calls there are in a step while each module has its turn, at most, and in ``stop()``."""
+
+    step: int
+    stop: int
+
+
+def calls_of(folder: Path, count: int) -> Calls:
+    net = Stack(count)
+    session = session_of(net, folder).start()
+    for _ in range(2):
+        train(net)
+        session.step()
+    session.step()  # without a forward: other autocast regions than before
+    counts = []
+    for _ in range(count // AT_ONCE + 2):
+        with calls() as found:
+            session.step()
+        counts.append(len(found))
+    with calls() as found:
+        session.stop()
+    return Calls(max(counts), len(found))
+
+
+@pytest.fixture(scope="module")
+def few_and_many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Calls, Calls]:
+    """Of two models; of both the summary has as many rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summary, "MOST_LAYERS", 2)
+        patch.setattr(summary, "MOST_ROWS", 1)
+        calls_of(tmp_path_factory.mktemp("first"), 1)  # imports what the end of a session imports
+        return calls_of(tmp_path_factory.mktemp("few"), FEW), calls_of(tmp_path_factory.mktemp("many"), 200)
+
+
+def test_the_calls_of_a_step_do_not_grow_with_the_model(few_and_many: tuple[Calls, Calls]) -> None:
+    few, many = few_and_many
+    assert many.step == few.step
+
+
+def test_the_end_does_little_for_each_layer(few_and_many: tuple[Calls, Calls]) -> None:
+    """Twenty thousand layers end in seconds."""
+    few, many = few_and_many
+    assert (many.stop - few.stop) / (200 - FEW) < MOST_AT_THE_END
+
+
+def test_a_forward_calls_no_more_than_without_a_session(tmp_path: Path) -> None:
+    net = Stack(2)
+    x = torch.randn(16, 16)
+
+    def forward() -> list[str]:
+        with calls() as found:
+            net(x)
+        return found
+
+    forward()
+    without = forward()
+    with session_of(net, tmp_path) as session:
+        for _ in range(2):
+            net(x)
+            session.step()
+        assert len(forward()) <= len(without)
+
+
+# ------------------------------------------------------------------ what is nevertheless seen
+
+
+def formats(session: InspectSession, layer: str) -> dict[int, str]:
+    """Iteration -> the format of the weight in a layer's fprop."""
+    return {
+        at: entry.operands["weight"]
+        for at in range(session.iteration)
+        for entry in session.precision(at=at)
+        if (entry.layer, entry.gemm) == (layer, "fprop")
+    }
+
+
+def in_high_precision(session: InspectSession, layer: str) -> list[int]:
+    return [at for at, text in formats(session, layer).items() if text == "FP32"]
+
+
+def test_a_layer_in_an_autocast_region_of_its_own_is_seen_at_once(tmp_path: Path) -> None:
+    net = Stack(MANY)
+    with session_of(net, tmp_path) as session:
+        for step in range(6):
+            net.in_high_precision = {MANY - 1} if step >= 3 else set()
+            train(net)
+            session.step()
+    assert in_high_precision(session, f"layers.{MANY - 1}") == [3, 4, 5]
+    assert in_high_precision(session, "layers.0") == []
+
+
+def test_what_concerns_all_layers_is_seen_at_once(tmp_path: Path) -> None:
+    """Torch's autocast, which is no region of Transformer Engine: the layers that have their turn notice it."""
+    net = Stack(MANY)
+    with session_of(net, tmp_path) as session:
+        for step in range(6):
+            with torch.autocast("cpu", torch.bfloat16, enabled=step >= 4):
+                net(torch.randn(16, 16)).float().sum().backward()
+            session.step()
+    last = formats(session, f"layers.{MANY - 1}")
+    assert [last[at] for at in range(6)] == ["FP32"] * 4 + ["BF16"] * 2
+
+
+def test_a_layer_that_is_frozen_is_seen_when_it_has_its_turn(tmp_path: Path) -> None:
+    net = Stack(MANY)
+    frozen = net.layers[MANY - 1]
+    with session_of(net, tmp_path) as session:
+        for step in range(3 + SEEN_AT_LAST):
+            frozen.requires_grad_(step < 3)
+            train(net)
+            session.step()
+        not_run = {(e.layer, e.gemm) for e in session.precision(at=session.iteration - 1) if e.not_run}
+    assert (f"layers.{MANY - 1}", "wgrad") in not_run
+
+
+@pytest.mark.parametrize(
+    ("change", "steps"),
+    [
+        pytest.param(lambda net: net.layers.append(te.Linear(16, 16)), 1, id="added"),
+        pytest.param(lambda net: net.layers.__setitem__(MANY - 1, te.Linear(16, 16)), 1, id="replaced"),
+        pytest.param(lambda net: net.layers.__delitem__(MANY - 1), 2 * SEEN_AT_LAST, id="deleted"),
+        pytest.param(
+            lambda net: net.layers._modules.update({str(MANY - 1): te.Linear(16, 16)}), 1, id="replaced unseen, runs"
+        ),
+    ],
+)
+def test_a_change_of_the_model_is_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Stack], Any], steps: int
+) -> None:
+    net = Stack(MANY)
+    with session_of(net, tmp_path) as session:
+        train(net)
+        session.step()
+        for _ in range(3):
+            session.step()
+        with caplog.at_level(logging.INFO):
+            change(net)
+            for _ in range(steps):
+                train(net)
+                session.step()
+        layers = [layer.name for layer in session.layers]
+    assert len(layers) == len(net.layers)
+    assert "The model has changed" in caplog.text
+
+
+def test_registrations_are_no_longer_followed_after_the_end(tmp_path: Path) -> None:
+    before = len(torch_module._global_module_registration_hooks)
+    with session_of(Stack(2), tmp_path) as session:
+        session.step()
+    assert len(torch_module._global_module_registration_hooks) == before

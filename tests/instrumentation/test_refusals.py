@@ -1,0 +1,521 @@
+"""What Transformer Engine's debug path refuses is known, named, and left as it is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import io
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+import transformer_engine.debug.features
+import transformer_engine.pytorch as te
+from rich.console import Console
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from te_precision_callbacks.instrumentation.refusals import CUDA_GRAPH, REFUSALS
+from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.session import InspectSession, ObservationError
+from te_precision_callbacks.session.summary import summary
+from tests.conftest import Keeper, statistics
+
+PAGE = Path(__file__).parents[2] / "docs" / "observing.md"
+STATISTICS = {"LogTensorStats": {"enabled": True, "tensors": ["activation", "gradient"], "stats": ["max"], "freq": 1}}
+HIGH_PRECISION = {"DisableFP8GEMM": {"enabled": True, "gemms": ["fprop"]}}
+FAKE_QUANT = {
+    "FakeQuant": {"enabled": True, "gemms": ["fprop"], "tensors": ["activation"], "quant_format": "FP8E4M3"},
+}
+
+
+class Net(torch.nn.Module):
+    """A layer, ``second``, that computes with what another one makes."""
+
+    def __init__(self, first: torch.nn.Module, second: torch.nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        self.second = second
+
+    def forward(self, x: torch.Tensor, **keywords: Any) -> Any:
+        return self.second(self.first(x), **keywords)
+
+
+def linear(**keywords: Any) -> torch.nn.Module:
+    return Net(torch.nn.Identity(), te.Linear(32, 32, **keywords))
+
+
+def quantized() -> torch.nn.Module:
+    with te.quantized_model_init(enabled=True):
+        return linear()
+
+
+def after_another() -> torch.nn.Module:
+    return Net(te.Linear(32, 32), te.Linear(32, 32))
+
+
+def train(net: Any, *, fp8: bool = True, calibrating: bool = False, **keywords: Any) -> Any:
+    x = torch.randn(32, 32, requires_grad=True)
+    with te.autocast(enabled=fp8, calibrating=calibrating):
+        out = net(x, **keywords)
+    # A QuantizedTensor is a torch.Tensor whose sum is that of what it stands for.
+    out.sum().backward()
+    return out
+
+
+def train_delayed(net: Any) -> Any:
+    out = train(net)
+    net.second.backward_dw()
+    return out
+
+
+def train_with_quantized_input(net: Any) -> Any:
+    with te.autocast(enabled=True):
+        out = net.second(net.first(torch.randn(32, 32, requires_grad=True), fp8_output=True))
+    out.sum().backward()
+    return out
+
+
+def train_in_capture(net: Any) -> Any:
+    """As in the warm-up of ``make_graphed_callables`` (TE 2.20.2, graph.py), whose capture itself needs a GPU."""
+    FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(False)
+    for _ in range(2):
+        with te.autocast(enabled=True, _graph=True):
+            out = net(torch.randn(32, 32, requires_grad=True), is_first_microbatch=True)
+        out.sum().backward()
+    return out
+
+
+def train_offloaded(net: Any) -> Any:
+    offloaded, synchronize = te.get_cpu_offload_context(
+        enabled=True, num_layers=1, model_layers=3, offload_activations=True
+    )
+    with te.autocast(enabled=True), offloaded:
+        out = net(torch.randn(32, 32, requires_grad=True))
+    synchronize(out).sum().backward()
+    return out
+
+
+def train_and_export(net: Any) -> Any:
+    train(net)
+    with te.onnx_export(True), torch.no_grad(), te.autocast(enabled=True):
+        return net(torch.randn(32, 32))
+
+
+class Case(NamedTuple):
+    """A script that Transformer Engine refuses in debug mode.
+
+    Attributes:
+        make: gives its model, of which ``second`` is refused.
+        step: a step of it.
+        features: what a config asks of ``second``.
+        text: of Transformer Engine's exception; None: what the table has.
+        is_known_before: whether the refusal is known of the model, before the first step.
+        trains: whether ``second`` is observed in other forwards of the step.
+    """
+
+    make: Callable[[], torch.nn.Module] = linear
+    step: Callable[[Any], Any] = train
+    features: dict[str, Any] = STATISTICS
+    text: str | None = None
+    is_known_before: bool = False
+    trains: bool = False
+
+
+CASES = {
+    "delay_wgrad_compute": Case(lambda: linear(delay_wgrad_compute=True), train_delayed, is_known_before=True),
+    "CUDA graph": Case(step=train_in_capture),
+    "quantized_model_init": Case(quantized, features=HIGH_PRECISION, is_known_before=True),
+    "quantized_model_init, FakeQuant": Case(quantized, features=FAKE_QUANT, is_known_before=True),
+    "fp8_output or fp8_grad": Case(step=lambda net: train(net, fp8_output=True)),
+    "fp8_output or fp8_grad, fp8_grad": Case(step=lambda net: train(net, fp8_grad=True)),
+    "quantized input": Case(after_another, train_with_quantized_input, HIGH_PRECISION, text="GEMM operands"),
+    "autocast with calibrating=True": Case(step=lambda net: train(net, fp8=False, calibrating=True)),
+    "get_cpu_offload_context": Case(step=train_offloaded),
+    "onnx_export": Case(step=train_and_export, trains=True),
+}
+
+
+def config(features: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "s": {
+            "enabled": True,
+            "layers": {"layer_name_regex_pattern": ".*second"},
+            "transformer_engine": features,
+        }
+    }
+
+
+@contextmanager
+def plain_debugging(net: torch.nn.Module, features: dict[str, Any]) -> Iterator[None]:
+    """nvidia-dlfw-inspect with Transformer Engine's own features, without this package."""
+    snapshot = Snapshot()
+    try:
+        folder = str(Path(transformer_engine.debug.features.__path__[0]))
+        debug_api.initialize(config(features), feature_dirs=[folder], log_dir="")
+        TEDebugState.debug_enabled = True
+        debug_api.infer_and_assign_layer_names(net)
+        yield
+    finally:
+        debug_api.end_debug()
+        snapshot.restore()
+
+
+def row_of(name: str) -> Any:
+    return next(row for row in REFUSALS if row.what == name.partition(",")[0])
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [found.getMessage() for found in caplog.records if found.levelno >= logging.WARNING]
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    yield
+    FP8GlobalStateManager.reset()
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.what)
+def test_the_table_is_that_of_the_transformer_engine_that_is_installed(row: Any) -> None:
+    module, _, path = row.place.partition(":")
+    place: Any = importlib.import_module(f"transformer_engine.{module}")
+    for name in path.split("."):
+        place = getattr(place, name)
+    assert row.source in inspect.getsource(place)
+
+
+def test_the_page_has_the_table() -> None:
+    rows = "".join(f"| {row.what} | {row.why} | {row.known} |\n" for row in REFUSALS)
+    assert f"|---|---|---|\n{rows}\n" in PAGE.read_text()
+
+
+def test_each_row_has_a_script_that_is_refused() -> None:
+    """Single grouped parameters train on a GPU only: they have a test of their own."""
+    grouped = {"single_grouped_weight or single_grouped_bias"}
+    assert {row.what for row in REFUSALS} == {name.partition(",")[0] for name in CASES} | grouped
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformer_engine_refuses_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    net = case.make()
+    with plain_debugging(net, case.features), pytest.raises(Exception, match=case.text or row_of(name).source):
+        case.step(net)
+
+
+def trained(case: Case, net: Any, end_step: Callable[[], object]) -> list[torch.Tensor]:
+    """What two steps of a case give: outputs, then gradients."""
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        found.append(case.step(net).detach())
+        end_step()
+    return [*found, *(weight.grad for weight in net.parameters() if weight.grad is not None)]
+
+
+def alone_and_again(case: Case) -> tuple[list[torch.Tensor], Any]:
+    """What a case gives without a session, and its model as it was before."""
+    torch.manual_seed(0)
+    alone = trained(case, case.make(), lambda: None)
+    FP8GlobalStateManager.reset()
+    torch.manual_seed(0)
+    return alone, case.make()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_left_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper) -> None:
+    case, row = CASES[name], row_of(name)
+
+    alone, net = alone_and_again(case)
+    with InspectSession(config(case.features), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
+        said_before = warnings_of(caplog)
+        observed = trained(case, net, session.step)
+    assert len(alone) == len(observed) > 2
+    for without, under in zip(alone, observed, strict=True):
+        assert torch.equal(without, under)
+    (text,) = warnings_of(caplog)
+    assert f"second ({row.what}: {row.why})" in text
+    assert bool(said_before) is case.is_known_before
+    (info,) = (info for info in session.layers if info.name == "second")
+    assert info.refused == str(row)
+    assert bool(info.features) is not case.is_known_before
+    assert keeper.runs[0].layers == session.layers
+    assert bool(keeper.steps) is case.trains
+    assert str(row) in (tmp_path / "nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-0.log").read_text()
+    shown = Console(file=io.StringIO(), width=200)
+    shown.print(summary(session))
+    assert f"second {row.what}: {row.why}"[:80] in " ".join(shown.file.getvalue().split())  # type: ignore[attr-defined]
+    if name != "autocast with calibrating=True":
+        told = {entry.gemm: entry.operands["weight"] for entry in session.precision if "weight" in entry.operands}
+        assert told["fprop"] == "FP8 E4M3", "the precision of a layer that is left as it is, is told all the same"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.features is STATISTICS])
+def test_the_fused_path_takes_it(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper) -> None:
+    """Except in a CUDA graph, whose replay runs no Python on any path."""
+    case = CASES[name]
+
+    alone, net = alone_and_again(case)
+    sections = config(case.features)
+    with InspectSession(sections, model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        observed = trained(case, net, session.step)
+    for without, under in zip(alone, observed, strict=True):
+        assert torch.equal(without, under)
+    refused = name == "CUDA graph"
+    (info,) = (info for info in session.layers if info.name == "second")
+    assert info.refused == (str(CUDA_GRAPH) if refused else "")
+    assert len(warnings_of(caplog)) == refused
+    if not refused:
+        assert list(keeper.values("max", layer="second")) == [0, 1]
+
+
+def test_a_delayed_wgrad_that_alone_reads_the_gradient(tmp_path: Path, keeper: Keeper) -> None:
+    """The first layer of a model has no dgrad."""
+    net = te.Linear(32, 32, delay_wgrad_compute=True)
+    sections = config({"LogTensorStats": {"enabled": True, "tensors": ["gradient", "wgrad"], "stats": ["max"]}})
+    model = Net(torch.nn.Identity(), net)
+    x, gradient = torch.randn(32, 32), torch.randn(32, 32)
+    with InspectSession(sections, model=model, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        with te.autocast(enabled=True):
+            out = model(x)
+        out.backward(gradient)
+        net.backward_dw()
+        session.step()
+    assert keeper.values("max", tensor="gradient") == {0: gradient.max().item()}
+    assert net.weight.grad is not None
+    assert keeper.values("max", tensor="wgrad") == {0: net.weight.grad.max().item()}
+
+
+@pytest.mark.parametrize(("tensor", "keyword"), [("output", "fp8_output"), ("dgrad", "fp8_grad")])
+def test_a_result_that_exists_quantized_only(
+    tensor: str, keyword: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper
+) -> None:
+    net = linear()
+    features = {"LogTensorStats": {"enabled": True, "tensors": [tensor, "weight"], "stats": ["max"]}}
+    with InspectSession(config(features), model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        train(net, **{keyword: True})
+        session.step()
+    (text,) = warnings_of(caplog)
+    assert f"second {tensor}" in text
+    assert "its GEMM writes it quantized" in text
+    assert list(keeper.values("max", tensor="weight")) == [0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_strict_raises(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    net = case.make()
+    session = InspectSession(config(case.features), model=net, log_dir=tmp_path, observe="debug", strict=True)
+    with pytest.raises(ObservationError, match=f"refuses layers that the config selects: second.*{row_of(name).what}"):
+        with session:
+            assert not case.is_known_before
+            case.step(net)
+    assert not session.running
+    case.step(net)
+
+
+def test_single_grouped_parameters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference backend has no kernel for them: what is shown is who refuses."""
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="experimental"):
+        net = te.GroupedLinear(2, 32, 32, single_grouped_weight=True, single_grouped_bias=True, use_grouped_tensor=True)
+    model = torch.nn.ModuleDict({"second": net})
+    row = row_of("single_grouped_weight or single_grouped_bias")
+    x = torch.randn(32, 32)
+    with plain_debugging(model, STATISTICS), pytest.raises(RuntimeError, match=row.source):
+        net(x, [16, 16])
+    with InspectSession(config(STATISTICS), model=model, log_dir=tmp_path, observe="debug"):
+        (text,) = warnings_of(caplog)
+        assert f"second.gemm_0, second.gemm_1 ({row})" in text
+        with pytest.raises(RuntimeError, match="require the native grouped-tensor path"):
+            net(x, [16, 16])
+    with pytest.raises(ObservationError, match="single_grouped_weight"):
+        InspectSession(config(STATISTICS), model=model, log_dir=tmp_path, observe="debug", strict=True).start()
+
+
+def test_a_layer_that_no_section_hits_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And trains, where Transformer Engine raises for each layer of the process."""
+    net = Net(te.Linear(32, 32, delay_wgrad_compute=True), te.Linear(32, 32))
+    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug") as session:
+        train(net)
+        net.first.backward_dw()  # type: ignore[operator]
+        session.step()
+    assert net.first.weight.grad is not None
+    assert warnings_of(caplog) == []
+    assert {entry.layer for entry in session.precision} == {"first", "second"}
+
+
+def test_one_part_of_a_module_is_refused_and_the_other_is_observed(tmp_path: Path, keeper: Keeper) -> None:
+    with te.quantized_model_init(enabled=True):
+        net = te.LayerNormMLP(32, 64)
+    sections = config(HIGH_PRECISION) | statistics(layers=["fc1"])
+    sections["s"]["layers"] = {"layer_types": ["fc2"]}
+    with InspectSession(sections, model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
+        train(net)
+        session.step()
+    assert {info.name: bool(info.refused) for info in session.layers} == {
+        "layernorm_mlp.fc1": False,
+        "layernorm_mlp.fc2": True,
+    }
+    assert {row.layer for row in keeper.steps[0]} == {"layernorm_mlp.fc1"}
+
+
+def test_features_that_do_not_touch_quantized_weights_act(tmp_path: Path, keeper: Keeper) -> None:
+    net = quantized()
+    features = STATISTICS | {"DisableFP8GEMM": {"enabled": True, "gemms": ["wgrad"]}}
+    with InspectSession(
+        config(features), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper], strict=True
+    ) as session:
+        train(net)
+        session.step()
+    formats = {entry.gemm: set(entry.operands.values()) for entry in session.precision}
+    assert formats["wgrad"] == {"FP32"}
+    assert formats["fprop"] == {"FP8 E4M3"}
+    assert keeper.values("max")
+
+
+def test_a_layer_that_is_built_later(tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper) -> None:
+    net = linear()
+    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
+        train(net)
+        session.step()
+        net.second = te.Linear(32, 32, delay_wgrad_compute=True)
+        train(net)  # what has come is not watched before the next step
+        session.step()
+        train_delayed(net)
+        session.step()
+    assert keeper.iterations == [0]
+    assert [text for text in warnings_of(caplog) if "second (delay_wgrad_compute" in text]
+    assert session.layers[0].refused
+
+
+def test_a_forward_that_is_not_refused_is_observed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper
+) -> None:
+    """A warm-up with ``calibrating=True``, and then training."""
+    net = linear()
+    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
+        for _ in range(2):
+            train(net, fp8=False, calibrating=True)
+            session.step()
+        for _ in range(2):
+            train(net)
+            session.step()
+    assert keeper.iterations == [2, 3]
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_an_evaluation_is_left_as_it_is_too(tmp_path: Path) -> None:
+    """Where features that change precision act in it."""
+    net = linear()
+    x = torch.randn(32, 32)
+    with torch.no_grad(), te.autocast(enabled=True):
+        expected = net(x, fp8_output=True)
+    with InspectSession(config(HIGH_PRECISION), model=net, log_dir=tmp_path, observe="debug") as session:
+        net.eval()
+        with torch.no_grad(), te.autocast(enabled=True):
+            assert torch.equal(net(x, fp8_output=True), expected)
+        net.train()
+        train(net)
+        session.step()
+    assert session.layers[0].refused
+
+
+def test_what_is_left_of_a_layer_with_a_quantized_input(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper
+) -> None:
+    """Statistics of its other tensors; that of the activation cannot be had, and is said."""
+    net = after_another()
+    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
+        for _ in range(2):
+            train_with_quantized_input(net)
+            session.step()
+    assert {row.tensor for records in keeper.steps for row in records} == {"gradient"}
+    (text,) = warnings_of(caplog)
+    assert "What features do with activation of second cannot be observed: its input is already quantized" in text
+
+
+def test_fp8_attention(tmp_path: Path) -> None:
+    """It asks the layer before it for a quantized output, and the layer after it for a quantized gradient."""
+    net = te.MultiheadAttention(256, 2, attention_dropout=0.0, params_dtype=torch.bfloat16)
+    recipe = DelayedScaling(fp8_dpa=True, fp8_mha=True)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, observe="debug") as session:
+        with te.autocast(enabled=True, recipe=recipe):
+            output = net(torch.randn(32, 2, 256, dtype=torch.bfloat16, requires_grad=True))
+        output.sum().backward()
+        session.step()
+    assert {info.name.rpartition(".")[2]: bool(info.refused) for info in session.layers} == {"qkv": True, "proj": True}
+
+
+# ------------------------------------------------------------------ CUDA graphs, which need a GPU to be made
+
+
+def graphed(module: torch.nn.Module, maker: str) -> None:
+    """Give a module the kind of ``forward`` that ``make_graphed_callables`` puts into it."""
+    own = type(module).forward
+
+    def new_fwd(*arguments: Any, **keywords: Any) -> Any:
+        return own(module, *arguments, **keywords)
+
+    new_fwd.__module__ = maker
+    module.forward = new_fwd
+
+
+@pytest.mark.parametrize("maker", ["transformer_engine.pytorch.graph", "torch.cuda.graphs"])
+def test_layers_of_a_graph_that_was_made_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, maker: str) -> None:
+    assert "func.forward = " in inspect.getsource(importlib.import_module(maker))
+    net = linear()
+    graphed(net, maker)
+    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug") as session:
+        train(net)
+        session.step()
+    (text,) = warnings_of(caplog)
+    assert f"second ({CUDA_GRAPH})" in text
+    assert session.last_statistics == ()
+
+
+def test_a_capture_meets_layers_that_rest(tmp_path: Path) -> None:
+    """Later their forward is not called any more, so that nothing would be said."""
+    net = linear()
+    own = torch.cuda.CUDAGraph.capture_begin
+    sections = config({"LogTensorStats": STATISTICS["LogTensorStats"] | {"freq": 10}})
+    with InspectSession(sections, model=net, log_dir=tmp_path, observe="debug") as session:
+        for _ in range(2):
+            train(net)
+            session.step()
+        train_in_capture(net)
+        session.step()
+        assert not session.layers[0].refused, "the layer was not asked"
+        with pytest.raises(AttributeError):  # there is no graph without a GPU
+            torch.cuda.CUDAGraph.capture_begin(None)  # type: ignore[arg-type]
+        train_in_capture(net)
+        session.step()
+        assert session.layers[0].refused == str(CUDA_GRAPH)
+    assert torch.cuda.CUDAGraph.capture_begin is own
+
+
+# ------------------------------------------------------------------ weights that is_first_microbatch caches
+
+
+def test_a_cached_weight_follows_the_features_of_the_iteration(tmp_path: Path, keeper: Keeper) -> None:
+    """Transformer Engine updates it by the quantizer of the iteration in which it was cached."""
+    features = STATISTICS | {
+        "LogFp8TensorStats": {"enabled": True, "tensors": ["weight"], "stats": ["underflows%"], "start_step": 1}
+    }
+    net = linear()
+    with InspectSession(config(features), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
+        for _ in range(3):
+            for first in (True, False):
+                train(net, is_first_microbatch=first)
+            session.step()
+    assert list(keeper.values("underflows%", tensor="weight")) == [1, 2]

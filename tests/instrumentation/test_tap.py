@@ -1,0 +1,362 @@
+"""Events of GEMMs, beside what the entries of the extension are handed."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.pytorch.cpp_extensions import gemm as gemm_module
+from transformer_engine.pytorch.module import linear as linear_module
+
+from te_precision_callbacks.coverage.gemm_events import OUTSIDE, GemmEvent
+from te_precision_callbacks.instrumentation import tap as tap_module
+from te_precision_callbacks.instrumentation.tap import ExecutionOrder, GemmTap
+from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.session import InspectSession, ObservationError
+from tests.conftest import feature, statistics
+from tests.instrumentation.gemm_spy import CHECKPOINTS, HOPPER, INSIDE, MODULES, RECIPES, ROWS, can_run
+from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
+
+BF16 = torch.bfloat16
+
+
+def train(net: torch.nn.Module, recipe: Any, checkpoint: str = "none", *, sequences: bool = False) -> None:
+    x = torch.randn((ROWS, 2, 32) if sequences else (ROWS, 32), dtype=BF16, requires_grad=True)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        out = CHECKPOINTS[checkpoint](net, x)
+        if checkpoint in INSIDE:
+            out.float().sum().backward()
+    if checkpoint not in INSIDE:
+        out.float().sum().backward()
+
+
+ORDERS = {
+    "Linear": ["linear fprop", "linear dgrad", "linear wgrad"],
+    "LayerNormLinear": [f"layernorm_linear {gemm}" for gemm in ("fprop", "dgrad", "wgrad")],
+    "LayerNormMLP": [
+        *("layernorm_mlp.fc1 fprop", "layernorm_mlp.fc2 fprop"),
+        *("layernorm_mlp.fc2 dgrad", "layernorm_mlp.fc2 wgrad", "layernorm_mlp.fc1 dgrad", "layernorm_mlp.fc1 wgrad"),
+    ],
+    "GroupedLinear": [f"grouped.gemm_{expert} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for expert in (0, 1)],
+}
+
+
+PAIRS = [pair for pair in itertools.product(MODULES, HOPPER) if can_run(*pair, "none")]
+
+
+@pytest.mark.parametrize(("module", "recipe"), PAIRS)
+def test_every_operand_in_its_order(module: str, recipe: str) -> None:
+    """Of two micro-batches, whose forwards both come before the backwards."""
+    net, made = MODULES[module][0](), RECIPES[recipe]()
+    shape = (ROWS, 2, 32) if module == "TransformerLayer" else (ROWS, 32)
+    with spied() as calls, tapped(net) as events:
+        outs = []
+        for _ in range(2):
+            with te.autocast(enabled=made is not None, recipe=made):
+                outs.append(net(torch.randn(shape, dtype=BF16, requires_grad=True)))
+        for out in outs:
+            out.float().sum().backward()
+    assert_alike(events, calls)
+    if module in ORDERS:
+        forward = [text for text in ORDERS[module] if "fprop" in text]
+        backward = [text for text in ORDERS[module] if "fprop" not in text]
+        assert layers_of(events) == [*forward * 2, *backward * 2]
+    else:
+        block = "transformer_layer."
+        assert [event.layer.removeprefix(block) for event in events[:4]] == [
+            *("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+        ]
+    assert {event.recipe for event in events} == {RECIPE_NAMES[recipe]}
+
+
+RECIPE_NAMES = {
+    "none": "",
+    "delayed": "fp8_delayed_scaling",
+    "current": "fp8_current_scaling",
+    "block": "fp8_block_scaling",
+    "current high_precision": "fp8_current_scaling",
+    "current dequantized": "fp8_current_scaling",
+    "custom current": "CustomRecipe",
+    "custom high precision": "CustomRecipe",
+}
+
+
+@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("module", ["LayerNormMLP", "LayerNormLinear"])
+def test_recomputed_forwards(module: str, checkpoint: str) -> None:
+    """A recomputation has the layers of the forward that it repeats."""
+    net = MODULES[module][0]()
+    with spied() as calls, tapped(net) as events:
+        train(net, Float8CurrentScaling() if checkpoint != "reentrant, outside" else None, checkpoint)
+    assert_alike(events, calls)
+    forward = [text for text in ORDERS[module] if "fprop" in text]
+    backward = [text for text in ORDERS[module] if "fprop" not in text]
+    again = [] if checkpoint == "none" else forward
+    assert layers_of(events) == [*forward, *again, *backward]
+
+
+@pytest.mark.usefixtures("backward_thread")
+def test_a_layernorm_mlp_that_recomputes_in_its_own_backward() -> None:
+    net = te.LayerNormMLP(32, 64, params_dtype=BF16, checkpoint=True)
+    with spied() as calls, tapped(net) as events:
+        train(net, Float8CurrentScaling())
+    assert_alike(events, calls)
+    fc1, fc2 = "layernorm_mlp.fc1", "layernorm_mlp.fc2"
+    assert layers_of(events) == [
+        *(f"{fc1} fprop", f"{fc2} fprop", f"{fc1} fprop"),
+        *(f"{fc2} dgrad", f"{fc2} wgrad", f"{fc1} dgrad", f"{fc1} wgrad"),
+    ]
+
+
+@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.parametrize("module", ["Linear", "LayerNormMLP", "GroupedLinear"])
+def test_a_wgrad_that_runs_later(module: str) -> None:
+    builds: dict[str, Callable[[], Any]] = {
+        "Linear": lambda: te.Linear(32, 64, params_dtype=BF16, delay_wgrad_compute=True),
+        "LayerNormMLP": lambda: te.LayerNormMLP(32, 64, params_dtype=BF16, delay_wgrad_compute=True),
+        "GroupedLinear": lambda: te.GroupedLinear(2, 32, 64, params_dtype=BF16, delay_wgrad_compute=True),
+    }
+    net = builds[module]()
+    with spied() as calls, tapped(net) as events:
+        x = torch.randn(ROWS, 32, dtype=BF16, requires_grad=True)
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            out = net(x, [16, 16]) if module == "GroupedLinear" else net(x)
+        out.float().sum().backward()
+        assert "wgrad" not in {event.gemm for event in events}
+        net.backward_dw()
+    assert_alike(events, calls)
+    wgrads = {event.layer for event in events if event.gemm == "wgrad"}
+    assert wgrads == {event.layer for event in events if event.gemm == "fprop"}
+
+
+@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
+def test_te_ops(recipe: Any) -> None:
+    net = torch.nn.Sequential(
+        te.ops.Sequential(te.ops.Linear(32, 64, dtype=BF16), te.ops.GELU(), te.ops.BasicLinear(64, 32, dtype=BF16)),
+        te.ops.Linear(32, 32, bias=False, dtype=BF16),
+    )
+    with spied() as calls, tapped(net) as events:
+        train(net, recipe)
+    assert_alike(events, calls)
+    forward = ["0.0 fprop", "0.2 fprop", "1 fprop"]
+    assert layers_of(events) == [
+        *forward,
+        *(f"{layer} {gemm}" for layer in ("1", "0.2", "0.0") for gemm in ("dgrad", "wgrad")),
+    ]
+
+
+def test_wgrad_that_is_added_to_main_grad() -> None:
+    net = te.Linear(32, 64, params_dtype=BF16, fuse_wgrad_accumulation=True, bias=False)
+    net.weight.main_grad = torch.zeros(64, 32)
+    with spied() as calls, tapped(net) as events:
+        for _ in range(2):
+            train(net, Float8CurrentScaling())
+    assert_alike(events, calls)
+    wgrads = [event for event in events if event.gemm == "wgrad"]
+    assert [event.call.accumulate for event in wgrads] == [True, True]
+    assert wgrads[0].out.data_ptr() == net.weight.main_grad.data_ptr()
+
+
+class OfTheUser(torch.autograd.Function):
+    """Calls Transformer Engine's GEMM directly."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight, x)
+        return gemm_module.general_gemm(weight, x)[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _, x = ctx.saved_tensors
+        return gemm_module.general_gemm(x, gradient, layout="NT", grad=True)[0], None
+
+
+def test_a_gemm_of_the_users_own_is_outside() -> None:
+    net, weight = te.Linear(32, 32, params_dtype=BF16), torch.randn(32, 32, dtype=BF16, requires_grad=True)
+    with spied() as calls, tapped(net) as events:
+        x = torch.randn(ROWS, 32, dtype=BF16)
+        net(OfTheUser.apply(weight, net(x))).float().sum().backward()
+    assert_alike(events, calls)
+    assert [event.layer for event in events[:3]] == ["linear", OUTSIDE, "linear"]
+    assert [event.gemm for event in events if event.layer == OUTSIDE] == ["fprop", "wgrad"]
+    assert events[1].kind is ForwardKind.UNTOUCHED
+
+
+def test_a_wrapper_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One that was there before, around which ours is; and one that came later, around ours."""
+    caplog.set_level(logging.INFO, logger="te_precision_callbacks")
+    called = []
+
+    def theirs(*operands: Any, **keywords: Any) -> Any:
+        called.append(keywords.get("layout", "TN"))
+        return gemm_module.general_gemm(*operands, **keywords)
+
+    monkeypatch.setattr(linear_module, "general_gemm", theirs)
+    net = te.Linear(32, 64, params_dtype=BF16)
+    with spied() as calls, tapped(net) as events:
+        train(net, None)
+    assert called == ["TN", "NN", "NT"]
+    assert_alike(events, calls)
+    assert linear_module.general_gemm is theirs
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("transformer_engine.pytorch.module.linear.general_gemm is not Transformer Engine's own")
+
+    with tapped(net) as events:
+        ours = linear_module.general_gemm
+
+        def later(*operands: Any, **keywords: Any) -> Any:
+            called.append("later")
+            return ours(*operands, **keywords)
+
+        monkeypatch.setattr(linear_module, "general_gemm", later)
+        train(net, None)
+        assert len(events) == 3
+    assert linear_module.general_gemm is later
+    before = len(events)
+    train(net, None)
+    assert called.count("later") == 6
+    assert len(events) == before
+
+
+def test_an_extension_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = te.Linear(32, 64, params_dtype=BF16)
+    own = tex.generic_gemm
+
+    def raises(*arguments: Any, **keywords: Any) -> Any:
+        raise RuntimeError("cuBLAS")
+
+    with tapped(net) as events:
+        x = torch.randn(ROWS, 32, dtype=BF16, requires_grad=True)
+        monkeypatch.setattr(tex, "generic_gemm", raises)
+        with pytest.raises(RuntimeError, match="cuBLAS"):
+            net(x)
+        assert events == []
+        kept = weakref.ref(x)
+        del x
+        gc.collect()
+        assert kept() is None
+        monkeypatch.setattr(tex, "generic_gemm", own)
+        train(net, None)
+        assert layers_of(events) == ORDERS["Linear"]
+
+
+def test_nothing_of_transformer_engine_stays_replaced() -> None:
+    net = te.Linear(32, 64, params_dtype=BF16)
+    owners = [gemm_module, linear_module, te.module.base.TransformerEngineBaseModule, linear_module._Linear]
+    owners += [te.ops.BasicLinear, te.ops.fused.ForwardLinearBiasActivation, te.module._common.WeightGradStore]
+    before = [dict(vars(owner)) for owner in owners]
+    with tapped(net):
+        assert [dict(vars(owner)) for owner in owners] != before
+    assert [dict(vars(owner)) for owner in owners] == before
+
+
+def test_a_listener_that_raises_is_reported_and_training_goes_on() -> None:
+    net, reported = te.Linear(32, 64, params_dtype=BF16), list[str]()
+
+    def listener(event: GemmEvent) -> None:
+        raise ValueError(event.gemm)
+
+    tap = GemmTap(lambda module: ForwardKind.OBSERVED, lambda doing, what, error: reported.append(f"{what} {error}"))
+    tap.watch({id(net): ["linear"]}, ())
+    tap.hear({id(net): net})
+    tap.listen(listener)
+    try:
+        train(net, None)
+    finally:
+        tap.listen()
+    assert reported == ["linear fprop", "linear dgrad", "linear wgrad"]
+
+
+@pytest.mark.parametrize("what", ["recipe_in_force", "gradients"])
+def test_what_goes_wrong_in_the_tap_is_reported_and_training_goes_on(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("not as in 2.20")
+
+    monkeypatch.setattr(tap_module, what, fails)
+    net = te.Linear(32, 64, params_dtype=BF16)
+    for strict in (False, True):
+        with InspectSession(
+            statistics(tensors=["gradient"]), model=net, log_dir=tmp_path / str(strict), observe="fused", strict=strict
+        ) as session:
+            if strict:
+                with pytest.raises(ObservationError, match=r"not as in 2\.20"):
+                    train(net, None)
+                continue
+            for _ in range(2):
+                train(net, None)
+                session.step()
+            assert sum("not as in 2.20" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_order_of_execution_is_that_of_the_first_step(tmp_path: Path) -> None:
+    """Which is not that of the module tree."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first, self.never = (te.Linear(32, 32, params_dtype=BF16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x))  # type: ignore[no-any-return]
+
+    net = Net()
+    for config in (statistics(layers=["nowhere"]), statistics()):
+        with InspectSession(config, model=net, log_dir=tmp_path / str(len(config)), allow_unmatched=True) as session:
+            for _ in range(2):
+                train(net, None)
+                session.step()
+        order = {info.name: (info.exec_fwd, info.exec_bwd) for info in session.layers}
+        assert order == {"last": (1, 0), "first": (0, 1), "never": (None, None)}
+        assert {info.since for info in session.layers} == {0}
+
+
+def test_order_ignores_evaluation() -> None:
+    order = ExecutionOrder()
+    call = GemmEvent("a", "fprop", None, None, None, None, 0, ForwardKind.EVALUATION, "", {})  # type: ignore[arg-type]
+    order(call)
+    assert not order.forward
+    assert not order.grown
+
+
+def test_the_precision_of_te_ops(tmp_path: Path) -> None:
+    """It is seen in the first step, and in the step after another recipe has come."""
+    net = torch.nn.Sequential(te.ops.Linear(32, 32, dtype=BF16), te.Linear(32, 32, params_dtype=BF16))
+    config = {"s": feature("DisableFP8Layer", ["nowhere"])}
+    with InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True) as session:
+        for recipe in (None, None, Float8CurrentScaling(), Float8CurrentScaling(), Float8CurrentScaling()):
+            train(net, recipe)
+            session.step()
+    of_ops = {at: {e.gemm: e for e in session.precision(at=at) if e.layer == "0"} for at in range(5)}
+    assert of_ops[0]["dgrad"].operands == {"gradient": "BF16", "weight": "BF16"}
+    assert of_ops[4]["dgrad"].operands == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
+    assert (of_ops[4]["fprop"].since, of_ops[4]["fprop"].recipe) == (3, "fp8_current_scaling")
+    assert all(entry.seen for at in of_ops.values() for entry in at.values())
+
+
+def test_threads_of_their_own_have_layers_of_their_own() -> None:
+    """Two models, each trained in a thread."""
+    import threading
+
+    nets = torch.nn.ModuleList(te.Linear(32, 32, params_dtype=BF16) for _ in range(2))
+    with tapped(nets) as events:
+        threads = [threading.Thread(target=train, args=(net, None)) for net in nets for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    counted = {key: len(list(group)) for key, group in itertools.groupby(sorted(layers_of(events)))}
+    assert counted == {f"{layer} {gemm}": 3 for layer in "01" for gemm in ("fprop", "dgrad", "wgrad")}

@@ -1,0 +1,372 @@
+"""Layers by the names and numbers of nvidia-dlfw-inspect: ``layer_names="upstream"`` selects what it selects itself.
+
+What it selects is asked of its own ``infer_and_assign_layer_names`` and ``is_layer_in_cfg``, on the same model.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from lightning.pytorch import LightningModule
+from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
+from rich.console import Console
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.layers.naming import named_te_modules
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.summary import summary
+from te_precision_callbacks.sinks.statistics_log import STATISTICS_FOLDER, log_file_name
+from tests.conftest import Keeper, statistics
+
+Module = torch.nn.Module
+
+
+def of(**children: Module) -> Module:
+    """A module with these children."""
+    made = Module()
+    for name, child in children.items():
+        setattr(made, name, child)
+    return made
+
+
+def transformer_layers(count: int, **keywords: Any) -> torch.nn.ModuleList:
+    """As BioNeMo's models have them: numbered from 1."""
+    return torch.nn.ModuleList(
+        te.TransformerLayer(32, 64, 2, layer_number=number, **keywords) for number in range(1, count + 1)
+    )
+
+
+def llama() -> Module:
+    """BioNeMo's llama3_native_te."""
+    return of(model=of(embed_tokens=torch.nn.Embedding(4, 32), layers=transformer_layers(3)), lm_head=te.Linear(32, 32))
+
+
+def esm2() -> Module:
+    """BioNeMo's esm2_native_te, with a checkpoint wrapper around one layer."""
+    layers = transformer_layers(12)
+    layers[1] = checkpoint_wrapper(layers[1])
+    return of(
+        model=of(encoder=of(layers=layers)), lm_head=of(dense=te.Linear(32, 32), decoder=te.LayerNormLinear(32, 32))
+    )
+
+
+def megatron() -> list[Module]:
+    """Two chunks of a pipeline as Megatron-Bridge hands them over, each in its wrappers; numbered over all chunks."""
+
+    class Float16Module(Module):
+        pass
+
+    class DistributedDataParallel(Module):
+        pass
+
+    class Layer(Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.layer_number = number
+            self.self_attention = of(linear_qkv=te.LayerNormLinear(32, 96), linear_proj=te.Linear(32, 32))
+            self.mlp = of(linear_fc1=te.LayerNormLinear(32, 64), linear_fc2=te.Linear(64, 32))
+
+    chunks = []
+    for numbers in ((1, 2), (5, 6)):
+        gpt = of(decoder=of(layers=torch.nn.ModuleList(map(Layer, numbers)), final_layernorm=te.LayerNorm(32)))
+        inner, outer = Float16Module(), DistributedDataParallel()
+        inner.module, outer.module = gpt, inner
+        chunks.append(outer)
+    return chunks
+
+
+def lightning() -> Module:
+    """A LightningModule around a compiled model whose blocks have no number of their own, and a shared head."""
+
+    class Recipe(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = torch.nn.ModuleList(of(proj=te.Linear(32, 32), mlp=te.LayerNormMLP(32, 64)) for _ in range(11))
+            self.model = torch.compile(of(layers=blocks))
+            self.head = te.Linear(32, 32)
+            self.tied_head = self.head
+
+    return Recipe()
+
+
+def experts() -> Module:
+    """Experts, and layers that were given no number, so that upstream calls them all by one name."""
+    moe = te.GroupedLinear(2, 32, 32)
+    return of(
+        layers=torch.nn.ModuleList(te.TransformerLayer(32, 64, 2) for _ in range(2)),
+        moe=torch.nn.ModuleList([moe, te.Linear(32, 32)]),
+        shared_moe=moe,
+    )
+
+
+MODELS: tuple[Callable[[], Any], ...] = (llama, esm2, megatron, lightning, experts)
+
+BLOCKS: tuple[dict[str, Any], ...] = (
+    # BioNeMo's: llama3_native_te, and what esm2_native_te writes for the layers 1, 2 and 11.
+    {"layer_name_regex_pattern": r"model\.model\.layers\.\d+\.self_attention\.layernorm_qkv"},
+    {"layer_name_regex_pattern": r"model\.model\.encoder\.layers\.(1|2|11)\..*(layernorm_qkv|proj|fc1|fc2)"},
+    {"layer_name_regex_pattern": r"model\.model\.layers\.[1-2]\..*(layernorm_qkv|proj|fc1|fc2)"},
+    # Megatron-Bridge's and Transformer Engine's examples.
+    {"layer_name_regex_pattern": ".*(fc2)"},
+    {"layer_name_regex_pattern": ".*(fc1|self_attention).*"},
+    {"layer_name_regex_pattern": ".*"},
+    {"layer_name_regex_pattern": r"decoder\.layers\.(2|5)\."},
+    {"layer_name_regex_pattern": r"layers\.1\."},
+    {"layer_name_regex_pattern": r"^model\.(?!model|module)"},
+    {"layer_name_regex_pattern": r"\.module\.decoder"},
+    {"layer_name_regex_pattern": r"None.*fc1$"},
+    {"layer_types": ["fc1", "layernorm_linear"]},
+    {"layer_types": ["linear", "head"]},
+    {"layer_types": ["LayerNormLinear", "layernorm_mlp", "gemm_1"]},
+    {"layer_types": ["all"]},
+    {"layer_numbers": [1, "5-11"]},
+    {"layer_numbers": [0]},
+    {"layer_numbers": ["0-3"], "layer_types": ["fc1", "qkv"]},
+    {"layer_numbers": "all", "layer_types": ["fc2", "proj"]},
+    {"exact_layer_names": ["model.lm_head", "model.model.layers.1.self_attention.proj", "model.moe.0.gemm_1"]},
+)
+
+
+CONFIG = {f"block {number}": {"enabled": True, "layers": block} for number, block in enumerate(BLOCKS)}
+
+
+@contextmanager
+def named_by_upstream(model: Any, log_dir: Path) -> Iterator[None]:
+    """A model as a script has it that has called ``infer_and_assign_layer_names`` and ended upstream again."""
+    chunks = model if isinstance(model, list) else [model]
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    before = [vars(module).get("name") for module in modules]
+    snapshot = Snapshot()
+    try:
+        section = {"enabled": True, "layers": {"layer_types": ["all"]}, "LogTensorStats": {"enabled": True}}
+        debug_api.initialize({"s": section}, log_dir=str(log_dir / "upstream"))
+        debug_api.infer_and_assign_layer_names(model)
+        debug_api.end_debug()
+        yield
+    finally:
+        debug_api.DEBUG_MANAGER = None
+        snapshot.restore()
+        for module, name in zip(modules, before, strict=True):
+            vars(module).pop("name", None) if name is None else vars(module).update(name=name)
+
+
+def names_of_upstream(model: Any, log_dir: Path) -> list[str]:
+    """The name by which Transformer Engine asks upstream for each layer: ``_get_debug_quantizers`` of its modules."""
+    names = []
+    modules = [named.module for named in named_te_modules(model)]
+    with named_by_upstream(model, log_dir):
+        for module in modules:
+            parts = [""]
+            if isinstance(module, te.LayerNormMLP):
+                parts = [".fc1", ".fc2"]
+            elif isinstance(module, te.GroupedLinear):
+                parts = [f".gemm_{number}" for number in range(module.num_gemms)]
+            names += [f"{module.name}{part}" for part in parts]
+    return names
+
+
+def is_selected_by_upstream(name: str, block: dict[str, Any]) -> bool | None:
+    """None where upstream raises."""
+    spec = ConfigSpec()
+    spec.initialize({"enabled": True, "layers": block})
+    try:
+        return bool(is_layer_in_cfg(name, spec))
+    except (ValueError, IndexError):
+        return None
+
+
+def without_wrappers(name: str) -> str:
+    """The name in a model that is named before wrappers are put into it, and around it."""
+    return re.sub(r"\.(_orig_mod|_checkpoint_wrapped_module|module)(?=\.)", "", name)
+
+
+def selected(model: Any, log_dir: Path, **keywords: Any) -> list[list[bool]]:
+    """For each block, which layers it selects in a session."""
+    with InspectSession(CONFIG, model=model, log_dir=log_dir, allow_unmatched=True, **keywords) as session:
+        return [[name in layer.sections for layer in session.layers] for name in CONFIG]
+
+
+def warnings_of_names(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [found.getMessage() for found in caplog.records if "layer_names='upstream'" in found.getMessage()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MODELS)
+def test_a_config_selects_what_it_selects_in_upstream(
+    make: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make()
+    names = names_of_upstream(model, tmp_path)
+    of_upstream = [[is_selected_by_upstream(name, block) for name in names] for block in BLOCKS]
+    for number, block in enumerate(BLOCKS):
+        if not any(of_upstream[number]):
+            of_upstream[number] = [is_selected_by_upstream(without_wrappers(name), block) for name in names]
+    ours = selected(model, tmp_path, layer_names="upstream")
+    for block, theirs, here in zip(BLOCKS, of_upstream, ours, strict=True):
+        assert here == [bool(chosen) for chosen in theirs], block
+    assert sum(map(any, ours)) >= 7, "of these configs many select something in each model"
+
+    assert not warnings_of_names(caplog)
+    by_path = selected(model, tmp_path)
+    said = "\n".join(warnings_of_names(caplog))
+    for number, (theirs, here) in enumerate(zip(of_upstream, by_path, strict=True)):
+        asked = [(bool(chosen), mine) for chosen, mine in zip(theirs, here, strict=True) if chosen is not None]
+        if any(chosen for chosen, _ in asked):
+            assert (f"(section 'block {number}')" in said) == any(chosen != mine for chosen, mine in asked), said
+    caplog.clear()
+    assert selected(model, tmp_path, layer_names="path") == by_path
+    assert not warnings_of_names(caplog)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_the_names_are_upstreams(make: Callable[[], Any], tmp_path: Path) -> None:
+    model = make()
+    theirs = names_of_upstream(model, tmp_path)
+    with InspectSession(model=model, log_dir=tmp_path, layer_names="upstream") as session:
+        ours = [layer.name for layer in session.layers]
+    assert len(set(ours)) == len(ours), "two layers are never one in the records"
+    assert set(theirs) <= set(ours)
+    different = [(name, upstream) for name, upstream in zip(ours, theirs, strict=True) if name != upstream]
+    assert len(different) == len(theirs) - len(set(theirs)), "only what upstream calls alike is called otherwise"
+
+
+# ------------------------------------------------------------------ where it is said
+
+
+def test_the_key_beside_the_sections_and_the_keyword_say_which_names_are_meant(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    text = "layer_names: upstream\ns:\n  enabled: True\n  layers: {layer_numbers: [1]}\n"
+    path.write_text(text)
+    net = of(layers=transformer_layers(2))
+
+    def first_layer(**keywords: Any) -> list[str]:
+        with InspectSession(path, model=net, log_dir=tmp_path, **keywords) as session:
+            return [layer.name for layer in session.layers if layer.sections][:1]
+
+    assert first_layer() == ["model.layers.1.self_attention.layernorm_qkv"]
+    assert first_layer(layer_names="path") == ["layers.1.self_attention.layernorm_qkv"], "the keyword decides"
+    path.write_text(text.replace("upstream", "upstrem"))
+    with pytest.raises(
+        ConfigError, match=r"line 1.*'layer_names' beside the sections must be 'path' or 'upstream', not 'ups"
+    ):
+        first_layer()
+    path.write_text(text.replace("layer_names: upstream\n", ""))
+    with pytest.raises(OptionError, match=r"layer_names= must be one of 'path', 'upstream', or None, not 'upstrem'\."):
+        first_layer(layer_names="upstrem")
+    assert first_layer(layer_names="upstream") == ["model.layers.1.self_attention.layernorm_qkv"]
+
+
+def test_the_warning_names_both_sets_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = of(layers=transformer_layers(3))
+    config = {**statistics(), "one": {"enabled": True, "layers": {"layer_numbers": [1]}}}
+    with InspectSession(config, model=net, log_dir=tmp_path) as session:
+        net.head = te.Linear(32, 32)
+        session.step()
+    (text,) = warnings_of_names(caplog)
+    assert "(section 'one'): layers.1.self_attention.layernorm_qkv, " in text
+    assert "; by nvidia-dlfw-inspect's names model.layers.1.self_attention.layernorm_qkv (here layers.0.self_a" in text
+    assert "and 1 more" in text
+    assert "'stats'" not in text, "it selects the same"
+
+
+@pytest.mark.parametrize(
+    "layers", [{"exact_layer_names": ["model.lm_head"]}, {"layer_name_regex_pattern": "l.layers.3"}]
+)
+def test_a_section_that_matches_by_upstreams_names_alone_is_refused_with_the_option(
+    tmp_path: Path, layers: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"layer_names='upstream' selects by the names that nvidia-dlfw-inspect's inf"
+    ):
+        selected_layers = {"s": {"enabled": True, "layers": layers}}
+        InspectSession(selected_layers, model=of(layers=transformer_layers(3), lm_head=te.Linear(32, 32))).start(
+            log_dir=tmp_path
+        )
+
+
+# ------------------------------------------------------------------ names that the script has given
+
+
+class Given(Module):
+    """Two layers with names of the script's own, one of them given twice, and one that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = te.Linear(32, 32, name="the_stem")
+        self.twins = torch.nn.ModuleList(te.Linear(32, 32, name="the_twin") for _ in range(2))
+        self.plain = te.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (self.stem, *self.twins, self.plain):
+            x = part(x)
+        return x
+
+
+def train(net: Module) -> None:
+    net(torch.randn(16, 32)).sum().backward()
+
+
+def printed(session: InspectSession) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(summary(session))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def labels(log_dir: Path) -> set[str]:
+    """The layers and tensors in the statistics log."""
+    text = (log_dir / STATISTICS_FOLDER / log_file_name(0)).read_text()
+    return set(re.findall(r"INFO - (\S+)_max ", text))
+
+
+def test_a_layer_stands_in_the_log_and_the_summary_under_the_name_that_the_script_gave(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two modules of one name stay two, and it is said."""
+    net = Given()
+    with InspectSession(
+        statistics(layers=["the_stem", "twin"]), model=net, log_dir=tmp_path, sinks=[keeper]
+    ) as session:
+        train(net)
+        net.late = te.Linear(32, 32, name="the_late_one")
+        session.step()
+        train(net.late)
+        session.step()
+    assert {row.layer for row in keeper.steps[0]} == {"stem", "twins.0", "twins.1"}, "records have the paths"
+    assert labels(tmp_path) == {"the_stem_activation", "twins.0_activation", "twins.1_activation"}
+    assert [layer.given for layer in session.layers] == ["the_stem", "", "", "", "the_late_one"]
+    table = printed(session)
+    assert "the_stem" in table
+    assert "twins.1" in table
+    said = [found.getMessage() for found in caplog.records if "the name of several layers" in found.getMessage()]
+    assert len(said) == 1
+    assert "such as 'the_twin' of twins.0, twins.1." in said[0]
+
+
+def test_names_that_upstream_assigns_before_attach_select_layers(tmp_path: Path, keeper: Keeper) -> None:
+    """Also after ``start()``, as in a LightningModule's ``configure_model``."""
+    net = of(layers=transformer_layers(2))
+    session = InspectSession(statistics(layers=["model.layers.2"]), log_dir=tmp_path, sinks=[keeper])
+    session.start()
+    try:
+        debug_api.infer_and_assign_layer_names(net)
+        session.attach(net)
+        hit = [layer for layer in session.layers if layer.sections]
+        assert [layer.name for layer in hit][:1] == ["layers.1.self_attention.layernorm_qkv"]
+        assert hit[0].given == "model.layers.2.self_attention.layernorm_qkv"
+    finally:
+        session.stop()
+    wrapped = torch.nn.DataParallel(net)
+    with InspectSession(model=wrapped, log_dir=tmp_path, layer_names="upstream") as session:
+        assert session.layers[0].name == "model.layers.1.self_attention.layernorm_qkv", "named before it was wrapped"

@@ -1,0 +1,386 @@
+"""Damaged recordings, made of a real one:
+
+python -m tests.runs.corpus FOLDER      # writes them all
+
+Each is a copy of a log folder in which one thing is damaged, as a failing disk, a crash or another program may do it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+
+from te_precision_callbacks.runs.tables import FACTS, SCALARS, STEPS, VALUES, VECTORS
+
+TABLES: Mapping[str, pa.Schema] = {"values": VALUES, "vectors": VECTORS, "steps": STEPS, "scalars": SCALARS, **FACTS}
+Damage = Callable[[Path], object]
+
+
+def record(folder: Path) -> None:
+    """A session's run in ``folder / "sealed"``, and as it was before its end in ``folder / "running"``."""
+    import torch
+
+    from te_precision_callbacks import reference
+
+    reference.install_where_needed()
+    import transformer_engine.pytorch as te
+
+    from te_precision_callbacks.session import InspectSession
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(te.Linear(32, 64), te.Linear(64, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = InspectSession(CONFIG, log_dir=folder / "sealed").start()
+    session.attach(model)
+    device = next(model.parameters()).device
+    for _ in range(6):
+        with te.autocast(enabled=True):
+            loss = model(torch.randn(32, 32, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.log({"loss": float(loss.detach()), "lr": 0.1})
+        session.step()
+    session.stop()
+    shutil.copytree(folder / "sealed", folder / "running")
+    unseal(folder / "running")
+
+
+def unseal(log_dir: Path) -> None:
+    """Make a run what it was before its end: its parts are tails, in which a few rows were appended at a time."""
+    for path in rank(log_dir).glob("*.parquet"):
+        table = pq.read_table(path)
+        with pa.ipc.new_stream(str(path.with_suffix(".arrows")), table.schema) as stream:
+            stream.write_table(table.unify_dictionaries(), max_chunksize=5)
+        path.unlink()
+    fact("status", '"running"')(log_dir)
+
+
+CONFIG = {
+    "all": {
+        "enabled": True,
+        "layers": {"layer_name_regex_pattern": ".*"},
+        "transformer_engine": {
+            "LogTensorStats": {
+                "enabled": True,
+                "tensors": ["activation", "weight", "gradient"],
+                "stats": ["cur_amax", "mean", "exponent_histogram"],
+            },
+            "LogFp8TensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["underflows%", "mse"]},
+        },
+    }
+}
+
+
+# ---------------------------------------------------------------------- where things are
+
+
+def segment(log_dir: Path) -> Path:
+    (found,) = log_dir.glob("precision_records/*/seg-000")
+    return found
+
+
+def rank(log_dir: Path) -> Path:
+    return segment(log_dir) / "rank-00000"
+
+
+def file_of(log_dir: Path, table: str) -> Path:
+    """The file of a table: a sealed part or a tail, or facts."""
+    if table in FACTS:
+        return segment(log_dir) / f"{table}.parquet"
+    return next(path for path in rank(log_dir).iterdir() if path.name.startswith(f"{table}-000001."))
+
+
+def read(path: Path) -> pa.Table:
+    if path.suffix == ".parquet":
+        return pq.read_table(path)
+    return pa.ipc.open_stream(path.read_bytes()).read_all()
+
+
+def write(path: Path, table: pa.Table) -> None:
+    if path.suffix == ".parquet":
+        return pq.write_table(table, path, compression="zstd")
+    with pa.ipc.new_stream(str(path), table.schema) as stream:
+        stream.write_table(table.combine_chunks().unify_dictionaries())
+    return None
+
+
+# ---------------------------------------------------------------------- damages
+
+
+def bytes_of(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    """Changes the bytes of a file: ``run.json``, ``events.jsonl`` or a table."""
+
+    def apply(log_dir: Path) -> None:
+        path = {"run.json": segment(log_dir) / name, "events.jsonl": rank(log_dir) / name}.get(name)
+        path = file_of(log_dir, name) if path is None else path
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+def fact(key: str, text: str) -> Damage:
+    """A value of run.json, as text of JSON."""
+
+    def apply(log_dir: Path) -> None:
+        path = segment(log_dir) / "run.json"
+        facts = json.loads(path.read_text()) | {key: "PLACE"}
+        path.write_text(json.dumps(facts).replace('"PLACE"', text))
+
+    return apply
+
+
+def event(key: str, text: str) -> Damage:
+    """A value of one event, as text of JSON."""
+
+    def apply(log_dir: Path) -> None:
+        path = rank(log_dir) / "events.jsonl"
+        first, *others = path.read_text().splitlines(keepends=True)
+        path.write_text(
+            json.dumps(json.loads(first) | {key: "PLACE"}).replace('"PLACE"', text) + "\n" + "".join(others)
+        )
+
+    return apply
+
+
+def column(table: str, name: str, make: Callable[[pa.ChunkedArray], Any], every: bool = True) -> Damage:
+    """A column of a table, in all rows or in the first one."""
+
+    def apply(log_dir: Path) -> None:
+        path = file_of(log_dir, table)
+        whole = read(path)
+        place = whole.schema.get_field_index(name)
+        made = make(whole[name])
+        if not every:
+            values = whole[name].cast(made.type) if made.type != whole[name].type else whole[name]
+            made = pa.chunked_array([*made.slice(0, 1).chunks, *values.slice(1).chunks])
+        write(path, whole.set_column(place, pa.field(name, made.type), made))
+
+    return apply
+
+
+def filled(value: Any) -> Callable[[pa.ChunkedArray], pa.ChunkedArray]:
+    def make(values: pa.ChunkedArray) -> pa.ChunkedArray:
+        kind = values.type
+        if pa.types.is_dictionary(kind):
+            return pa.chunked_array([pa.array([value] * len(values), kind.value_type).dictionary_encode()])
+        return pa.chunked_array([pa.array([value] * len(values), kind)])
+
+    return make
+
+
+def of_type(kind: pa.DataType, value: Any) -> Callable[[pa.ChunkedArray], pa.ChunkedArray]:
+    return lambda values: pa.chunked_array([pa.array([value] * len(values), kind)])
+
+
+def named(name: str, table: str) -> Damage:
+    """A file of another name beside the others."""
+    return lambda log_dir: shutil.copy(file_of(log_dir, table), rank(log_dir) / name)
+
+
+def pipe(name: str) -> Damage:
+    def apply(log_dir: Path) -> None:
+        path = segment(log_dir) / name if name == "run.json" or name.split(".")[0] in FACTS else rank(log_dir) / name
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+
+    return apply
+
+
+def many_rows(table: str, rows: int) -> Damage:
+    """A small file of that many rows, all alike."""
+
+    def apply(log_dir: Path) -> None:
+        path = file_of(log_dir, table)
+        first = read(path).slice(0, 1)
+        at_once = min(rows, 1 << 20)
+        piece = first.take(pa.array(np.zeros(at_once, np.int64))).combine_chunks()
+        with pq.ParquetWriter(path, piece.schema, compression="zstd") as writer:
+            for _ in range(rows // at_once):
+                writer.write_table(piece, row_group_size=at_once)
+
+    return apply
+
+
+def long_text(table: str, name: str, nbytes: int, rows: int) -> Damage:
+    """Rows that all have the same long text."""
+
+    def apply(log_dir: Path) -> None:
+        path = file_of(log_dir, table)
+        whole = read(path)
+        whole = whole.take(pa.array(np.zeros(rows, np.int64))).combine_chunks()
+        text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array(["x" * nbytes]))
+        place = whole.schema.get_field_index(name)
+        pq.write_table(whole.set_column(place, name, text), path, store_schema=False, compression="zstd")
+
+    return apply
+
+
+def sparse(name: str, nbytes: int) -> Damage:
+    """A file that claims to be long: nothing of it is on the disk."""
+
+    def apply(log_dir: Path) -> None:
+        path = segment(log_dir) / name if name == "run.json" else rank(log_dir) / name
+        path = path if path.exists() else file_of(log_dir, name)
+        with path.open("r+b") as file:
+            file.truncate(nbytes)
+
+    return apply
+
+
+def surrogate(log_dir: Path) -> None:
+    path = rank(log_dir) / "events.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"text": "', b'"layer": "\\udc80", "text": "\\ud800'))
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+SEALED: dict[str, Damage] = {
+    "run.json cut": bytes_of("run.json", lambda data: data[: len(data) // 2]),
+    "run.json empty": bytes_of("run.json", lambda data: b""),
+    "run.json a list": bytes_of("run.json", lambda data: b"[1]"),
+    "run.json no text": bytes_of("run.json", lambda data: b"\xff\xfe" + data),
+    "run.json deep": fact("environment", DEEP),
+    "run.json half as deep": fact("environment", "[" * 900 + "]" * 900),
+    "run.json iteration 1e999": fact("first_iteration", "1e999"),
+    "run.json iteration 10^23": fact("first_iteration", "1" + "0" * 23),
+    "run.json iteration below 0": fact("first_iteration", "-5"),
+    "run.json iteration true": fact("first_iteration", "true"),
+    "run.json iteration of 5000 digits": fact("first_iteration", "9" * 5000),
+    "run.json world of 10^30": fact("world", "1" + "0" * 30),
+    "run.json half a pair": fact("config_text", r'"\ud800"'),
+    "run.json half a pair in a list": fact("recipes", r'["\udfff", {"\ud800": "\ud800"}]'),
+    **{
+        f"run.json {key} {text}": fact(key, text)
+        for key in ("versions", "environment", "config_text", "recipes", "torch_settings", "writing_ranks", "gpu",
+                    "status", "started_at", "ended_at", "mesh", "host", "pid", "front_door", "config")
+        for text in ("null", "7", '"x"', "[[]]", '{"a": {"b": null}}', "NaN")
+    },
+    "events cut": bytes_of("events.jsonl", lambda data: data[:-20]),
+    "events no text": bytes_of("events.jsonl", lambda data: b"\xff\xfe\n" + data),
+    "events deep": event("data", DEEP),
+    "events as deep as 50,000": event("text", '{"a":' * 50_000 + "1" + "}" * 50_000),
+    "events half a pair": surrogate,
+    "events no zone": event("wall_time", '"2026-11-22T13:01:44"'),
+    "events another zone": event("wall_time", '"2026-11-22T13:01:44+14:00"'),
+    "events no time": event("wall_time", '"yesterday"'),
+    "events a time without a year": event("wall_time", '"0001-01-01T00:00:00+23:59"'),
+    "events the last time": event("wall_time", '"9999-12-31T23:59:59-23:59"'),
+    "events data no JSON": event("data", '"{"'),
+    **{
+        f"events {key} {text}": event(key, text)
+        for key in ("iteration", "rank", "order", "kind", "severity", "text", "layer", "data", "phase")
+        for text in ("null", "1e999", "1" + "0" * 23, "-7", str(2**62), "[]", '{"a": 1}', "NaN", "true", '"x"')
+    },
+    **{
+        f"{table} {name} null": column(table, name, filled(None))
+        for table, schema in TABLES.items()
+        for name in schema.names
+    },
+    **{
+        f"{table} {field.name} {value}": column(table, field.name, filled(value), every=False)
+        for table, schema in TABLES.items()
+        for field in schema
+        if field.type == pa.int64()
+        for value in (-1, 2**62, 2**63 - 1)
+    },
+    **{
+        f"{table} {name} {value}": column(table, name, of_type(pa.int64(), value), every=False)
+        for table, name in (("steps", "wall_time"), ("values", "series"), ("gemms", "gemm_id"), ("layers", "layer_id"))
+        for value in (-(2**62), -1, 2**31 - 1, 2**62)
+    },
+    "values of nan": column("values", "value", filled(float("nan"))),
+    "values of 1e308": column("values", "value", filled(1e308)),
+    "steps of nan seconds": column("steps", "step_seconds", filled(float("nan"))),
+    "scalars without a number": column("scalars", "value", filled(float("-inf"))),
+    "values as texts": column("values", "value", of_type(pa.string(), "x")),
+    "layers as numbers": column("values", "layer", of_type(pa.int64(), 3)),
+    "layers as lists": column("layers", "layer", of_type(pa.list_(pa.string()), ["a"])),
+    "bins as texts": column("vectors", "bin", of_type(pa.list_(pa.string()), ["a"])),
+    "bins of no counts": column("vectors", "bin", of_type(pa.list_(pa.uint16()), list(range(40)))),
+    "bins null within": column("vectors", "bin", of_type(pa.list_(pa.uint16()), [None])),
+    "counts null within": column("vectors", "count", of_type(pa.list_(pa.float32()), [None])),
+    "bins beyond all": column("vectors", "bin", lambda values: pa.chunked_array(
+        [pa.array([[65535] * len(each) for each in values.to_pylist()], pa.list_(pa.uint16()))])),
+    "plan of no JSON": column("plan", "options", of_type(pa.string(), "{")),
+    "a name of a part": named("values-000002-999999999999.parquet", "values"),
+    "a number of a part": named("values-900000000000000000.parquet", "values"),
+    "a part of a part": named("values-000001-000002.parquet", "values"),
+    "a folder for a part": lambda log_dir: (rank(log_dir) / "values-000002.parquet").mkdir(),
+    "a link to nothing": lambda log_dir: (rank(log_dir) / "values-000002.parquet").symlink_to("nowhere"),
+    "a link to a device": lambda log_dir: (rank(log_dir) / "values-000002.arrows").symlink_to("/dev/zero"),
+    "a number of a segment": lambda log_dir: (segment(log_dir).parent / "seg-999999999").mkdir(),
+    "a number of a rank": lambda log_dir: (segment(log_dir) / "rank-999999999").mkdir(),
+    **{f"a pipe {name}": pipe(name) for name in ("events.jsonl", "run.json", "values-000002.parquet",
+                                                  "steps-000002.arrows", "layers.parquet")},
+}  # fmt: skip
+"""Name -> what it does to a log folder whose run has ended."""
+
+RUNNING: dict[str, Damage] = {
+    **{
+        f"{table} {at}": bytes_of(table, functools.partial(lambda data, at: data[: int(len(data) * at)], at=at))
+        for table in ("values", "vectors", "steps", "scalars")
+        for at in (0.0, 0.05, 0.5, 0.97)
+    },
+    **{
+        f"{table} {name} null": column(table, name, filled(None))
+        for table in ("values", "vectors", "steps", "scalars")
+        for name in TABLES[table].names
+    },
+    **{
+        f"values {name} {value}": column("values", name, of_type(pa.int64(), value), every=False)
+        for name in ("series", "iteration")
+        for value in (-1, 2**30 + 1, 2**31 - 1, 2**62)
+    },
+    "a column that takes nothing": column("values", "value", lambda values: pa.chunked_array([pa.nulls(len(values))])),
+}
+"""The same for one whose run has not."""
+
+LARGE: dict[str, Damage] = {
+    "a series of 2^31 - 1 (sealed)": column("values", "series", filled(2**31 - 1), every=False),
+    "a series of 2^31 - 1 in histograms": column("vectors", "series", filled(2**31 - 1), every=False),
+    "20 million values": many_rows("values", 20 << 20),
+    "20 million steps": many_rows("steps", 20 << 20),
+    "as many values as can be": many_rows("values", 2 << 20),
+    "as many scalars as can be": many_rows("scalars", 3 << 20),
+    "16 million layers": many_rows("layers", 16 << 20),
+    "layers of a megabyte": long_text("layers", "layer", 1 << 20, 1 << 18),
+    "values of a layer of a megabyte": long_text("values", "layer", 1 << 20, 1 << 20),
+    "run.json of 20 GB": sparse("run.json", 20 << 30),
+    "events.jsonl of 20 GB": sparse("events.jsonl", 3 << 30),
+    "values of 20 GB": sparse("values", 20 << 30),
+}
+"""The same for files whose readers may take gigabytes."""
+
+
+def damaged(whole: Path, name: str, damage: Damage, folder: Path) -> Path:
+    """A copy of a log folder that is damaged.
+
+    Args:
+        whole: the log folder.
+        name: of the damage.
+        damage: what is done to the copy.
+        folder: where the copy lies.
+    """
+    copy = folder / "".join(each if each.isalnum() else "_" for each in name)[:60]
+    shutil.copytree(whole, copy)
+    damage(copy)
+    return copy
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    record(target / "whole")
+    for of_which, damages in (("sealed", SEALED), ("running", RUNNING), ("sealed", LARGE)):
+        for each, what in damages.items():
+            print(damaged(target / "whole" / of_which, each, what, target / of_which))

@@ -1,0 +1,145 @@
+"""A folder with several runs, as a second training with the same log_dir leaves it: which one the commands read."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.runs import NotARunError, SeveralRunsError, open_run
+from tests.runs.making import write_run
+
+FOLDER = "my logs"
+
+
+@pytest.fixture
+def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Three runs, of 3, 6 and 9 steps, in a folder below the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "500")
+    return [write_run(tmp_path / FOLDER, range(steps)) for steps in (3, 6, 9)]
+
+
+def call(*arguments: object) -> Result:
+    result = CliRunner().invoke(cli.app, [*map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def refusal(*arguments: object) -> str:
+    result = CliRunner().invoke(cli.app, [*map(str, arguments)])
+    assert isinstance(result.exception, cli.PrecisionDebugError), result
+    return str(result.exception)
+
+
+def one_line(result: Result) -> str:
+    return " ".join(result.stdout.split())
+
+
+def test_the_latest_is_read_and_the_others_are_named(ids: list[str]) -> None:
+    first, second, third = ids
+    told = f"{FOLDER} has 3 runs. The latest is read: {third}. The others, for --run: {second}, {first}."
+    for command in ("show", "report", "compare"):
+        second_side = [FOLDER] if command == "compare" else []
+        result = call(command, FOLDER, *second_side)
+        assert result.exit_code == 0
+        assert one_line(result).count(told) == 1, "once, also where it is read twice"
+    shown = call("show", FOLDER, "--json")
+    assert json.loads(shown.stdout)["run_id"] == third
+    assert told in " ".join(shown.stderr.split())
+    assert json.loads(call("report", FOLDER, "--json").stdout)["run"]["run_id"] == third
+
+
+def test_a_run_that_was_resumed_is_later_than_an_attempt_that_came_between(ids: list[str]) -> None:
+    first, *_ = ids
+    assert open_run(FOLDER, run="latest").run_id == ids[-1]
+    runs = Path(FOLDER) / "precision_records"
+    shutil.copytree(runs / first / "seg-000", runs / first / "seg-001")
+    facts = json.loads((runs / first / "seg-001" / "run.json").read_text())
+    later = facts | {"segment": 1, "first_iteration": 3, "started_at": "2999-01-01T00:00:00.000+00:00"}
+    (runs / first / "seg-001" / "run.json").write_text(json.dumps(later))
+    assert open_run(FOLDER, run="latest").run_id == first
+    (runs / first / "seg-001" / "run.json").write_text("damaged")
+    assert open_run(FOLDER, run="latest").run_id == ids[-1]
+
+
+@pytest.mark.parametrize("command", ["show", "report"])
+def test_a_run_is_chosen_by_as_much_of_its_name_as_is_needed(command: str, ids: list[str]) -> None:
+    def read(*arguments: str) -> str:
+        result = call(command, *arguments, "--json")
+        assert not result.stderr, "nothing is said of a choice that was made"
+        found: dict[str, Any] = json.loads(result.stdout)
+        name: str = found["run_id"] if command == "show" else found["run"]["run_id"]
+        return name
+
+    first, _, third = ids
+    assert read(FOLDER, "--run", first) == first
+    assert read(FOLDER, "--run", first[:-1]) == first
+    assert read(FOLDER, "--run", "latest") == third
+    assert read(f"{FOLDER}/precision_records", "--run", first) == first
+    assert read(f"{FOLDER}/precision_records/{first}") == first
+    assert "there is no run 'x'. There are: " in refusal(command, FOLDER, "--run", "x")
+    assert f"is the run {first!r}, not {third!r}" in refusal(
+        command, f"{FOLDER}/precision_records/{first}", "--run", third
+    )
+
+
+def test_two_runs_of_a_folder_are_compared(ids: list[str]) -> None:
+    first, second, third = ids
+    for both in ([FOLDER, FOLDER], [FOLDER]):
+        found = json.loads(call("compare", *both, "--run", first, "--run", second, "--json").stdout)
+        assert (found["a"], found["b"]) == (f"{FOLDER} ({first})", f"{FOLDER} ({second})")
+        assert (found["pairing"]["first"], found["pairing"]["last"]) == (0, 2)
+    found = json.loads(call("compare", FOLDER, FOLDER, "--noise", FOLDER,
+                            *(part for each in ids for part in ("--run", each)), "--json").stdout)  # fmt: skip
+    assert found["floor"]["sides"] == [f"{FOLDER} ({third})"]
+    found = json.loads(call("compare", FOLDER, "--steps", 0, 3, "--lasting", 2, "--run", second, "--json").stdout)
+    assert found["a"] == "the 2 steps from step 0 on"
+    result = CliRunner().invoke(cli.app, ["compare", FOLDER, FOLDER, *("--run", first) * 3])
+    assert result.exit_code == 2
+    assert "3 runs are chosen" in " ".join(result.output.split())
+
+
+def test_the_paths_of_a_message_exist_from_here(ids: list[str]) -> None:
+    with pytest.raises(SeveralRunsError) as raised:
+        open_run(FOLDER)
+    (path,) = [part for part in str(raised.value).split('"') if "precision_records" in part]
+    assert open_run(path).run_id == ids[-1]
+    with pytest.raises(SeveralRunsError, match="3 runs"):
+        open_run(FOLDER, run=ids[0][:4])
+    assert "--run" in refusal("show", FOLDER, "--run", ids[0][:4])
+
+
+def test_a_name_that_is_not_that_of_the_only_run_is_refused(tmp_path: Path) -> None:
+    only = write_run(tmp_path, range(2))
+    assert open_run(tmp_path, run=only[:8]).run_id == open_run(tmp_path, run="latest").run_id == only
+    for path in (tmp_path, tmp_path / "precision_records" / only, tmp_path / "precision_records" / only / "seg-000"):
+        with pytest.raises(NotARunError, match="'x'"):
+            open_run(path, run="x")
+        assert open_run(path, run=only).run_id == only
+
+
+def test_plain_logs_have_no_runs_to_choose_from(tmp_path: Path) -> None:
+    log = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    log.parent.mkdir()
+    line = "2026-03-01 09:30:00,718 - INFO - h.0.fc1_activation_max \t\t\t\t iteration=000000 \t\t\t\t value=1.5\n"
+    log.write_text(line)
+    assert len(open_run(tmp_path, run="latest").values()) == 1
+    with pytest.raises(NotARunError, match="are one run, which has no name like 'x'"):
+        open_run(tmp_path, run="x")
+
+
+def test_the_command_that_a_session_names_can_be_pasted(ids: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    from te_precision_callbacks.session.run_page import tell_command
+
+    with caplog.at_level("INFO"):
+        tell_command(Path(FOLDER), ids[0])
+    words = shlex.split(caplog.messages[-1])
+    assert Path(words[2]).is_absolute()
+    assert open_run(words[2]).run_id == ids[0]

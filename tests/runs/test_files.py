@@ -1,0 +1,596 @@
+"""What is in the files of a run, whatever happens to the process, the disk or the files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.runs import (
+    NotARunError,
+    RunError,
+    RunWriter,
+    SeveralRunsError,
+    list_runs,
+    open_run,
+    writing,
+)
+from te_precision_callbacks.runs.limits import DEFAULT_LIMIT, record_limit
+from te_precision_callbacks.runs.sink import RecordingError, RecordSink
+from te_precision_callbacks.runs.tables import LOCAL, STEP0
+from te_precision_callbacks.sinks import writer_thread
+from te_precision_callbacks.statistics.series import SeriesTable
+from tests.forked import REPOSITORY, executable
+from tests.full_disk import files_up_to
+from tests.runs.making import info, records, write_run
+
+
+def rank_folder(folder: Path, segment: int = 0) -> Path:
+    (found,) = folder.glob(f"precision_records/*/seg-{segment:03d}/rank-00000")
+    return found
+
+
+# ---------------------------------------------------------------------- reading what was written
+
+
+def test_a_run_reads_as_it_was_written(tmp_path: Path) -> None:
+    run_id = write_run(tmp_path, range(5), front_door="mine", world=1)
+    run = open_run(tmp_path)
+    assert (run.run_id, run.source, run.notes) == (run_id, "te-precision-callbacks", ())
+    (segment,) = run.segments
+    assert (segment.status, segment.first_iteration, segment.facts["front_door"]) == ("ended", 0, "mine")
+    grid = run.grid("amax", "activation")
+    assert grid.layers == ["net.1", "net.0"], "in the order of execution"
+    assert grid.iterations.tolist() == list(range(5))
+    assert grid.values.tolist() == [[1, 11, 21, 31, 41], [0, 10, 20, 30, 40]]
+    assert run.scalars["value"].to_pylist() == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
+    assert run.steps["iteration"].to_pylist() == list(range(5))
+    assert run.select(layer="net.1") == [1]
+    row = run.series.slice(1, 1).to_pylist()[0]
+    assert (row["count"], row["first"], row["last"], row["low"], row["high"]) == (5, 0, 4, 1, 41)
+
+
+def test_any_of_its_folders_is_the_run(tmp_path: Path) -> None:
+    run_id = write_run(tmp_path, range(2))
+    folder = tmp_path / "precision_records"
+    assert list_runs(tmp_path) == list_runs(folder) == (run_id,)
+    for path in (tmp_path, folder, folder / run_id, folder / run_id / "seg-000", str(tmp_path)):
+        assert len(open_run(path).values()) == 4
+
+
+def test_sealed_parts_are_sorted_and_a_tail_is_read_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "SEAL_BYTES", 3000)
+    run = RunWriter.begin(tmp_path)
+    series = np.array([run.series(f"layer{n}", "weight", "amax") for n in (2, 1, 0)], np.int32)
+    for iteration in range(40):
+        run.add_step(iteration)
+        run.add_values(iteration, series, np.array([1.0, 2.0, 3.0]) + iteration)
+        run.flush()
+    parts = sorted(path.name for path in rank_folder(tmp_path).glob("values*"))
+    assert len(parts) > 3
+    assert [name for name in parts if name.endswith(".arrows")] in ([], parts[-1:]), "one tail at most, the last part"
+    for part in rank_folder(tmp_path).glob("values*.parquet"):
+        keys = pq.read_table(part).select(["series", "iteration"]).to_pylist()
+        assert keys == sorted(keys, key=lambda row: (row["series"], row["iteration"]))
+    read = open_run(tmp_path)
+    assert read.segments[0].status == "running"
+    assert len(read.values()) == 120
+    assert read.values([1])["value"].to_pylist() == [2.0 + iteration for iteration in range(40)]
+    run.close()
+
+
+def test_histograms_are_sparse_and_scopes_and_ranks_are_kept(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path) as run:
+        run.add_step(0)
+        run.add_vector(0, run.series("fc", "weight", "exponent_histogram", scope="pp1", rank=3), [0.0, 2.0, 0.0, 5.0])
+    read = open_run(tmp_path)
+    assert read.vectors().to_pylist() == [
+        {"segment": 0, "iteration": 0, "series": 0, "bin": [1, 3], "count": [2.0, 5.0]}
+    ]
+    assert read.select(rank=3, scope="pp1") == [0]
+    assert read.select(rank=None) == []
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path) as run:
+        series = np.array([run.series("fc", "weight", "amax")], np.int32)
+        for iteration, value in enumerate([float("nan"), float("inf"), 2.0, -float("inf")]):
+            run.add_step(iteration)
+            run.add_values(iteration, series, np.array([value]))
+    read = open_run(tmp_path)
+    assert str(read.values()["value"].to_pylist()) == "[nan, inf, 2.0, -inf]"
+    assert read.series.select(["low", "high"]).to_pylist() == [{"low": 2.0, "high": 2.0}]
+
+
+# ---------------------------------------------------------------------- segments
+
+
+def test_a_run_that_is_resumed_three_times_reads_as_one(tmp_path: Path) -> None:
+    run_id = write_run(tmp_path, range(10))
+    for segment, first in ((1, 5), (2, 8), (3, 8)):
+        assert write_run(tmp_path, range(first, first + 4), run_id=run_id, scale=10.0**segment) == run_id
+    run = open_run(tmp_path)
+    assert [segment.number for segment in run.segments] == [0, 1, 2, 3]
+    assert run.steps["iteration"].to_pylist() == list(range(12))
+    assert run.scalars["iteration"].to_pylist() == list(range(12))
+    first = run.values(run.select(layer="net.0"))
+    assert first["segment"].to_pylist() == [0] * 5 + [1] * 3 + [3] * 4
+    assert first["value"].to_pylist() == [*(10.0 * i for i in range(5)), *(100.0 * i for i in range(5, 8)),
+                                          *(10_000.0 * i for i in range(8, 12))]  # fmt: skip
+    assert run.series["count"].to_pylist() == [12, 12]
+    spans = [(row["since"], row["until"]) for row in run.layers.to_pylist() if row["layer"] == "net.0"]
+    assert spans == [(0, 4), (5, 7), (8, None)], "segment 2 holds for no iteration"
+    only = open_run(tmp_path / "precision_records" / run_id / "seg-001")
+    assert only.steps["iteration"].to_pylist() == [5, 6, 7, 8]
+
+
+def test_what_an_earlier_segment_alone_has_counts(tmp_path: Path) -> None:
+    run_id = write_run(tmp_path, range(10))
+    write_run(tmp_path, range(5, 7), run_id=run_id, scale=10.0)
+    values = open_run(tmp_path).grid("amax", "activation").values[1]
+    assert values.tolist() == [0, 10, 20, 30, 40, 500, 600, 70, 80, 90]
+
+
+def test_versions_that_differ_between_segments_are_noted(tmp_path: Path) -> None:
+    run_id = write_run(tmp_path, range(3), versions={"torch": "2.12", "transformer_engine": "2.20"})
+    write_run(tmp_path, range(3, 5), run_id=run_id, versions={"torch": "2.13", "transformer_engine": "2.20"})
+    assert open_run(tmp_path).notes == ("The segments ran with several versions of torch: 2.12, 2.13.",)
+
+
+# ---------------------------------------------------------------------- what is no run, or only a part of one
+
+
+def test_runs_are_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    ids = [write_run(tmp_path, range(1)) for _ in range(5)]
+    assert list_runs(tmp_path) == tuple(ids), "also those that began in one second"
+    assert open_run(tmp_path, run="latest").run_id == ids[-1]
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    ids = [write_run(tmp_path, range(2)), write_run(tmp_path, range(3))]
+    with pytest.raises(
+        SeveralRunsError, match=rf"there are 2 runs: {ids[0]}, {ids[1]}\. Choose one with run="
+    ) as raised:
+        open_run(tmp_path)
+    assert raised.value.runs == tuple(ids) == list_runs(tmp_path)
+    assert open_run(tmp_path, run=ids[0]).run_id == ids[0]
+    assert open_run(tmp_path, run="latest").run_id == ids[1]
+    with pytest.raises(NotARunError, match=f"there is no run 'x'. There are: {ids[0]}, {ids[1]}"):
+        open_run(tmp_path, run="x")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: None, "there is no such file or folder"),
+        (Path.mkdir, "no recorded run is in this folder"),
+        (lambda path: (path / "precision_records").mkdir(parents=True), "no recorded run is in this folder"),
+        (lambda path: path.write_text("x"), "this file is no recorded run"),
+        (
+            lambda path: (path / "nvdlfw_inspect_statistics_logs").mkdir(parents=True),
+            "no recorded run is in this folder",
+        ),
+    ],
+)
+def test_a_path_that_is_no_run(tmp_path: Path, make: object, said: str) -> None:
+    path = tmp_path / "x"
+    assert callable(make)
+    make(path)
+    with pytest.raises(NotARunError, match=said):
+        open_run(path)
+
+
+def test_a_run_in_which_nothing_has_happened_yet(tmp_path: Path) -> None:
+    RunWriter.begin(tmp_path)
+    run = open_run(tmp_path)
+    assert len(run.values()) == len(run.series) == len(run.steps) == len(run.layers) == 0
+    assert run.segments[0].status == "running"
+    assert run.grid("amax", "activation").values.shape == (0, 0)
+
+
+def test_files_of_a_later_version_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, range(2), schema=99)
+    with pytest.raises(RunError, match="its schema is 99, and this te-precision-callbacks reads up to 1"):
+        open_run(tmp_path)
+
+
+def damaged(folder: Path) -> None:
+    path = folder / "values-000001.parquet"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3 :] = bytes(len(data) - len(data) // 3)
+    path.write_bytes(data)
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "values-000001.parquet"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def foreign(folder: Path) -> None:
+    pq.write_table(pa.table({"a": [1]}), folder / "values-000001.parquet")
+
+
+def of_other_types(folder: Path) -> None:
+    table = pa.table({name: ["x"] for name in pq.read_schema(folder / "values-000001.parquet").names})
+    pq.write_table(table, folder / "values-000001.parquet")
+
+
+def nulls(folder: Path) -> None:
+    table = pq.read_table(folder / "values-000001.parquet")
+    place = table.column_names.index("series")
+    pq.write_table(
+        table.set_column(place, "series", pa.nulls(len(table), pa.int32())), folder / "values-000001.parquet"
+    )
+
+
+@pytest.mark.parametrize("spoil", [damaged, truncated, foreign, of_other_types, nulls])
+def test_a_part_that_cannot_be_read_is_noted_and_the_others_are_read(tmp_path: Path, spoil: object) -> None:
+    run_id = write_run(tmp_path, range(5))
+    write_run(tmp_path, range(5, 8), run_id=run_id)
+    assert callable(spoil)
+    spoil(rank_folder(tmp_path))
+    run = open_run(tmp_path)
+    assert run.grid("amax", "activation").iterations.tolist() == [5, 6, 7]
+    assert run.steps["iteration"].to_pylist() == list(range(8))
+    (note,) = run.notes
+    assert "values-000001.parquet cannot be read, and its rows are missing" in note
+
+
+def test_a_part_that_is_missing_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "SEAL_BYTES", 1)
+    write_run(tmp_path, range(4))
+    (rank_folder(tmp_path) / "values-000002.parquet").unlink()
+    run = open_run(tmp_path)
+    assert run.grid("amax", "activation").iterations.tolist() == [0, 2, 3]
+    assert run.notes == (f"{rank_folder(tmp_path)}: parts of values are missing: 2.",)
+
+
+def test_missing_ranks_segments_and_run_files_are_noted(tmp_path: Path) -> None:
+    run_id = write_run(tmp_path, range(2), world=3, writing_ranks=[0, 1, 2])
+    write_run(tmp_path, range(2, 3), run_id=run_id)
+    write_run(tmp_path, range(3, 4), run_id=run_id)
+    folder = tmp_path / "precision_records" / run_id
+    shutil.rmtree(folder / "seg-001")
+    (folder / "seg-002" / "run.json").write_text('{"schema"')
+    notes = open_run(tmp_path).notes
+    assert any("run.json is damaged" in note for note in notes)
+    assert "Segments are missing: 1." in notes
+    assert "Segment 0 lacks the files of 2 of 3 ranks: 1, 2." in notes
+    (folder / "seg-002" / "run.json").unlink()
+    assert any("run.json is missing" in note for note in open_run(tmp_path).notes)
+
+
+def test_half_a_line_of_events_is_left_out_and_a_bad_one_is_noted(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path) as run:
+        run.add_event("dump_written", "first", iteration=1, layer="fc", data={"a": 1})
+    path = rank_folder(tmp_path) / "events.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"kind": 3}\nno json\n{"kind": "half')
+    run_read = open_run(tmp_path)
+    (event,) = run_read.events.to_pylist()
+    assert (event["kind"], event["text"], event["layer"], json.loads(event["data"])) == (
+        "dump_written",
+        "first",
+        "fc",
+        {"a": 1},
+    )
+    assert run_read.notes == (f"{path}: 2 of 3 lines cannot be read.",)
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def has_steps(folder: Path) -> bool:
+    return any(folder.rglob("steps-*"))
+
+
+def wait_for(happens: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if happens():
+            return
+        time.sleep(0.01)
+    raise TimeoutError("nothing is written")
+
+
+def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> None:
+    """At ten random moments, also in the middle of a sealing: parts are sealed every few steps."""
+    chance = random.Random(0)
+    lost = []
+    for number in range(10):
+        folder = tmp_path / str(number)
+        command = [executable(whole=True), "-m", "tests.runs.making", str(folder)]
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        wait_for(functools.partial(has_steps, folder))
+        time.sleep(chance.uniform(0.1, 0.6))
+        if number == 0:
+            running = open_run(folder)  # while it is written
+            assert running.segments[0].status == "running"
+            assert len(running.values()) > 0
+        process.send_signal(signal.SIGKILL)
+        killed = time.time()
+        handed_over = [line.split() for line in process.stdout.read().split("\n")[:-1]]
+        process.wait()
+        run = open_run(folder)
+        assert run.notes == ()
+        assert run.segments[0].status in ("killed", "running")
+        iterations = run.steps["iteration"].to_pylist()
+        assert iterations == list(range(len(iterations)))
+        last = iterations[-1] if iterations else -1
+        values = run.grid("amax", "weight")
+        assert values.iterations.tolist() == iterations[: len(values.iterations)]
+        assert len(iterations) - len(values.iterations) <= 1000  # those between the flush of steps and of values
+        assert np.all(values.values == values.iterations)
+        lost += [killed - float(moment) for iteration, moment in handed_over if int(iteration) > last]
+    assert max(lost, default=0.0) < 1.0, "the sink writes every 50 ms here, every 2 s otherwise"
+
+
+def test_a_run_is_read_while_it_is_written_and_a_part_is_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunWriter.begin(tmp_path)
+    series = np.array([run.series("fc", "weight", "amax")], np.int32)
+    for iteration in range(3):
+        run.add_step(iteration)
+        run.add_values(iteration, series, np.array([float(iteration)]))
+        run.flush()
+    read = open_run(tmp_path)
+    run.add_step(3)
+    run.add_values(3, series, np.array([3.0]))
+    run.close()
+    assert read.values()["value"].to_pylist() == [0.0, 1.0, 2.0], "what was there when it was opened, from the new part"
+    assert open_run(tmp_path).values()["value"].to_pylist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_tail_that_ends_anywhere(tmp_path: Path) -> None:
+    """It is read to its last whole batch, wherever a killed process has left it."""
+    run = RunWriter.begin(tmp_path)
+    series = np.array([run.series("fc", "weight", "amax")], np.int32)
+    ends = []
+    tail = rank_folder(tmp_path) / "values-000001.arrows"
+    for iteration in range(3):
+        run.add_step(iteration)
+        run.add_values(iteration, series, np.array([float(iteration)]))
+        run.flush()
+        ends.append(tail.stat().st_size)
+    whole = tail.read_bytes()
+    for size in range(0, len(whole) + 1, 61):
+        tail.write_bytes(whole[:size])
+        read = open_run(tmp_path)
+        assert read.notes == ()
+        assert read.values()["value"].to_pylist() == [float(n) for n, end in enumerate(ends) if end <= size]
+
+
+def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+    writer = RunWriter.begin(tmp_path)
+    assert open_run(tmp_path).segments[0].status == "running"
+    writer.put_run(pid=2**22 + 1)
+    assert open_run(tmp_path).segments[0].status == "killed"
+    writer.put_run(host="another", pid=1)
+    assert open_run(tmp_path).segments[0].status == "running"
+    past = time.time() - 3600
+    os.utime(writer.folder / "run.json", (past, past))
+    assert open_run(tmp_path).segments[0].status == "killed", "no sign of life"
+
+
+# ---------------------------------------------------------------------- the sink
+
+
+def test_a_slow_import_of_pandas_is_no_disk_that_hangs(tmp_path: Path) -> None:
+    """The first array of pyarrow imports pandas, in the thread: from a slow disk that takes longer than its limit."""
+    code = f"""
+import sys
+import time
+from pathlib import Path
+from te_precision_callbacks.sinks import writer_thread
+from te_precision_callbacks.statistics.series import SeriesTable
+from te_precision_callbacks.runs.sink import RecordSink
+from te_precision_callbacks.runs.writing import time_text
+from tests.runs.making import info, records
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "pandas":
+            time.sleep(1)
+
+sys.meta_path.insert(0, Slow())
+writer_thread.LONGEST_STILL = 0.3
+folder = Path({str(tmp_path)!r})
+sink = RecordSink(folder)
+sink.start(info(folder))
+sink.write(records(0, SeriesTable(), [1.0]))
+sink.close(None)
+print(time_text(sink._made_at), end="")"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    segment = open_run(tmp_path).segments[0]
+    assert segment.status == "ended"
+    assert segment.started_at == done.stdout, "when the session began, not when the thread could write"
+
+
+def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
+    table, sink = SeriesTable(), RecordSink(tmp_path)
+    sink.start(info(tmp_path))
+    failed = None
+    with files_up_to(60_000):
+        for iteration in range(2000):
+            try:
+                sink.write(records(iteration, table, [1.0] * 100))
+            except RecordingError as error:
+                failed = error
+                break
+            while not list(tmp_path.rglob("values-*")):  # the first step is written
+                time.sleep(0.001)
+            time.sleep(0.001)
+        sink.close(failed)
+    assert failed is not None
+    assert "cannot be written" in str(failed)
+    assert "what was recorded remains readable" in str(failed)
+    run = open_run(tmp_path)
+    (note,) = run.notes
+    assert "Segment 0 is not recorded to its end: [Errno 27] File too large" in note
+    assert len(run.values()) >= 100
+    (segment,) = run.segments
+    facts = json.loads((run.path / "precision_records" / run.run_id / "seg-000" / "run.json").read_text())
+    assert segment.status == facts["status"] == "running", "training goes on"
+
+
+def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
+    """A folder where a new file would be: no room for one."""
+    writer = RunWriter.begin(tmp_path)
+    writer.add_step(0)
+    (writer.folder / f".run.json.{os.getpid()}.incomplete").mkdir()
+    with pytest.raises(IsADirectoryError):
+        writer.close("ended")
+    run = open_run(tmp_path)
+    (segment,) = run.segments
+    assert (segment.status, bool(segment.ended_at), len(run.steps)) == ("ended", True, 1)
+    assert len(run.notes) == 1
+    assert "Segment 0 is not recorded to its end: [Errno 21] Is a directory" in run.notes[0]
+
+
+def test_a_run_that_was_not_recorded_to_its_end_was_not_killed(tmp_path: Path) -> None:
+    writer = RunWriter.begin(tmp_path)
+    writer.put_run(pid=2**22 + 1)
+    writer.put_lost(OSError(28, "No space left on device"))
+    writer.leave()
+    assert open_run(tmp_path).segments[0].status == "unknown"
+
+
+def test_a_name_that_cannot_be_written_becomes_an_escape(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path, config_text="\udfff") as writer:
+        writer.put_facts("layers", [{"layer_id": 0, "layer": "fc\ud800", "sections": ["\ud801"]}])
+        series = np.array([writer.series(name, "weight", "amax") for name in ("fc\ud800", "fc\ud801")], np.int32)
+        writer.add_step(0)
+        writer.add_values(0, series, np.ones(2))
+        writer.add_scalars(0, {"loss\udc80": 1.0})
+        writer.add_event("dump_written", "\ud800", iteration=0, layer="fc\ud800", data={"\ud800": "\ud800"})
+    run = open_run(tmp_path)
+    assert not run.notes
+    assert run.ordered_layers == ["fc\\ud800", "fc\\ud801"]
+    assert run.layers["sections"].to_pylist() == [["\\ud801"]]
+    assert run.scalars["name"].to_pylist() == ["loss\\udc80"]
+    assert run.events["layer"].to_pylist() == ["fc\\ud800"]
+    assert run.segments[0].facts["config_text"] == "\\udfff"
+
+
+def test_the_limit_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
+    table, sink = SeriesTable(), RecordSink(tmp_path, limit=100_000)
+    sink.start(info(tmp_path))
+    for iteration in range(100):
+        sink.write(records(iteration, table, [1.0] * 100))
+        time.sleep(0.005)
+    sink.close(None)
+    run = open_run(tmp_path)
+    assert run.steps["iteration"].to_pylist() == list(range(100))
+    assert 0 < len(run.values()) < 100 * 100
+    assert run.thinned
+    assert run.events["kind"].to_pylist().count("records_thinned") == 1
+    assert caplog.text.count("have reached their limit of 100,000 bytes") == 1
+
+
+def test_a_loop_that_goes_back_begins_a_segment(tmp_path: Path) -> None:
+    table, sink = SeriesTable(), RecordSink(tmp_path)
+    sink.start(info(tmp_path))
+    for iteration, value in ((0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0), (2, 30.0)):
+        sink.write(records(iteration, table, [value]))
+    sink.close(None)
+    run = open_run(tmp_path)
+    assert [segment.first_iteration for segment in run.segments] == [0, 1]
+    assert run.values()["value"].to_pylist() == [1.0, 20.0, 30.0]
+
+
+def test_what_is_written_again_after_an_interruption_is_there_once(tmp_path: Path) -> None:
+    table, sink = SeriesTable(), RecordSink(tmp_path)
+    sink.start(info(tmp_path))
+    step = records(0, table, [1.0])
+    sink.write(step)
+    sink.write(step)
+    sink.close(None)
+    sink.close(None)
+    assert len(open_run(tmp_path).values()) == 1
+
+
+def test_flags(tmp_path: Path) -> None:
+    table, sink = SeriesTable(), RecordSink(tmp_path)
+    sink.start(info(tmp_path))
+    sink.write(records(0, table, [1.0, 2.0], unscaled=frozenset({"layer1"})))
+    sink.write(records(1, table, [1.0, 2.0], local=True))
+    sink.close(ValueError("bad batch"))
+    run = open_run(tmp_path)
+    assert run.values()["flags"].to_pylist() == [0, LOCAL, STEP0, LOCAL]
+    assert run.segments[0].status == "failed"
+    assert run.events["text"].to_pylist()[-1] == "ValueError: bad batch"
+
+
+def test_other_ranks_write_only_what_is_theirs(tmp_path: Path) -> None:
+    """Rank 1 of a launch without a common process group finds the segment that rank 0 has begun."""
+    table = SeriesTable()
+    one, other = (RecordSink(tmp_path) for _ in range(2))
+    other.writes_reduced = False
+    one.start(info(tmp_path, rank=0, world=2))
+    other.start(info(tmp_path, rank=1, world=2))
+    for iteration in range(2):
+        one.write(records(iteration, table, [1.0, 5.0], own=[False, True]))
+        other.write(records(iteration, table, [1.0, 6.0], own=[False, True]))
+    one.close(None)
+    other.close(None)
+    run = open_run(tmp_path)
+    rows = {(row["layer"], row["rank"]): row["low"] for row in run.series.to_pylist()}
+    assert rows == {("layer0", None): 1.0, ("layer1", 0): 5.0, ("layer1", 1): 6.0}
+    assert run.steps["iteration"].to_pylist() == [0, 1]
+    assert run.grid("amax", "weight", rank=1).values.tolist() == [[6.0, 6.0]]
+
+
+def test_a_rank_that_has_nothing_of_its_own_writes_nothing(tmp_path: Path) -> None:
+    sink = RecordSink(tmp_path)
+    sink.writes_reduced = False
+    sink.start(info(tmp_path, rank=1, world=2))
+    sink.write(records(0, SeriesTable(), [1.0]))
+    sink.close(None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("given", "limit"), [("on", DEFAULT_LIMIT), (True, DEFAULT_LIMIT), ("off", 0), (False, 0),
+                                               ("64GiB", 64 << 30)])  # fmt: skip
+def test_the_option(given: object, limit: int) -> None:
+    assert record_limit(given) == limit
+
+
+@pytest.mark.parametrize("given", ["maybe", 3, None, "0GB"])
+def test_another_option(given: object) -> None:
+    with pytest.raises(OptionError, match="records= must be 'on', 'off', or a size"):
+        record_limit(given)
+
+
+def test_reading_loads_no_torch_and_no_transformer_engine(tmp_path: Path) -> None:
+    write_run(tmp_path, range(2))
+    code = (
+        "import sys; from te_precision_callbacks.runs import open_run\n"
+        f"assert len(open_run({str(tmp_path)!r}).values()) == 4\n"
+        "heavy = ('torch', 'transformer_engine', 'nvdlfw_inspect')\n"
+        "loaded = [name for name in sys.modules if name.partition('.')[0] in heavy]\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

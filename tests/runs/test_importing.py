@@ -1,0 +1,308 @@
+"""Logs of plain nvidia-dlfw-inspect, read as a run."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+import transformer_engine.debug.features
+import transformer_engine.pytorch as te
+from rich.console import Console
+from transformer_engine.common.recipe import DelayedScaling, Recipe
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.runs import NotARunError, importing, open_run
+from te_precision_callbacks.runs.importing import parse_names
+from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.sinks import Row, RunInfo, StatisticsLog, StepRecords
+from te_precision_callbacks.views.report.data import PageData
+from te_precision_callbacks.views.show.view import look
+from tests.conftest import feature, statistics
+
+TAB = " \t\t\t\t "
+
+
+def line(name: str, iteration: int, value: object, end: str = "\n") -> str:
+    return f"2026-11-22 13:01:44,718 - INFO - {name}{TAB}iteration={iteration:06d}{TAB}value={value}{end}"
+
+
+def log(folder: Path, text: str | bytes, rank: int = 0) -> Path:
+    path = folder / "nvdlfw_inspect_statistics_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def assigned(folder: Path, *names: str, rank: int = 0) -> None:
+    path = folder / "nvdlfw_inspect_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = [f"2026-11-22 13:01:40,102 - INFO - Assigned layer name: {name}\n" for name in names]
+    path.write_text("".join(texts) + "2026-11-22 13:01:41,000 - WARNING - look at fc1\n")
+
+
+def rows(folder: Path) -> dict[tuple[str, str, str, int | None], dict[int, float]]:
+    """Layer, tensor, statistic and rank -> iteration -> value."""
+    run = open_run(folder)
+    found: dict[tuple[str, str, str, int | None], dict[int, float]] = {}
+    for series in run.series.to_pylist():
+        table = run.values([series["series"]])
+        key = (series["layer"], series["tensor"], series["statistic"], series["rank"])
+        found[key] = dict(zip(table["iteration"].to_pylist(), table["value"].to_pylist(), strict=True))
+        assert (series["count"], series["first"], series["last"]) == (len(table), min(found[key]), max(found[key]))
+    return found
+
+
+def test_a_log_and_its_event_log(tmp_path: Path) -> None:
+    log(
+        tmp_path,
+        "".join(line(f"{name}_activation_max", it, it + n / 2) for it in range(3) for n, name in enumerate("ab")),
+    )
+    assigned(tmp_path, "b", "a")
+    run = open_run(tmp_path)
+    assert (run.source, run.notes, run.ordered_layers) == ("nvidia-dlfw-inspect", (), ["b", "a"])
+    assert run.grid("max", "activation").values.tolist() == [[0.5, 1.5, 2.5], [0.0, 1.0, 2.0]]
+    assert run.steps["iteration"].to_pylist() == [0, 1, 2]
+    assert run.steps["wall_time"].to_pylist()[0].second == 44
+    assert [(event["severity"], event["text"]) for event in run.events.to_pylist()] == [("warning", "look at fc1")]
+    assert len(run.values()) == 6
+    assert len(run.gemms) == len(run.scalars) == len(run.vectors()) == 0
+    assert len(open_run(tmp_path / "nvdlfw_inspect_statistics_logs").values()) == 6
+    assert len(open_run(next((tmp_path / "nvdlfw_inspect_statistics_logs").iterdir())).values()) == 6
+
+
+@pytest.mark.parametrize(
+    ("value", "read"), [("-1.5", -1.5), ("nan", None), ("inf", float("inf")), ("-inf", -float("inf")), ("1e-30", 1e-30)]
+)
+def test_values(tmp_path: Path, value: str, read: float | None) -> None:
+    log(tmp_path, line("fc1_weight_min", 0, value) + line("fc1_weight_min", 1, 2))
+    (found,) = rows(tmp_path).values()
+    assert found[0] == read or (read is None and found[0] != found[0])
+    assert found[1] == 2.0
+
+
+NAMES = {
+    "fc1_activation_max": ("fc1", "activation", "max"),
+    "fc_activation_1_weight_max": ("fc_activation_1", "weight", "max"),
+    "fc1_gradient_mxfp8_underflows%": ("fc1", "gradient", "mxfp8_underflows%"),
+    "fc1_gradient_underflows%_columnwise": ("fc1", "gradient", "underflows%_columnwise"),
+    "fc1_gradient_fp8_delayed_scaling_underflows_num": ("fc1", "gradient", "fp8_delayed_scaling_underflows_num"),
+    "fc1_activation_num_zeros[0.5]%": ("fc1", "activation", "num_zeros[0.5]%"),
+    "fc1_gradient_new_statistic": ("fc1", "gradient", "new_statistic"),
+    'a/b, "c" <script>_weight_std': ('a/b, "c" <script>', "weight", "std"),
+    "x\ty_weight_std": ("x\ty", "weight", "std"),
+    "a - INFO - b iteration=3_output_l2_norm": ("a - INFO - b iteration=3", "output", "l2_norm"),
+    "\x1b[31m_weight_std": ("\x1b[31m", "weight", "std"),
+    f"{'n' * 300}_wgrad_mean": ("n" * 300, "wgrad", "mean"),
+    "Stufe \u00e4_dgrad_min": ("Stufe \u00e4", "dgrad", "min"),
+    "my_own": ("", "", "my_own"),
+    "gradient_scaler": ("", "", "gradient_scaler"),
+    "unknown_weight_stat": ("", "", "unknown_weight_stat"),
+}
+
+
+def test_layer_names_with_any_characters_and_unknown_statistics(tmp_path: Path) -> None:
+    log(tmp_path, "".join(line(name, it, n) for it in range(2) for n, name in enumerate(NAMES)))
+    assert rows(tmp_path) == {(*found, None): {0: n, 1: n} for n, found in enumerate(NAMES.values())}
+    assert parse_names(["new.layer_weight_new"], ["new.layer"]) == {
+        "new.layer_weight_new": ("new.layer", "weight", "new")
+    }
+
+
+def test_a_log_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a piece ends, also in the middle of a character and of a mark."""
+    text = line("\u00e4_weight_max", 0, 1) + "2026-11-22 13:01:44,718 - INFO - Here another run begins, of process 7.\n"
+    text += line("\u00e4_weight_max", 0, 3) + line("\u00e4_weight_max", 1, 4)
+    log(tmp_path, text)
+    for size in (7, 64, 100, 150, 10_000):
+        monkeypatch.setattr("te_precision_callbacks.runs.bounds._PIECE", size)
+        assert rows(tmp_path) == {("\u00e4", "weight", "max", None): {0: 3.0, 1: 4.0}}, (
+            "what ran again counts as it ran last"
+        )
+        assert len(open_run(tmp_path).segments) == 2
+        assert open_run(tmp_path).notes == ()
+
+
+def test_half_a_line_at_the_end_and_lines_that_are_none(tmp_path: Path) -> None:
+    whole = line("a_weight_max", 0, 1) + "no statistic\n" + line("a_weight_max", 1, 2).replace("\n", "\r\n") + "\n"
+    whole += line("a_weight_max", 2, "abc") + line("a_weight_max", 3, 4)
+    path = log(tmp_path, (whole + line("a_weight_max", 4, "1.234", end="")).encode() + b"")
+    assert rows(tmp_path) == {("a", "weight", "max", None): {0: 1.0, 1: 2.0, 3: 4.0}}
+    assert open_run(tmp_path).notes == (f"{path}: 2 lines are no statistics.",)
+
+
+def test_a_log_in_two_files(tmp_path: Path) -> None:
+    """As the sink writes it at its limit, with the event log; and what the same numbers give in one file."""
+    rows_of = [Row(name, "activation", None, "max", 1.5) for name in "ab"]
+    for folder, limit in ((tmp_path / "one", 0), (tmp_path / "two", 10_000)):
+        for first in (0, 20):
+            sink = StatisticsLog(limit=limit)
+            sink.start(RunInfo(folder, 0, 1, first, (), {}, ""))
+            for iteration in range(first, first + 20):
+                sink.write(StepRecords.from_rows(iteration, iteration, rows_of))
+            sink.close(None)
+    assert sorted(path.name[-4:] for path in (tmp_path / "two").rglob("*.log*")) == [".log", ".old"]
+    assigned(tmp_path / "two", "b", "c")
+    events = tmp_path / "two" / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log"
+    events.rename(f"{events}.old")
+    assigned(tmp_path / "two", "a")
+    run, whole = open_run(tmp_path / "two"), open_run(tmp_path / "one")
+    assert (run.notes, [segment.number for segment in run.segments]) == ((), [0, 1])
+    assert run.ordered_layers == ["b", "c", "a"]
+    assert len(run.values()) == len(whole.values()) == 80
+    assert rows(tmp_path / "two") == rows(tmp_path / "one")
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    log(tmp_path, line("a_weight_max", 0, 1).encode() + b"\xff\xfe\n" + line("a_weight_max", 1, 2).encode())
+    assert rows(tmp_path) == {("a", "weight", "max", None): {0: 1.0, 1: 2.0}}
+
+
+def test_numbers_on_which_ranks_agree_are_there_once(tmp_path: Path) -> None:
+    alike, stage, other = line("a_weight_max", 0, 1), line("b_weight_max", 0, 5), line("c_weight_max", 0, 7)
+    log(tmp_path, alike + stage + line("c_weight_max", 0, 8) + line("c_weight_max", 1, "nan"))
+    log(tmp_path, alike + other, rank=2)
+    assert str(rows(tmp_path)) == str(
+        {
+            ("a", "weight", "max", None): {0: 1.0},
+            ("b", "weight", "max", None): {0: 5.0},
+            ("c", "weight", "max", 0): {0: 8.0, 1: float("nan")},
+            ("c", "weight", "max", 2): {0: 7.0},
+        }
+    )
+    run = open_run(tmp_path)
+    assert run.notes == ("The logs of 1 ranks are missing: 1.",)
+    assert run.segments[0].world == 3
+
+
+def test_folders_of_ranks_as_in_bionemo(tmp_path: Path) -> None:
+    for rank in range(2):
+        log(tmp_path / f"rank_{rank}", line("a_weight_max", 0, rank), rank=rank)
+    assert set(rows(tmp_path)) == {("a", "weight", "max", 0), ("a", "weight", "max", 1)}
+
+
+def test_a_number_of_one_rank_alone(tmp_path: Path) -> None:
+    log(tmp_path, line("a_weight_max", 0, 1) + line("a_weight_max", 1, 2, end=f"{TAB}rank=0\n"))
+    assert open_run(tmp_path).values()["flags"].to_pylist() == [0, 1]
+
+
+@pytest.mark.parametrize("text", ["", "no statistic\n", line("a_weight_max", 0, 1, end="")])
+def test_a_log_without_a_statistic(tmp_path: Path, text: str) -> None:
+    log(tmp_path, text)
+    with pytest.raises(NotARunError, match="hold no statistic"):
+        open_run(tmp_path)
+
+
+def train_plainly(
+    folder: Path, config: dict[str, Any], build: Callable[[], torch.nn.Module], recipe: Recipe | None = None
+) -> torch.Tensor:
+    """Train with plain nvidia-dlfw-inspect and Transformer Engine's own features; the inputs of the three steps."""
+    snapshot = Snapshot()
+    snapshot.detach_handlers()
+    inputs = torch.randn(3, 16, 32)
+    try:
+        TEDebugState.debug_enabled = None
+        features = str(Path(transformer_engine.debug.features.__file__).parent)
+        debug_api.initialize(config, feature_dirs=[features], log_dir=str(folder), default_logging_enabled=True)
+        net = build()
+        for batch in inputs:
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                out = net(batch)
+            (out.sum() * 1e-6).backward()
+            debug_api.step()
+    finally:
+        debug_api.end_debug()
+        debug_api.DEBUG_MANAGER = None
+        snapshot.restore()
+    return inputs
+
+
+def test_what_plain_nvidia_dlfw_inspect_writes(tmp_path: Path) -> None:
+    """With Transformer Engine's own features, which round to four decimals."""
+    inputs = train_plainly(
+        tmp_path, statistics(tensors=["activation", "weight"]), lambda: te.Linear(32, 32, name="net.fc1")
+    )
+    found = rows(tmp_path)
+    keys = [(tensor, name) for tensor in ("activation", "weight") for name in ("l1_norm", "max")]
+    assert sorted(found) == [("net.fc1", *key, None) for key in keys]
+    expected = {step: batch.max().item() for step, batch in enumerate(inputs)}
+    assert found["net.fc1", "activation", "max", None] == pytest.approx(expected, abs=1e-4)
+
+
+class Blocks(torch.nn.Module):
+    """Two blocks without a number, which nvidia-dlfw-inspect gives one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(2))
+        self.head = te.Linear(32, 32)
+        for block in self.blocks:
+            block.layer_number = None
+        debug_api.infer_and_assign_layer_names(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@pytest.fixture(scope="module")
+def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of one name under delayed scaling."""
+    folder = tmp_path_factory.mktemp("delayed")
+    torch.manual_seed(0)
+    stats = ["underflows%", "scale_inv_max"]
+    config = {"s": feature("LogFp8TensorStats", ["blocks", "head"], tensors=["gradient"], stats=stats, freq=1)}
+    train_plainly(folder, config, Blocks, DelayedScaling())
+    return folder
+
+
+def test_two_layers_of_one_name_are_told(delayed: Path) -> None:
+    (note,) = open_run(delayed).notes
+    assert note.startswith("Several layers have one name in the log of events: model.blocks.None. ")
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [("ab", ""), ("abab", ""), ("aab", "a"), ("aabaab", "a"), ("aa", "a"), ("", "")],
+    ids=["once", "two runs", "shared", "shared, two runs", "alone", "none"],
+)
+def test_a_run_that_goes_on_in_a_log_shares_no_names(names: str, shared: str) -> None:
+    assert importing._shared_names(list(names)) == list(shared)
+
+
+def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(delayed: Path) -> None:
+    run = open_run(delayed)
+    grid = run.grid("underflows%", "gradient")
+    head = grid.values[grid.layers.index("model.head")]
+    assert head[0] > 90
+    assert (head[1:] < 10).all()
+    values = run.values(run.select(layer="model.head"))
+    marked = (values["flags"].to_numpy() & STEP0) != 0
+    assert values["iteration"].to_numpy()[marked].tolist() == [0, 0], "of both statistics"
+    (worst,) = (one for one in look(run, ["underflows%"]).worst["underflows%"] if one.layer == "model.head")
+    assert worst.worst_iteration > 0
+    assert worst.curve.iterations.tolist() == [1, 2]
+    told = PageData.of(run, 10**7).told
+    assert [family["delayed"] for family in told["families"]] == [True, True], "and then the caption says so"
+
+
+def test_a_bar_on_a_terminal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log(tmp_path, "".join(line("a_weight_max", it, 1) for it in range(100)))
+    monkeypatch.setattr(importing, "_SHOWN", 1)
+    open_run(tmp_path)
+    assert capsys.readouterr() == ("", "")
+    terminal = io.StringIO()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=terminal, force_terminal=True, width=200))
+    open_run(tmp_path)
+    assert "Reading" in re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())

@@ -1,0 +1,417 @@
+"""What sessions record, through every front door."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+from te_precision_callbacks import (
+    InspectSession,
+    PrecisionDebugCallback,
+    PrecisionDebugger,
+    PrecisionDebugTrainerCallback,
+)
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.overflow import ActivationOverflowError
+from te_precision_callbacks.runs import RecordedRun, list_runs, open_run
+from te_precision_callbacks.session import PrecisionContractError
+from te_precision_callbacks.sinks import writer_thread
+from tests.accelerate import loops
+from tests.conftest import Keeper, feature, statistics
+from tests.lightning.models import Plain, loader
+from tests.lightning.models import trainer as lightning_trainer
+from tests.runs.test_files import files_up_to
+from tests.transformers.models import Net, arguments
+from tests.transformers.models import trainer as hf_trainer
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(te.Linear(32, 32), te.LayerNormMLP(32, 32), torch.nn.Linear(32, 16))
+
+
+def train(session: InspectSession, model: torch.nn.Module, steps: int, recipe: Any = None) -> None:
+    for _ in range(steps):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            loss = model(torch.randn(16, 32)).pow(2).mean()
+        loss.backward()
+        session.log({"loss": loss})
+        session.step()
+
+
+def scalars(run: RecordedRun, name: str) -> dict[int, float]:
+    rows = run.scalars.to_pylist()
+    found = {row["iteration"]: row["value"] for row in rows if row["name"] == name}
+    assert len(found) == sum(row["name"] == name for row in rows), "each once"
+    return found
+
+
+def kinds(run: RecordedRun) -> list[str]:
+    kinds: list[str] = run.events["kind"].to_pylist()
+    return kinds
+
+
+# ---------------------------------------------------------------------- statistics and facts
+
+
+def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> None:
+    model = net()
+    config = statistics(tensors=["activation", "gradient"])
+    with InspectSession(config, model=model, log_dir=tmp_path, sinks=[keeper]) as session:
+        train(session, model, 3, DelayedScaling())
+        products, layers = session.coverage(), session.layers
+    run = open_run(tmp_path)
+    recorded = {}
+    for series in run.series.to_pylist():
+        table = run.values([series["series"]])
+        for iteration, value in zip(table["iteration"].to_pylist(), table["value"].to_pylist(), strict=True):
+            recorded[iteration, series["layer"], series["tensor"], series["statistic"]] = value
+    given = {
+        (records.iteration, row.layer, row.tensor, row.statistic): row.value
+        for records in keeper.steps
+        for row in records
+    }
+    assert recorded == given
+    assert run.ordered_layers == ["0", "1.fc1", "1.fc2", "2"]
+    by_gemm = {(row["layer"], row["gemm"], row["backward"]): row for row in run.gemms.to_pylist()}
+    assert len(by_gemm) == len(products)
+    for product in products:
+        row = by_gemm[product.layer, product.gemm, product.backward]
+        told = (row["macs"], row["precision"], row["runs"], row["reason"], row["n"], row["m"], row["k"])
+        reason = None if product.reason is None else product.reason.name
+        assert told == (product.macs, product.precision, product.runs, reason, product.n, product.m, product.k)
+        own = [operand for operand in run.operands.to_pylist() if operand["gemm_id"] == row["gemm_id"]]
+        assert {operand["tensor"]: operand["format"] for operand in own} == product.operands
+    rows = {row["layer"]: row for row in run.layers.to_pylist()}
+    for layer in layers:
+        assert (rows[layer.name]["exec_fwd"], rows[layer.name]["class"]) == (layer.exec_fwd, layer.module_class)
+    assert (rows["0"]["params"], rows["0"]["weight_dtype"], rows["0"]["primary_weights"]) == (1024, "float32", "high")
+    assert (rows["2"]["family"], rows["2"]["exec_fwd"]) == ("torch", None)
+    assert {(row["section"], row["feature"], row["layer"]) for row in run.plan.to_pylist()} == {
+        ("stats", "LogTensorStats", name) for name in ("0", "1.fc1", "1.fc2")
+    }
+    assert {row["subject"] for row in run.states.to_pylist()} >= {"parameter"}
+    facts = run.segments[0].facts
+    assert facts["recipes"] == ["fp8_delayed_scaling"]
+    assert facts["te_backend"] in ("reference", "compiled")
+    assert facts["versions"]["torch"] == torch.__version__
+    assert "LogTensorStats" in facts["config_text"]
+    assert facts["front_door"] == "session"
+    assert facts["mesh"] == {}
+    assert run.steps["observe_seconds"].null_count == 0
+    assert run.steps["step_seconds"].to_pylist()[0] is None
+    assert kinds(run) == ["segment_started", "segment_ended"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("names", "mesh"), [(("replicate", "shard"), {"replicate": 1, "shard": 1}), (None, {"dim0": 1})]
+)
+def test_the_mesh_of_sharded_parameters(tmp_path: Path, names: tuple[str, ...] | None, mesh: dict[str, int]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(te.Linear(16, 16, params_dtype=torch.float32))
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (1,) * len(mesh), mesh_dim_names=names))
+        with InspectSession(statistics(), model=model, log_dir=tmp_path / "run") as session:
+            model(torch.randn(16, 16)).sum().backward()
+            session.step()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert open_run(tmp_path / "run").segments[0].facts["mesh"] == mesh
+
+
+def test_a_config_file_is_recorded_as_it_stands(tmp_path: Path) -> None:
+    text = "# mine\nstats:\n  enabled: true\n  layers: {layer_types: [all]}\n  transformer_engine:\n"
+    text += "    LogTensorStats: {enabled: true, tensors: [weight], stats: [max], freq: 1}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    model = net()
+    with InspectSession(tmp_path / "config.yaml", model=model, log_dir=tmp_path) as session:
+        train(session, model, 1)
+    run = open_run(tmp_path)
+    assert run.segments[0].facts["config_text"] == text
+    assert {(Path(row["file"]).name, row["line"]) for row in run.plan.to_pylist()} == {("config.yaml", 6)}
+
+
+def test_histograms(tmp_path: Path, keeper: Keeper) -> None:
+    model = te.Linear(32, 32)
+    config = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["exponent_histogram"], freq=1)}
+    with InspectSession(config, model=model, log_dir=tmp_path, sinks=[keeper]) as session:
+        train(session, model, 2)
+    run = open_run(tmp_path)
+    for row, records in zip(run.vectors().to_pylist(), keeper.steps, strict=True):
+        (counts,) = records.vectors.values()
+        assert {place: count for place, count in enumerate(counts) if count} == dict(
+            zip(row["bin"], row["count"], strict=True)
+        )
+
+
+def test_precision_that_changes_has_spans_and_an_event(tmp_path: Path) -> None:
+    model = te.Linear(32, 32)
+    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+        train(session, model, 2, Float8CurrentScaling())
+        train(session, model, 2, DelayedScaling())
+        train(session, model, 1)
+    run = open_run(tmp_path)
+    fprop = [row for row in run.gemms.to_pylist() if row["gemm"] == "fprop"]
+    assert [(row["precision"], row["recipe"], row["since"], row["until"]) for row in fprop] == [
+        ("fp8", "fp8_current_scaling", 0, 1),
+        ("fp8", "fp8_delayed_scaling", 2, 3),
+        ("fp32", "none", 4, None),
+    ]
+    told = [(row["kind"], row["iteration"]) for row in run.events.to_pylist() if row["kind"].endswith("_changed")]
+    assert told == [("recipe_changed", 2), ("precision_changed", 4), ("recipe_changed", 4)]
+
+
+# ---------------------------------------------------------------------- events
+
+
+def test_an_overflow_a_dump_and_a_checkpoint(tmp_path: Path) -> None:
+    model = net()
+    config = {"dump": feature("DumpTensors", ["0"], tensors=["weight"], high_precision_tensor=True, freq=1)}
+
+    def run() -> None:
+        with InspectSession(config, model=model, log_dir=tmp_path, debug="activation_overflow") as session:
+            train(session, model, 2)
+            session.state_dict()
+            model(torch.full((16, 32), float("inf"))).sum().backward()
+            session.step()
+
+    with pytest.raises(ActivationOverflowError):
+        run()
+    found = open_run(tmp_path)
+    by_kind = {event["kind"]: event for event in found.events.to_pylist()}
+    assert by_kind["nonfinite"]["severity"] == "error"
+    assert by_kind["nonfinite"]["iteration"] == 2
+    assert json.loads(by_kind["nonfinite"]["data"])["rank"] == 0
+    assert (by_kind["dump_written"]["layer"], by_kind["dump_written"]["tensor"]) == ("0", "weight")
+    assert by_kind["checkpoint_saved"]["iteration"] == 2
+    assert found.segments[0].status == "failed"
+
+
+def test_a_contract_and_a_failure(tmp_path: Path) -> None:
+    class Fails(Keeper):
+        def write(self, records: Any) -> None:
+            raise ValueError("no room")
+
+    def run() -> None:
+        model = net()
+        with InspectSession(
+            statistics(), model=model, log_dir=tmp_path, require="fp8 >= 95%", sinks=[Fails()]
+        ) as session:
+            train(session, model, 4)
+
+    with pytest.raises(PrecisionContractError):
+        run()
+    events = {event["kind"]: event for event in open_run(tmp_path).events.to_pylist()}
+    assert events["contract_judged"]["severity"] == "warning"
+    assert "breaks its precision contract" in events["contract_judged"]["text"]
+    assert events["observation_failed"]["text"] == "writing records to Fails: ValueError: no room"
+
+
+# ---------------------------------------------------------------------- runs and segments
+
+
+def test_a_resumed_session_goes_on_in_its_run(tmp_path: Path) -> None:
+    state: dict[str, Any] = {}
+    for _ in range(3):
+        model = net()
+        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+            if state:
+                session.load_state_dict({**state, "iteration": state["iteration"] - 1})
+            train(session, model, 3, DelayedScaling())
+            state = session.state_dict()
+    run = open_run(tmp_path)
+    assert [segment.first_iteration for segment in run.segments] == [0, 2, 4]
+    assert run.steps["iteration"].to_pylist() == list(range(7))
+    assert run.steps["segment"].to_pylist() == [0, 0, 1, 1, 2, 2, 2]
+    assert kinds(run).count("resume_audited") == 2
+
+
+def test_a_session_that_is_not_resumed_is_another_run(tmp_path: Path) -> None:
+    for _ in range(2):
+        model = net()
+        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+            train(session, model, 1)
+    assert len(list_runs(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("records", ["off", False])
+def test_a_session_that_records_nothing(tmp_path: Path, records: Any) -> None:
+    model = net()
+    with InspectSession(statistics(), model=model, log_dir=tmp_path, records=records) as session:
+        train(session, model, 1)
+    assert not (tmp_path / "precision_records").exists()
+
+
+def test_an_option_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="records= must be"):
+        InspectSession(statistics(), log_dir=tmp_path, records="perhaps")
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="limits the size of files for the whole process")
+def test_training_goes_on_with_a_full_disk_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
+    model = te.Linear(32, 32)
+    with InspectSession(statistics(), model=model, log_dir=tmp_path, statistics_log="off") as session:
+        train(session, model, 3)
+        with files_up_to(2000):
+            while session.iteration < 500 and not caplog.messages:
+                train(session, model, 1)
+        train(session, model, 3)
+    said = [text for text in caplog.messages if "precision_records" in text]
+    assert len(said) == 1
+    assert "is no longer recorded; what was recorded remains readable" in said[0]
+    assert "Training goes on" in said[0]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "precision_records").write_text("a file")
+    model = te.Linear(32, 32)
+    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+        train(session, model, 3)
+        assert session.iteration == 3
+    assert sum("The run is not recorded" in text for text in caplog.messages) == 1
+
+
+def test_a_process_that_is_forked_leaves_the_records_alone(tmp_path: Path) -> None:
+    model = te.Linear(32, 32)
+    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+        train(session, model, 2)
+        child = os.fork()
+        if child == 0:
+            try:
+                session.log({"loss": 9.0})
+                session.step()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        train(session, model, 1)
+    run = open_run(tmp_path)
+    assert run.notes == ()
+    assert run.steps["iteration"].to_pylist() == [0, 1, 2]
+    assert 9.0 not in scalars(run, "loss").values()
+
+
+# ---------------------------------------------------------------------- the trainer's own numbers
+
+
+def test_numbers_of_a_loop_before_and_after_its_step(tmp_path: Path) -> None:
+    model = te.Linear(32, 32)
+    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+        for step in range(3):
+            model(torch.ones(4, 32)).sum().backward()
+            session.log({"loss": torch.tensor(float(step)), "text": "no number", "many": torch.ones(3)}, 10 * step + 5)
+            session.step(10 * step + 5)
+            session.log({"grad_norm": step + 0.5}, 10 * step + 5)
+    run = open_run(tmp_path)
+    assert scalars(run, "loss") == {0: 0.0, 1: 1.0, 2: 2.0}
+    assert scalars(run, "grad_norm") == {0: 0.5, 1: 1.5, 2: 2.5}
+    assert set(run.scalars["name"].to_pylist()) == {"loss", "grad_norm"}
+    assert run.scalars["logging_step"].to_pylist() == [5, 5, 15, 15, 25, 25]
+
+
+class Logs(Plain):
+    """Logs a number in each step, one in each validation, and its loss to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch).pow(2).mean()
+        self.losses.append(loss.item())
+        self.log("mine", 10.0 + batch_idx)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", 7.0)
+
+
+def test_lightning(tmp_path: Path) -> None:
+    module = Logs()
+    fit = lightning_trainer(tmp_path, callbacks=[PrecisionDebugCallback(statistics(), log_dir=tmp_path)],
+                            accumulate_grad_batches=2, val_check_interval=4)  # fmt: skip
+    fit.fit(module, loader(8), loader(2))
+    run = open_run(tmp_path)
+    pairs = [sum(module.losses[first : first + 2]) / 2 for first in range(0, 8, 2)]
+    assert scalars(run, "loss") == pytest.approx(dict(enumerate(pairs)))
+    assert set(scalars(run, "lr").values()) == {fit.optimizers[0].param_groups[0]["lr"]}
+    assert scalars(run, "mine") == {0: 11.0, 1: 13.0, 2: 15.0, 3: 17.0}
+    assert scalars(run, "val_loss") == {1: 7.0, 3: 7.0}
+    assert run.segments[0].facts["front_door"] == "lightning"
+    assert "lightning" in run.segments[0].facts["versions"]
+
+
+def test_the_hugging_face_trainer(tmp_path: Path) -> None:
+    callback = PrecisionDebugTrainerCallback(statistics())
+    made = hf_trainer(arguments(tmp_path, logging_steps=2, max_steps=4), callback, model=Net())
+    made.train()
+    logged = {entry["step"]: entry for entry in made.state.log_history if "loss" in entry}
+    assert set(logged) == {2, 4}
+    run = open_run(tmp_path)
+    assert scalars(run, "loss") == {step - 1: entry["loss"] for step, entry in logged.items()}
+    assert scalars(run, "grad_norm") == {step - 1: pytest.approx(entry["grad_norm"]) for step, entry in logged.items()}
+    assert scalars(run, "lr") == {step - 1: pytest.approx(entry["learning_rate"]) for step, entry in logged.items()}
+    assert run.segments[0].facts["front_door"] == "transformers"
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_accelerate(tmp_path: Path, after: bool) -> None:
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(project_dir=str(tmp_path)))
+    model, optimizer, batches = loops.prepared(accelerator, loops.Plain(), batches=4)
+    losses = []
+    original = accelerator.log
+    with PrecisionDebugger(accelerator, model, statistics()) as debugger:
+        for count, batch in enumerate(batches, 1):
+            loss = model(batch).pow(2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if not after:
+                accelerator.log({"loss": loss})
+            debugger.step(count)
+            if after:
+                accelerator.log({"loss": loss}, step=count)
+    assert accelerator.log == original, "put back"
+    run = open_run(tmp_path)
+    assert scalars(run, "loss") == pytest.approx(dict(enumerate(losses)))
+    assert set(run.scalars["name"].to_pylist()) == {"loss"}, "not the session's own metrics"
+    assert run.segments[0].facts["front_door"] == "accelerate"
+
+
+def test_a_resumed_fit_goes_on_in_its_run(tmp_path: Path) -> None:
+    """Through the checkpoint of Lightning."""
+
+    def fit(batches: int, checkpoint: Path | None = None) -> L.Trainer:
+        made = lightning_trainer(
+            tmp_path,
+            callbacks=[PrecisionDebugCallback(statistics(), log_dir=tmp_path)],
+            max_steps=batches,
+            max_epochs=-1,
+        )
+        made.fit(Plain(), loader(8), ckpt_path=checkpoint)
+        return made
+
+    fit(2).save_checkpoint(tmp_path / "last.ckpt")
+    fit(4, tmp_path / "last.ckpt")
+    run = open_run(tmp_path)
+    assert run.steps["segment"].to_pylist() == [0, 0, 1, 1]
+    assert run.steps["iteration"].to_pylist() == [0, 1, 2, 3]

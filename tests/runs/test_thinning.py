@@ -1,0 +1,487 @@
+"""Old steps are thinned where a run reaches its limit. What must be left is found here from all that was recorded."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from te_precision_callbacks.runs import RecordedRun, Thinned, open_run
+from te_precision_callbacks.runs import aging as aging_module
+from te_precision_callbacks.runs.run_files import make_segment
+from te_precision_callbacks.runs.segment_rows import Place, Recording, Step
+from te_precision_callbacks.runs.tables import EXTREME, STEP0
+from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
+from te_precision_callbacks.statistics.series import SeriesTable
+from te_precision_callbacks.views.compare import compare
+from te_precision_callbacks.views.report.overview import Columns, overviews
+from te_precision_callbacks.views.report.subjects import Subjects
+from tests.runs.making import info
+
+RUN = "20261122-130144-507-9f3c21"
+SERIES = 40
+
+Truth = dict[int, dict[int, float]]
+"""Series -> iteration -> value."""
+
+
+def begin(folder: Path, limit: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Recording:
+    number, _ = make_segment(folder / "precision_records" / RUN)
+    place = Place(RUN, number)
+    runs, run = folder / "precision_records", info(folder, rank=rank, world=world, start=start)
+    return Recording(runs, place, run, writes_reduced=True, limit=limit, begun=0.0)
+
+
+def value(series: int, iteration: int) -> float:
+    """Smooth, with noise, and a spike that only one step has."""
+    if iteration == 777 + series:
+        return 1e6 + series
+    if iteration == 1234 and series % 4 == 0:
+        return math.nan if series % 8 else math.inf
+    return math.sin(iteration / 50 + series) + ((iteration * 7919 + series * 104729) % 1000) / 1000
+
+
+def record(
+    recording: Recording,
+    iterations: Iterable[int],
+    truth: Truth,
+    *,
+    every: int = 1,
+    watch: Callable[[], object] = lambda: None,
+    keywords: Callable[[int], dict[str, Any]] = lambda iteration: {},
+) -> None:
+    """Steps in which series n has a number in each (1 + n % 3)-th iteration that is a multiple of ``every``."""
+    table = SeriesTable()
+    for name in range(SERIES):
+        table.intern(f"layer{name}", "weight", "amax")
+    for iteration in iterations:
+        due = [n for n in range(SERIES) if iteration % (every * (1 + n % 3)) == 0]
+        values = array("d", [value(n, iteration) for n in due])
+        step = StepRecords(
+            iteration, iteration, table, np.array(due, np.int32), values, own=[False] * len(due), **keywords(iteration)
+        )
+        recording.take(Step(step, 1.0 * iteration, 0.1))
+        recording.take(Scalars(iteration, iteration, {"loss": 1 / (1 + iteration)}))
+        if iteration % 20 == 19:
+            recording.flush()
+            watch()
+        for n, number in zip(due, values, strict=True):
+            truth.setdefault(n, {})[iteration] = number
+    recording.flush()
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def layer_numbers(run: RecordedRun) -> dict[int, int]:
+    return {number: int(layer.removeprefix("layer")) for number, layer in enumerate(run.series["layer"].to_pylist())}
+
+
+def check(run: RecordedRun, truth: Truth) -> dict[int, Thinned | None]:
+    """Hold what is left against all that was recorded; iteration -> the stretch that it is in."""
+    assert all(each.table == "values" for each in run.thinned)
+    table = run.values()
+    name_of = layer_numbers(run)
+    rows = [
+        (name_of[number], iteration, number_value, flags)
+        for number, iteration, number_value, flags in zip(
+            *(table[name].to_pylist() for name in ("series", "iteration", "value", "flags")), strict=True
+        )
+    ]
+    assert len({row[:2] for row in rows}) == len(rows), "no number is there twice"
+    for name, iteration, number_value, _ in rows:
+        np.testing.assert_equal(number_value, truth[name][iteration])
+    stretch_of: dict[int, Thinned | None] = {}
+    for iteration in sorted({iteration for values in truth.values() for iteration in values}):
+        inside = [each for each in run.thinned if each.first <= iteration <= each.last]
+        assert len(inside) <= 1
+        stretch_of[iteration] = inside[0] if inside else None
+    left: dict[int, dict[int, int]] = {}
+    for name, iteration, _, flags in rows:
+        left.setdefault(name, {})[iteration] = flags
+    for name, values in truth.items():
+        own = left.get(name, {})
+        regular = {iteration for iteration, flags in own.items() if not flags & EXTREME}
+        iterations = np.array(sorted(values))
+        step = int(np.gcd.reduce(np.diff(iterations)))
+        for each in {None, *stretch_of.values()}:
+            here = [iteration for iteration in iterations.tolist() if stretch_of[iteration] == each]
+            if each is None:
+                assert set(here) <= regular, "all recent steps"
+            elif each.every == 0:
+                assert not own.keys() & set(here)
+            else:
+                wanted = {iteration for iteration in here if iteration // step % each.every == 0}
+                assert {iteration for iteration in regular if iteration in set(here)} == wanted
+                finite = [iteration for iteration in here if math.isfinite(values[iteration])]
+                if finite:
+                    lowest = min(finite, key=lambda iteration: values[iteration])
+                    highest = max(finite, key=lambda iteration: values[iteration])
+                    assert {lowest, highest} <= own.keys()
+                odd = [iteration for iteration in here if not math.isfinite(values[iteration])]
+                assert set(odd[:1]) <= own.keys()
+    return stretch_of
+
+
+def test_recent_steps_are_whole_and_old_ones_ever_thinner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    limit, truth = 400_000, {}
+    recording = begin(tmp_path, limit)
+    sizes = []
+    record(recording, range(5000), truth, watch=lambda: sizes.append(size(tmp_path)))
+    recording.end(None)
+    assert max(sizes) <= limit
+    run = open_run(tmp_path)
+    stretches = check(run, truth)
+    assert [each.every for each in run.thinned] == [100, 10]
+    assert stretches[0] == run.thinned[0]
+    assert stretches[4999] is None
+    whole = sum(stretch is None for stretch in stretches.values())
+    assert whole > 300, "recent steps, and not a handful"
+    spikes = {name: 1e6 + name for name in truth if 777 + name in truth[name]}
+    highs = dict(zip(layer_numbers(run).values(), run.series["high"].to_pylist(), strict=True))
+    assert {name: highs[name] for name in spikes} == spikes, "what happened long ago is there"
+    assert run.steps["iteration"].to_pylist() == list(range(5000))
+    assert len(run.scalars) == 5000, "the loss is kept whole"
+    (first, second) = run.notes
+    assert first.startswith("Of the statistics of iterations 0 to ")
+    assert "every 100th step is left, and the lowest and highest value of each series" in first
+    assert "every 10th step" in second
+    assert caplog.text.count("have reached their limit of 400,000 bytes") == 1
+    kinds = run.events["kind"].to_pylist()
+    assert kinds.count("records_thinned") == 2
+    assert run.is_thinned([0, 4999]).tolist() == [True, False]
+
+
+def test_a_schedule_decides_which_steps_are_left(tmp_path: Path) -> None:
+    """Of every tenth step every tenth is left: the same in series that begin elsewhere, and in another run."""
+    truth: Truth = {}
+    recording = begin(tmp_path, 200_000)
+    record(recording, range(70, 20_000, 10), truth, every=10)
+    recording.end(None)
+    run = open_run(tmp_path)
+    check(run, truth)
+    left = run.values(run.select(layer="layer0"))
+    flags, iterations = left["flags"].to_numpy(), left["iteration"].to_numpy()
+    thinned = run.is_thinned(iterations) & (flags & EXTREME == 0)
+    assert thinned.any()
+    assert not (iterations[thinned] % 100).any()
+
+
+def test_the_first_step_of_delayed_scaling_is_kept_and_is_no_extreme(tmp_path: Path) -> None:
+    truth: Truth = {}
+    recording = begin(tmp_path, 200_000)
+
+    def first_step(iteration: int) -> dict[str, Any]:
+        return {"unscaled": frozenset({"layer6"})} if iteration == 777 + 6 else {}
+
+    record(recording, range(2000), truth, keywords=first_step)
+    recording.end(None)
+    run = open_run(tmp_path)
+    assert run.thinned
+    table = run.values(run.select(layer="layer6")).to_pylist()
+    (first,) = [row for row in table if row["flags"] & STEP0]
+    assert (first["iteration"], first["value"], first["flags"]) == (777 + 6, 1e6 + 6, STEP0)
+    ordinary = {iteration: number for iteration, number in truth[6].items() if number < 100}
+    until = run.thinned[0].last
+    highest = max((iteration for iteration in ordinary if iteration <= until), key=lambda at: ordinary[at])
+    assert highest in [row["iteration"] for row in table]
+
+
+def test_histograms_are_thinned_too(tmp_path: Path) -> None:
+    recording = begin(tmp_path, 200_000)
+    table = SeriesTable()
+    series = table.intern("layer0", "weight", "exponent_histogram")
+    chance = np.random.default_rng(0)
+    for iteration in range(3000):
+        counts = {series: chance.integers(1, 1000, 64).astype(float)}
+        step = StepRecords(iteration, iteration, table, np.zeros(0, np.int32), array("d"), histograms=counts, own=[])
+        recording.take(Step(step, 1.0, 0.1))
+        if iteration % 20 == 19:
+            recording.flush()
+            assert size(tmp_path) <= 200_000
+    recording.end(None)
+    run = open_run(tmp_path)
+    left = run.vectors()["iteration"].to_pylist()
+    wanted = [
+        iteration
+        for iteration in range(3000)
+        if all(
+            each.every and iteration % each.every == 0 for each in run.thinned if each.first <= iteration <= each.last
+        )
+    ]
+    assert {each.table for each in run.thinned} == {"vectors"}
+    assert left == wanted
+    assert run.notes[-1].startswith("Of the histograms of iterations ")
+    assert "value of each series" not in run.notes[-1]
+
+
+def test_histograms_between_two_flushes_are_parts_too(tmp_path: Path) -> None:
+    """A training whose steps are so quick that many come between two flushes: the latest ones are whole all the same,
+    and nothing exceeds the limit meanwhile."""
+    limit = 400_000
+    recording = begin(tmp_path, limit)
+    table, chance = SeriesTable(), np.random.default_rng(0)
+    series = [table.intern(f"layer{n}", "weight", "exponent_histogram") for n in range(8)]
+    sizes = []
+    for iteration in range(600):
+        counts = {number: chance.integers(1, 1000, 64).astype(float) for number in series}
+        step = StepRecords(iteration, iteration, table, np.zeros(0, np.int32), array("d"), histograms=counts, own=[])
+        recording.take(Step(step, 1.0, 0.1))
+        if iteration % 20 == 0:
+            sizes.append(size(tmp_path))
+    recording.end(None)
+    assert max(*sizes, size(tmp_path)) <= limit
+    assert size(tmp_path) > limit / 2
+    run = open_run(tmp_path)
+    left = run.vectors()["iteration"].to_pylist()
+    assert run.thinned
+    assert set(range(550, 600)) <= set(left)
+
+
+def test_what_is_too_much_even_thinned_is_dropped_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    limit, truth = 130_000, {}
+    recording = begin(tmp_path, limit)
+    record(recording, range(4000), truth)
+    recording.end(None)
+    run = open_run(tmp_path)
+    stretches = check(run, truth)
+    assert stretches[0] is not None
+    assert stretches[0].every == 0
+    assert stretches[3999] is None
+    assert run.notes[0].startswith("The statistics of iterations 0 to ")
+    assert "were dropped: the limit of records= is too small" in run.notes[0]
+    assert caplog.text.count("is too small even for every 100th step") == 1
+    assert run.events["kind"].to_pylist().count("records_limited") == 1
+    assert not [note for note in run.notes if "missing" in note]
+
+
+def test_a_resumed_run_shares_the_limit_and_its_past_is_thinned_first(tmp_path: Path) -> None:
+    """Also the tail of the part that its process was writing when it was killed."""
+    limit, truth = 400_000, {}
+    killed = begin(tmp_path, limit)
+    record(killed, range(1300), truth)
+    killed.leave()
+    assert size(tmp_path) > limit / 2
+    (tail,) = tmp_path.glob("**/seg-000/**/values-*.arrows")
+    left_over = tail.with_name(".values-000001-000004.parquet.1.incomplete")
+    left_over.write_bytes(b"x" * 1000)
+    with mock.patch.object(aging_module, "has_ended", return_value=True):
+        resumed = begin(tmp_path, limit, start=1300)
+        record(resumed, range(1300, 3000), truth)
+    assert size(tmp_path) <= limit
+    resumed.end(None)
+    assert not tail.exists()
+    assert not left_over.exists()
+    run = open_run(tmp_path)
+    stretches = check(run, truth)
+    assert stretches[2999] is None
+    assert stretches[1299] is not None
+    assert [segment.number for segment in run.segments] == [0, 1]
+    assert not [note for note in run.notes if "missing" in note]
+
+
+def test_the_parts_of_a_segment_whose_process_lives_are_left_alone(tmp_path: Path) -> None:
+    limit, truth = 400_000, {}
+    living = begin(tmp_path, limit)
+    record(living, range(1000), truth)
+    before = sorted(path.name for path in tmp_path.glob("**/seg-000/**/*"))
+    other = begin(tmp_path, limit, start=1000)
+    record(other, range(1000, 3000), truth)
+    other.end(None)
+    assert sorted(path.name for path in tmp_path.glob("**/seg-000/**/*")) == before
+    run = open_run(tmp_path)
+    stretches = check(run, truth)
+    assert stretches[999] is None
+    assert stretches[1000] is not None
+    living.end(None)
+
+
+def test_a_loop_that_goes_back_thins_the_segment_that_it_has_left(tmp_path: Path) -> None:
+    truth: Truth = {}
+    recording = begin(tmp_path, 300_000)
+    record(recording, range(900), truth)
+    record(recording, range(800, 2500), truth)
+    assert size(tmp_path) <= 300_000
+    recording.end(None)
+    stretches = check(open_run(tmp_path), truth)
+    assert stretches[0] is not None
+    assert stretches[2499] is None
+
+
+def test_a_part_that_is_damaged_stays_and_the_others_are_thinned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    truth: Truth = {}
+    recording = begin(tmp_path, 300_000)
+    record(recording, range(500), truth)
+    first = min(tmp_path.glob("**/values-*.parquet"))
+    first.write_bytes(b"PAR1" + bytes(first.stat().st_size))
+    record(recording, range(500, 2500), truth)
+    recording.end(None)
+    assert first.exists()
+    assert caplog.text.count("cannot be thinned, and stay") == 1
+    assert size(tmp_path) <= 300_000
+    run = open_run(tmp_path)
+    assert [note for note in run.notes if f"{first} cannot be read" in note]
+    assert run.thinned
+
+
+# ---------------------------------------------------------------------- a kill, and readers meanwhile
+
+
+class _Dead(BaseException):
+    """The process was killed: what it would still do has no effect."""
+
+
+class _Killed:
+    """Lets so many file operations happen, and none after them."""
+
+    def __init__(self, after: int | None) -> None:
+        self.left = after
+        self.done = 0
+
+    def __enter__(self) -> _Killed:
+        self._patches = [
+            mock.patch.object(module, name, self._counted(getattr(module, name)))
+            for module, name in ((os, "fsync"), (os, "replace"), (os, "unlink"), (Path, "unlink"), (Path, "open"))
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            if self.done == self.left:
+                raise _Dead
+            self.done += 1
+            return function(*arguments, **keywords)
+
+        return counted
+
+
+def fill(folder: Path, limit: int, truth: Truth, steps: int = 900) -> Recording:
+    """A run in which thinning is just about to begin."""
+    recording = begin(folder, limit)
+    with mock.patch.object(aging_module.Aging, "keep"):
+        record(recording, range(steps), truth)
+    return recording
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) -> None:
+    truth: Truth = {}
+    limit = 30_000
+    whole = tmp_path / "whole"
+    fill(whole, limit, truth, 300).leave()
+    states = set()
+    for after in [*range(10_000)]:
+        folder = tmp_path / str(after)
+        shutil.copytree(whole, folder)
+        with mock.patch.object(aging_module, "has_ended", return_value=True), _Killed(after) as kill:
+            try:
+                recording = begin(folder, limit, start=300)
+                recording.flush()
+            except _Dead:
+                pass
+        if kill.done < after:
+            break
+        run = open_run(folder)
+        check(run, truth)
+        assert not [note for note in run.notes if ("missing" in note and "run.json" not in note) or "cannot" in note]
+        states.add(run.thinned)
+        with mock.patch.object(aging_module, "has_ended", return_value=True):
+            again = begin(folder, limit, start=300)
+            record(again, range(300, 310), truth)
+            again.end(None)
+        assert not [*folder.glob("**/rank-*/.*.incomplete")]
+        check(open_run(folder), truth)
+        for iteration in range(300, 310):
+            for numbers in truth.values():
+                numbers.pop(iteration, None)
+        shutil.rmtree(folder)
+    assert after > 30
+    assert {each.every for state in states for each in state} == {10, 100}
+
+
+def test_a_run_that_was_opened_is_read_on_while_it_is_thinned(tmp_path: Path) -> None:
+    truth: Truth = {}
+    recording = fill(tmp_path, 200_000, truth)
+    opened = open_run(tmp_path)
+    assert len(opened.values()) == sum(map(len, truth.values()))
+    recording.flush()
+    again = open_run(tmp_path)
+    assert again.thinned
+    assert opened.values().equals(again.values()), "what is left of what was there when it was opened"
+    recording.leave()
+
+
+def test_a_run_is_listed_while_it_is_thinned(tmp_path: Path) -> None:
+    """The parts vanish between the listing and the reading."""
+    from te_precision_callbacks.runs import reading
+
+    truth: Truth = {}
+    recording = fill(tmp_path, 200_000, truth)
+    listed = reading.parts_of
+    thinned = []
+
+    def parts_of(folder: Path, table: str) -> Any:
+        found = listed(folder, table)
+        if table == "values" and not thinned:
+            thinned.append(True)
+            recording.flush()
+        return found
+
+    with mock.patch.object(reading, "parts_of", parts_of):
+        run = open_run(tmp_path)
+    assert thinned
+    assert run.thinned
+    assert run.notes == open_run(tmp_path).notes
+    check(run, truth)
+    recording.leave()
+
+
+# ---------------------------------------------------------------------- those who read
+
+
+def test_a_thinned_run_compares_equal_to_the_whole_one(tmp_path: Path) -> None:
+    """The steps that both have are compared; an extreme is a step of its own, beside which others are missing."""
+    truth: Truth = {}
+    for name, limit in (("thinned", 200_000), ("whole", 1 << 30)):
+        recording = begin(tmp_path / name, limit)
+        record(recording, range(1500), truth)
+        recording.end(None)
+    thinned, whole = open_run(tmp_path / "thinned"), open_run(tmp_path / "whole")
+    assert thinned.thinned
+    assert not whole.thinned
+    result = compare(thinned, whole)
+    regular = int((thinned.values()["flags"].to_numpy() & EXTREME == 0).sum())
+    assert result.pairing.values == regular + 1500, "and the loss of all steps"
+    assert result.first_unequal is None
+    assert result.parted == ()
+    assert any("every 10" in note for note in result.notes)
+
+
+def test_columns_of_a_report_have_numbers_of_all_layers(tmp_path: Path) -> None:
+    recording = begin(tmp_path, 200_000)
+    record(recording, range(0, 9000, 6), {})  # series are due in multiples of 2 and 3: in each step
+    recording.end(None)
+    run = open_run(tmp_path)
+    assert run.thinned
+    subjects = Subjects(run)
+    for made in overviews(run, subjects.families, Columns.of(run, 4000)):
+        for present in made.present.values():
+            assert present.all()
+            assert present.shape[1] > 100

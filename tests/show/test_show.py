@@ -1,0 +1,327 @@
+"""``te-precision show``."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.runs import RunWriter, open_run
+from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.views.compare.sides import side_of_run
+from te_precision_callbacks.views.report.facts import scalars
+from te_precision_callbacks.views.show import command
+from te_precision_callbacks.views.show.screen import Screen
+from te_precision_callbacks.views.show.sparklines import sparkline
+from te_precision_callbacks.views.show.view import NothingToShowError, look
+from tests.compare.recorded import Values, append, layers, record
+
+STEPS = 40
+EVIL = 'fc<script>"/../\x1b[31m[bold]\u202e'
+
+
+def values(count: int = 6) -> Values:
+    draw = np.random.default_rng(0)
+    found = {}
+    for number, layer in enumerate(layers(count)):
+        found[layer, "activation", "underflows%"] = number + draw.uniform(0, 0.1, STEPS)
+        found[layer, "activation", "sqnr_db"] = 30 - number + draw.uniform(0, 0.1, STEPS)
+        found[layer, "weight", "numel"] = np.full(STEPS, 4096.0)
+    return found
+
+
+def show(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, ["show", *map(str, arguments)])
+
+
+def drawn(path: Path, width: int, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(Screen(look(open_run(path), **options)))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_the_worst_layers_come_first_in_the_direction_that_is_worse(tmp_path: Path) -> None:
+    view = look(record(tmp_path, values()))
+    assert list(view.worst) == ["sqnr_db", "underflows%"], "numel has no worse direction"
+    for statistic in view.worst:
+        assert [each.layer for each in view.worst[statistic]] == layers(6)[:2:-1]
+    worst = view.worst["sqnr_db"][0]
+    curve = values()[worst.layer, "activation", "sqnr_db"]
+    assert (worst.worst, worst.worst_iteration) == (curve.min(), curve.argmin())
+    assert (worst.last, worst.last_iteration) == (curve[-1], STEPS - 1)
+    assert worst.low_is_worse
+    assert worst.curve.values.tolist() == curve.tolist()
+
+
+def test_a_statistic_is_chosen_with_or_without_its_recipe(tmp_path: Path) -> None:
+    more = {("fc", "weight", "mxfp8_underflows%"): np.ones(STEPS), ("fc", "weight", "cur_amax"): np.ones(STEPS)}
+    run = record(tmp_path, {**values(), **more})
+    assert list(look(run, ["underflows%"]).worst) == ["mxfp8_underflows%", "underflows%"]
+    view = look(run, ["mxfp8_underflows%"], most=1)
+    assert [len(worst) for worst in view.worst.values()] == [1]
+    assert "cur_amax" in view.more_statistics
+    (line,) = (line for line in drawn(tmp_path, 120, statistics=["mxfp8_underflows%"]).splitlines() if "shown" in line)
+    assert line.startswith("Not shown: ")
+    with pytest.raises(NothingToShowError, match=r"no statistic .mse.\. It has .*sqnr_db"):
+        look(run, ["mse"])
+
+
+def test_a_statistic_of_ones_own_is_shown_when_it_is_asked_for(tmp_path: Path) -> None:
+    run = record(tmp_path, {**values(), ("fc", "activation", "kurt"): np.array([1.0, -7.0, 3.0] + [0.0] * (STEPS - 3))})
+    assert "kurt" not in look(run).worst
+    assert "kurt" in look(run).more_statistics
+    (shown,) = look(run, ["kurt"]).worst["kurt"]
+    assert (shown.layer, shown.worst, shown.worst_iteration) == ("fc", -7.0, 1)
+    assert "kurt" in show(tmp_path, "--statistic", "kurt").output
+
+
+def test_a_run_of_ones_own_statistics_alone_tells_what_it_has(tmp_path: Path) -> None:
+    run = record(tmp_path, {("fc", "activation", "kurt"): np.ones(STEPS)})
+    with pytest.raises(NothingToShowError, match=r"no statistic 'kurtosis'\. It has 'kurt'\."):
+        look(run, ["kurtosis"])
+    assert len(look(run, ["kurt"]).worst["kurt"]) == 1
+
+
+def test_the_first_step_of_delayed_scaling_is_not_the_worst(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path) as run:
+        series = run.series("fc", "gradient", "underflows%")
+        for step, value in enumerate((88.0, 1.0, 2.0)):
+            run.add_step(step)
+            flags = np.array([0 if step else STEP0], np.uint8)
+            run.add_values(step, np.array([series], np.int32), np.array([value]), flags)
+    (worst,) = look(open_run(tmp_path)).worst["underflows%"]
+    assert (worst.worst, worst.worst_iteration) == (2.0, 2)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_it_fits_the_terminal(tmp_path: Path, width: int) -> None:
+    long = {(f"model.{'deep.' * 30}{n}.fc", "activation", "underflows%"): np.arange(9.0) for n in range(3)}
+    facts: dict[str, Any] = {"recipes": ["fp8_current_scaling"], "front_door": "Lightning", "gpu": "H200"}
+    products = {"layer": "fc", "gemm": "fprop", "macs": 10}
+    gemms = [products | {"gemm_id": n, "precision": low} for n, low in enumerate(("fp8", "bf16", "fp8"))]
+    record(tmp_path, long, gemms=gemms, scalars={"loss": np.linspace(3, 1, 9)}, **facts)
+    lines = drawn(tmp_path, width).splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "FP8 66.7 %" in text
+    assert "3 -> 1" in text
+    assert "2.fc activation" in text, "the end of a long name tells layers apart"
+
+
+def test_a_name_leaves_out_what_all_layers_share(tmp_path: Path) -> None:
+    """The rows of BioNeMo's log of ESM2, which read model.esm.enc…self_attention.layernorm_qkv in all of them."""
+    names = [
+        f"model.esm.encoder.layers.{n}.self_attention.{part}" for n in range(3) for part in ("layernorm_qkv", "proj")
+    ]
+    record(tmp_path, {(name, "activation", "underflows%"): np.arange(9.0) + n for n, name in enumerate(names)},
+           scalars={"loss": np.arange(9.0)})  # fmt: skip
+    rows = [line.split()[0] for line in drawn(tmp_path, 100, most=6).splitlines() if " activation " in line]
+    ends = [f"layers.{n}.self_attention.{part}" for n in (2, 1, 0) for part in ("proj", "layernorm_qkv")]
+    assert [row[-len(end) :] for row, end in zip(rows, ends, strict=True)] == ends
+    assert all(row.startswith("…") for row in rows)
+
+
+def test_events_and_notes_are_shown(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path, writing_ranks=[0, 1], world=2) as run:
+        append(run, values())
+        for step in range(8):
+            run.add_event("dump_written", f"number {step}", iteration=step, layer="fc1", severity="warning")
+    result = show(tmp_path)
+    assert result.exit_code == 0
+    assert "number 7" in result.output
+    assert "number 2" not in result.output, "only the last ones"
+    assert "Note: Segment 0 lacks the files of 1 of 2 ranks: 1." in result.output
+
+
+def test_an_event_of_several_ranks_is_one_line_and_that_of_another_rank_names_it(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path, world=4) as first:
+        append(first, values())
+        for rank, last in ((0, 9), (1, 9), (2, 4), (3, 9)):
+            run = RunWriter(first.folder.parent, 0, rank) if rank else first
+            run.add_event("observation_failed", "out of memory", iteration=3, severity="error")
+            run.add_event("segment_ended", "The session was stopped.", iteration=last)
+            if rank:
+                run.close()
+    result = show(tmp_path, "--json")
+    events = [(event["ranks"], event["kind"]) for event in json.loads(result.output)["events"]]
+    assert events == [([0, 1, 2, 3], "observation_failed"), ([2], "segment_ended"), ([0, 1, 3], "segment_ended")]
+    text = drawn(tmp_path, 120)
+    assert "step 3  rank {0-3}  observation_failed  out of memory" in text
+    assert "step 4  rank 2  segment_ended  The session was stopped." in text
+    assert "step 9  rank {0-1,3}  segment_ended  The session was stopped." in text
+
+
+def test_names_of_layers_do_no_harm(tmp_path: Path) -> None:
+    record(tmp_path, {(EVIL, "activation", "underflows%"): np.arange(5.0)})
+    text = drawn(tmp_path, 120)
+    assert "\x1b[31m" not in text
+    assert "\u202e" not in text
+    assert "[bold]\\u202e activation" in text
+
+
+def test_json_has_what_is_shown(tmp_path: Path) -> None:
+    record(tmp_path, values(), scalars={"loss": np.arange(3.0)})
+    found = json.loads(show(tmp_path, "--json").output)
+    assert found["status"] == "ended"
+    assert found["scalars"]["loss"] == {"iterations": [0, 1, 2], "values": [0, 1, 2]}
+    assert found["worst"]["sqnr_db"][0]["layer"] == layers(6)[-1]
+
+
+def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
+    for path, says in ((tmp_path / "missing", "no such file"), (tmp_path, "no recorded run")):
+        result = show(path)
+        assert isinstance(result.exception, cli.PrecisionDebugError)
+        assert says in str(result.exception)
+    RunWriter.begin(tmp_path / "empty").close("ended")
+    result = show(tmp_path / "empty")
+    assert isinstance(result.exception, NothingToShowError)
+    assert "has no numbers" in str(result.exception)
+
+
+# ---------------------------------------------------------------------- following
+
+
+def test_following_ends_with_the_run(tmp_path: Path) -> None:
+    run = RunWriter.begin(tmp_path)
+    append(run, {("fc1", "activation", "underflows%"): np.arange(5.0)})
+    run.flush()
+
+    def later() -> None:
+        time.sleep(0.4)
+        append(run, {("fc2", "activation", "underflows%"): np.arange(50.0, 55.0)}, first=5)
+        run.close("ended")
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    result = show(tmp_path, "--follow", "--every", "0.1")
+    thread.join()
+    assert result.exit_code == 0
+    assert "ended" in result.output
+    assert "fc2 activation" in result.output
+    assert "54 @ 9" in result.output
+
+
+def test_following_waits_for_the_run_and_prints_as_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder comes while the command waits, then steps of the run; each wait is one turn of the training."""
+    logs, printed = tmp_path / "logs", []
+    run: RunWriter | None = None
+
+    def train(seconds: float) -> None:
+        nonlocal run
+        printed.append(capsys.readouterr().out)
+        if run is None:
+            run = RunWriter.begin(logs)
+            return
+        step = len(printed) - 2
+        append(run, {("fc1", "activation", "underflows%"): np.array([float(step)])}, first=step)
+        run.add_event("dump_written", f"number {step}", iteration=step)
+        run.flush()
+        if step == 3:
+            run.close("ended")
+
+    monkeypatch.setattr(command.time, "sleep", train)
+    monkeypatch.setattr(sys, "argv", ["te-precision", "show", str(logs), "--follow"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert [lines.splitlines() for lines in printed] == [
+        [],
+        ["no numbers yet"],
+        *(
+            [f"step {n}  dump_written  number {n}", f"step {n}  worst underflows% {n} @ {n} in fc1 activation"]
+            for n in (0, 1, 2)
+        ),
+    ]
+    last = capsys.readouterr().out
+    assert last.startswith("step 3  dump_written  number 3\n")
+    assert "fc1 activation" in last.split("Last events")[0]
+
+
+def test_following_what_can_be_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    record(tmp_path / "run", values())
+    for arguments in ((tmp_path / "file",), (tmp_path / "run", "--run", "other")):
+        assert isinstance(show(*arguments, "--follow").exception, cli.PrecisionDebugError)
+
+
+def test_numbers_of_the_machines_speed_are_left_out(tmp_path: Path) -> None:
+    of_speed = (
+        "eval_runtime",
+        "eval_samples_per_second",
+        "train_steps_per_second",
+        "train_runtime",
+        "total_flos",
+        "epoch",
+    )
+    curve = np.linspace(3, 1, 5)
+    run = record(tmp_path, values(), scalars=dict.fromkeys(("loss", "eval_loss", "eval_f1", *of_speed), curve))
+    assert [scalar.name for scalar in look(run).scalars] == ["eval_loss", "loss", "eval_f1"]
+    assert not {each.statistic for each in side_of_run(run, "a").subjects} & set(of_speed)
+    assert [each.name for each in scalars(run)][:3] == ["loss", "eval_loss", "eval_f1"]
+    assert len(scalars(run)) == 9, "the page has them all"
+
+
+WRITING = """
+import sys, time
+import numpy as np
+from te_precision_callbacks.runs import RunWriter
+run = RunWriter.begin(sys.argv[1])
+series = run.series("fc1", "activation", "underflows%")
+run.add_step(0)
+run.add_values(0, np.array([series], np.int32), np.array([1.0]))
+run.flush()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_following_ends_when_the_run_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    threading.Timer(0.5, lambda: (os.kill(process.pid, signal.SIGKILL), process.wait())).start()
+    result = show(tmp_path, "--follow", "--every", "0.1")
+    assert result.exit_code == 0
+    assert "killed" in result.output
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def test_a_curve_shows_every_peak() -> None:
+    curve = np.zeros(1000)
+    curve[777] = 5
+    line = sparkline(np.arange(1000), curve, 20)
+    assert len(line) == 20
+    assert line.index("█") == 777 * 20 // 1000
+    assert set(line) == {"▁", "█"}
+    assert sparkline(np.arange(1000), -curve, 20, low_is_worse=True).index("▁") == 777 * 20 // 1000
+
+
+def test_a_curve_over_many_powers_is_that_of_the_logarithms() -> None:
+    assert sparkline(np.arange(8), 10.0 ** np.arange(8), 20) == "▁▂▃▄▅▆▇█"
+
+
+def test_a_curve_has_gaps_and_marks() -> None:
+    line = sparkline(np.array([0, 1, 8, 9]), np.array([1.0, np.nan, 2.0, np.inf]), 4)
+    assert line == "!  !" or len(line) == 4
+    assert "!" in line
+    assert sparkline(np.array([3]), np.array([2.0]), 10) == "▁"
+    assert sparkline(np.empty(0, np.int64), np.empty(0), 10) == ""
+    assert sparkline(np.arange(2), np.array([-1e308, 1e308]), 5) == "▁█"
