@@ -23,6 +23,9 @@ OPERANDS: Mapping[GemmName, tuple[OperandName, OperandName]] = {
 }
 """The two tensors that each GEMM multiplies: the operands B and A of Transformer Engine's GEMMs."""
 
+GEMM_OF_LAYOUT: Mapping[str, GemmName] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
+"""The layout that Transformer Engine asks for (whether each operand is transposed, as in BLAS) -> the GEMM."""
+
 RESULT: Mapping[GemmName, TensorName] = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 """The tensor that each GEMM makes."""
 
@@ -35,16 +38,123 @@ COLUMNWISE: Mapping[str, GemmName] = {"activation": "wgrad", "weight": "dgrad", 
 TENSORS: tuple[TensorName, ...] = get_args(TensorName)
 """The tensors of a layer that can be watched: what the GEMMs read, and what they make."""
 
-RECIPES = ("fp8_delayed_scaling", "fp8_current_scaling", "mxfp8", "fp8_block_scaling", "nvfp4")
-"""The recipes, as spelled in statistics' names."""
-
-ONE_SCALE = ("fp8_delayed_scaling", "fp8_current_scaling")
-"""The recipes with one scale for a tensor; the others have one for each block."""
-
 ELEMENT_FORMATS = ("e4m3", "e5m2")
 """The formats of FP8 elements, as spelled in statistics' names."""
 
-WITH_ELEMENT_FORMAT = ("fp8_current_scaling", "mxfp8", "fp8_block_scaling")
+
+class RecipeRow(NamedTuple):
+    """What is known of a recipe. Names of Transformer Engine are those of 2.20.2.
+
+    Attributes:
+        name: as spelled in statistics' names.
+        other_names: other spellings: those in Transformer Engine's documentation that its code refuses, and short ones.
+        shares: which elements share a factor, in words; ``all``: the recipe has one scale for a tensor.
+        factor: the type of the factor, in words.
+        elements: the format of the elements by default, in words.
+        fixed: why a statistic's name cannot choose the format of the elements; empty if it can.
+        recipe_class: its class, in ``common/recipe``.
+        question: the method of such classes that is true for this recipe alone.
+        check: the function of ``pytorch/quantization.py`` that says whether the recipe runs on this GPU.
+        quantizer: the class of its quantizers, in ``pytorch/tensor``.
+        storage: the base class of all tensors that such a quantizer makes.
+        format: the name of their format; for FP8 elements the element format follows the name.
+    """
+
+    name: str
+    other_names: tuple[str, ...]
+    shares: str
+    factor: str
+    elements: str
+    fixed: str
+    recipe_class: str
+    question: str
+    check: str
+    quantizer: str
+    storage: str
+    format: str
+
+
+_ROWS = (
+    RecipeRow(
+        "fp8_delayed_scaling",
+        ("delayed_scaling",),
+        shares="all",
+        factor="float32, from the amaxes of earlier steps",
+        elements="E4M3; gradients E5M2",
+        fixed="fp8_delayed_scaling is read where a layer runs it, with the elements that it has there",
+        recipe_class="DelayedScaling",
+        question="delayed",
+        check="check_fp8_support",
+        quantizer="Float8Quantizer",
+        storage="Float8TensorStorage",
+        format="FP8",
+    ),
+    RecipeRow(
+        "fp8_current_scaling",
+        ("current_scaling", "fp8_current"),
+        shares="all",
+        factor="float32",
+        elements="E4M3; gradients E5M2",
+        fixed="",
+        recipe_class="Float8CurrentScaling",
+        question="float8_current_scaling",
+        check="check_fp8_support",
+        quantizer="Float8CurrentScalingQuantizer",
+        storage="Float8TensorStorage",
+        format="FP8",
+    ),
+    RecipeRow(
+        "mxfp8",
+        (),
+        shares="32",
+        factor="a power of two (E8M0)",
+        elements="E4M3",
+        fixed="",
+        recipe_class="MXFP8BlockScaling",
+        question="mxfp8",
+        check="check_mxfp8_support",
+        quantizer="MXFP8Quantizer",
+        storage="MXFP8TensorStorage",
+        format="MXFP8",
+    ),
+    RecipeRow(
+        "fp8_block_scaling",
+        ("block_scaling", "fp8_block"),
+        shares="128; in a weight 128 x 128",
+        factor="a power of two (float32)",
+        elements="E4M3",
+        fixed="",
+        recipe_class="Float8BlockScaling",
+        question="float8_block_scaling",
+        check="check_fp8_block_scaling_support",
+        quantizer="Float8BlockQuantizer",
+        storage="Float8BlockwiseQTensorStorage",
+        format="FP8 block",
+    ),
+    RecipeRow(
+        "nvfp4",
+        (),
+        shares="16; in a weight 16 x 16",
+        factor="E4M3 times one float32 of the tensor",
+        elements="E2M1",
+        fixed="nvfp4 has E2M1 elements only",
+        recipe_class="NVFP4BlockScaling",
+        question="nvfp4",
+        check="check_nvfp4_support",
+        quantizer="NVFP4Quantizer",
+        storage="NVFP4TensorStorage",
+        format="NVFP4",
+    ),
+)
+
+RECIPES: Mapping[str, RecipeRow] = {row.name: row for row in _ROWS}
+"""The recipes by their names. Their arithmetic is in ``numerics/recipes.py``, the sizes that their GEMMs take in
+``numerics/gemm_shapes.py``."""
+
+ONE_SCALE = tuple(row.name for row in _ROWS if row.shares == "all")
+"""The recipes with one scale for a tensor; the others have one for each block."""
+
+WITH_ELEMENT_FORMAT = tuple(row.name for row in _ROWS if not row.fixed)
 """The recipes whose elements can be either of :data:`ELEMENT_FORMATS`, and which can be simulated."""
 
 LOW_PRECISION: Mapping[str, frozenset[str]] = {
@@ -86,39 +196,8 @@ Observe = Literal["debug", "fused", "auto"]
 """The path that layers take while features look at their tensors."""
 
 
-class QuantizerClass(NamedTuple):
-    """One of Transformer Engine's quantizers.
-
-    Attributes:
-        recipe: one of :data:`RECIPES`.
-        storage: the base class of all tensors that the quantizer makes.
-        format: the name of their format; for FP8 elements the element format follows the name.
-    """
-
-    recipe: str
-    storage: str
-    format: str
-
-
-QUANTIZERS: Mapping[str, QuantizerClass] = {
-    "Float8Quantizer": QuantizerClass("fp8_delayed_scaling", "Float8TensorStorage", "FP8"),
-    "Float8CurrentScalingQuantizer": QuantizerClass("fp8_current_scaling", "Float8TensorStorage", "FP8"),
-    "MXFP8Quantizer": QuantizerClass("mxfp8", "MXFP8TensorStorage", "MXFP8"),
-    "Float8BlockQuantizer": QuantizerClass("fp8_block_scaling", "Float8BlockwiseQTensorStorage", "FP8 block"),
-    "NVFP4Quantizer": QuantizerClass("nvfp4", "NVFP4TensorStorage", "NVFP4"),
-}
-"""Transformer Engine's quantizers by the names of their classes (2.20.2, ``pytorch/tensor``)."""
-
-_FORMATS = {name: row.format for quantizer, row in QUANTIZERS.items() for name in (quantizer, row.storage)}
-
-_ASKED_OF_RECIPE: Mapping[str, str] = {
-    "fp8_delayed_scaling": "delayed",
-    "fp8_current_scaling": "float8_current_scaling",
-    "mxfp8": "mxfp8",
-    "fp8_block_scaling": "float8_block_scaling",
-    "nvfp4": "nvfp4",
-}
-"""The method that is true for each recipe (Transformer Engine 2.20.2, ``common/recipe: Recipe``)."""
+_OF_QUANTIZER = {row.quantizer: row.name for row in _ROWS}
+_FORMATS = {name: row.format for row in _ROWS for name in (row.quantizer, row.storage)}
 
 IDENTITY_QUANTIZER = "IdentityQuantizer"
 """Transformer Engine's quantizer that leaves a tensor unchanged."""
@@ -151,13 +230,13 @@ def recipe_of(quantizer: Any) -> str | None:
 @functools.cache
 def _recipe_of_class(quantizer: type) -> str | None:
     names = _names_of_class(quantizer)
-    return next((QUANTIZERS[name].recipe for name in names if name in QUANTIZERS), None)
+    return next((_OF_QUANTIZER[name] for name in names if name in _OF_QUANTIZER), None)
 
 
 def name_of_format(thing: Any) -> str | None:
     """The format of one of Transformer Engine's quantized tensors or storages, or of a quantizer's results.
 
-    The name is that of :class:`QuantizerClass`; None for any other class.
+    The name is ``RecipeRow.format``; None for any other class.
     """
     kind: type = type(thing)
     return _format_of_class(kind)
@@ -170,4 +249,4 @@ def _format_of_class(kind: type) -> str | None:
 
 def name_of_recipe(recipe: Any) -> str | None:
     """The name (of :data:`RECIPES`) of one of Transformer Engine's recipes; None for a user's own."""
-    return next((name for name, question in _ASKED_OF_RECIPE.items() if getattr(recipe, question)()), None)
+    return next((row.name for row in _ROWS if getattr(recipe, row.question)()), None)

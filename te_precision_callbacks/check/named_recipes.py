@@ -5,7 +5,6 @@ recipe = recipe_named("mxfp8")     # as Transformer Engine makes it without argu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
@@ -17,15 +16,6 @@ AUTO, NONE = "auto", "none"
 
 CHOICES = (AUTO, NONE, *RECIPES)
 """What :func:`recipe_named` takes."""
-
-_CLASSES: Mapping[str, str] = {
-    "fp8_delayed_scaling": "DelayedScaling",
-    "fp8_current_scaling": "Float8CurrentScaling",
-    "mxfp8": "MXFP8BlockScaling",
-    "fp8_block_scaling": "Float8BlockScaling",
-    "nvfp4": "NVFP4BlockScaling",
-}
-"""Recipe -> its class in Transformer Engine 2.20.2, ``common/recipe``."""
 
 
 class RecipeError(PrecisionDebugError, ValueError):
@@ -50,7 +40,7 @@ def recipe_named(name: str) -> Any:
     from transformer_engine.pytorch import quantization
 
     try:
-        made = quantization.get_default_fp8_recipe() if name == AUTO else getattr(recipes, _CLASSES[name])()
+        made = quantization.get_default_fp8_recipe() if name == AUTO else getattr(recipes, RECIPES[name].recipe_class)()
     except (AssertionError, ValueError) as error:  # of pydantic, if that is installed
         details = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
         raise RecipeError(f"Transformer Engine refuses the recipe {name!r}: {details}") from error

@@ -23,9 +23,6 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 OUTSIDE = "outside"
 """The layer of a GEMM that no layer of the model runs, such as that of a user's own autograd function."""
 
-GEMM_OF_LAYOUT: Mapping[str, GemmName] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
-"""The GEMM by the layout that Transformer Engine asks for: whether each operand is transposed, as BLAS has it."""
-
 
 class GemmOperand(NamedTuple):
     """One of the two operands of a GEMM.

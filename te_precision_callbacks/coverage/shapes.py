@@ -17,12 +17,10 @@ from typing import Any
 
 from te_precision_callbacks.base.errors import transformer_engine_error
 from te_precision_callbacks.base.numerics.gemm_shapes import Refusal, refusals
-from te_precision_callbacks.base.vocabulary import GEMMS, GemmName, name_of_recipe
+from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, GEMMS, GemmName, name_of_recipe
 from te_precision_callbacks.layers.naming import NamedModule
 
 logger = logging.getLogger(__name__)
-
-_GEMM_OF_LAYOUT: Mapping[str, GemmName] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
 
 
 def explain_shape(error: BaseException | None, modules: Sequence[NamedModule]) -> None:
@@ -142,7 +140,7 @@ def _read_sizes(place: _Failed, found: Mapping[str, Any]) -> None:
     splits = found.get("m_splits", getattr(found.get("ctx"), "m_splits", None))
     if place.splits is None and splits is not None:
         place.splits = [int(size) for size in splits]
-    place.gemm = _GEMM_OF_LAYOUT.get(str(found.get("layout")), place.gemm)
+    place.gemm = GEMM_OF_LAYOUT.get(str(found.get("layout")), place.gemm)
 
 
 def _parts(module: Any) -> Iterator[Any]:

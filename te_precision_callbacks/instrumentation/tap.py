@@ -40,9 +40,8 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.vocabulary import OPERANDS, OperandName, class_names
+from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, OperandName, class_names
 from te_precision_callbacks.coverage.gemm_events import (
-    GEMM_OF_LAYOUT,
     OUTSIDE,
     AttentionEvent,
     AttentionListener,

@@ -29,14 +29,7 @@ from te_precision_callbacks.statistics.table import (
     Statistic,
 )
 
-_ALIASES = {
-    "delayed_scaling": "fp8_delayed_scaling",
-    "current_scaling": "fp8_current_scaling",
-    "block_scaling": "fp8_block_scaling",
-    "fp8_current": "fp8_current_scaling",
-    "fp8_block": "fp8_block_scaling",
-}
-"""Other spellings: those in Transformer Engine's documentation that its code refuses, and short ones."""
+_ALIASES = {other: row.name for row in RECIPES.values() for other in row.other_names}
 
 PREFIXES: Mapping[str, tuple[str, ...]] = {
     recipe: (recipe, *(f"{recipe}_{name}" for name in ELEMENT_FORMATS if recipe in WITH_ELEMENT_FORMAT))
@@ -170,7 +163,7 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
         raise UnknownStatisticError(f"there is no statistic {name!r} of a quantized tensor")
     if element_format is not None and recipe not in WITH_ELEMENT_FORMAT:
         raise UnknownStatisticError(
-            f"{entry!r}: {_NO_CHOICE[recipe]}; leave '{element_format}_' out, or choose the format of"
+            f"{entry!r}: {RECIPES[recipe].fixed}; leave '{element_format}_' out, or choose the format of"
             f" {', '.join(WITH_ELEMENT_FORMAT[:-1])} or {WITH_ELEMENT_FORMAT[-1]}"
         )
     if STATISTICS[name].of in OF_BLOCKS and recipe in ONE_SCALE:
@@ -182,13 +175,6 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
         )
     label = entry if prefix is not None or not recipe else f"{recipe}_{entry}"
     return Request(label, STATISTICS[name], recipe, columnwise, e5m2=_is_e5m2(element_format))
-
-
-_NO_CHOICE = {
-    "nvfp4": "nvfp4 has E2M1 elements only",
-    "fp8_delayed_scaling": "fp8_delayed_scaling is read where a layer runs it, with the elements that it has there",
-}
-"""Recipe -> why the format of its elements cannot be chosen."""
 
 
 def _is_e5m2(element_format: str | None) -> bool | None:

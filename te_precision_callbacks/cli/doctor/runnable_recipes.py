@@ -14,17 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from te_precision_callbacks import reference
+from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.doctor.asking import ask
 from te_precision_callbacks.reference import target
-
-_CHECKS = {
-    "fp8_delayed_scaling": "check_fp8_support",
-    "fp8_current_scaling": "check_fp8_support",
-    "mxfp8": "check_mxfp8_support",
-    "fp8_block_scaling": "check_fp8_block_scaling_support",
-    "nvfp4": "check_nvfp4_support",
-}
-"""Recipe, of :data:`te_precision_callbacks.base.vocabulary.RECIPES` -> the function that checks whether it runs."""
 
 _REMEMBERED = ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT")
 """Where Transformer Engine keeps what its checks have found."""
@@ -87,7 +79,7 @@ def recipes_here() -> list[dict[str, Any]]:
 
 def _recipes(quantization: Any, place: str, *, chosen: bool) -> Recipes:
     try:
-        answers = {recipe: getattr(quantization, check)() for recipe, check in _CHECKS.items()}
+        answers = {name: getattr(quantization, row.check)() for name, row in RECIPES.items()}
     except Exception as error:  # a compiled build without a GPU, for example
         return Recipes(place, chosen, failure=f"{type(error).__name__}: {error}")
     refusals = {recipe: why for recipe, (runs, why) in answers.items() if not runs}

@@ -21,7 +21,6 @@ from te_precision_callbacks.base.vocabulary import (
     ONE_SCALE,
     RECIPES,
     ROWWISE,
-    WITH_ELEMENT_FORMAT,
 )
 from te_precision_callbacks.config.fields import names
 from te_precision_callbacks.config.levels import FeatureSchema
@@ -58,22 +57,16 @@ class Recipe:
     is_simulated: bool
 
 
-_WORDS = {
-    "fp8_delayed_scaling": ("all", "float32, from the amaxes of earlier steps", "E4M3; gradients E5M2"),
-    "fp8_current_scaling": ("all", "float32", "E4M3; gradients E5M2"),
-    "mxfp8": ("32", "a power of two (E8M0)", "E4M3"),
-    "fp8_block_scaling": ("128; in a weight 128 x 128", "a power of two (float32)", "E4M3"),
-    "nvfp4": ("16; in a weight 16 x 16", "E4M3 times one float32 of the tensor", "E2M1"),
-}
-
 _RECIPES = {
-    name: Recipe(
-        name,
-        *_WORDS[name],
-        formats=ELEMENT_FORMATS if name in WITH_ELEMENT_FORMAT else (),
-        is_simulated=name != "fp8_delayed_scaling",  # whose factor comes from earlier steps
+    row.name: Recipe(
+        row.name,
+        row.shares,
+        row.factor,
+        row.elements,
+        formats=() if row.fixed else ELEMENT_FORMATS,
+        is_simulated=row.name != "fp8_delayed_scaling",  # whose factor comes from earlier steps
     )
-    for name in RECIPES
+    for row in RECIPES.values()
 }
 
 

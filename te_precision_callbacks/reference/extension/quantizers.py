@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from te_precision_callbacks.base.vocabulary import QUANTIZERS, recipe_of
+from te_precision_callbacks.base.vocabulary import RECIPES, recipe_of
 from te_precision_callbacks.reference.errors import UnsupportedRecipeError
 from te_precision_callbacks.reference.extension import float8, float8_block, mxfp8, nvfp4
 
@@ -82,6 +82,6 @@ def casting_for(quantizer: Quantizer) -> Casting:
     if recipe is None:
         raise UnsupportedRecipeError(
             f"{type(quantizer).__name__}: the reference backend does not have this quantizer. It has"
-            f" {', '.join(QUANTIZERS)}."
+            f" {', '.join(row.quantizer for row in RECIPES.values())}."
         )
     return _CASTINGS[recipe]
