@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs.answers import precision_shares
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.aligning import align
 from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
 from te_precision_callbacks.views.compare.departures import Search
-from te_precision_callbacks.views.compare.differing_facts import facts_that_differ, precision_shares
+from te_precision_callbacks.views.compare.differing_facts import facts_that_differ
 from te_precision_callbacks.views.compare.errors import ComparisonError
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.order import Order

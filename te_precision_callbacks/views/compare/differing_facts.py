@@ -10,6 +10,7 @@ from typing import Any
 
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs.answers import precision_shares
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.tensor_sizes import sizes_of
@@ -77,18 +78,8 @@ def _config(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[Fact
         yield FactDifference("config", *(f"{number - _MOST_LINES} more lines that differ" for _ in range(2)))
 
 
-def precision_shares(run: RecordedRun) -> dict[str, float]:
-    """Precision -> its share of the multiply-adds that ran, at the end of the run; the largest first."""
-    macs: dict[str, int] = defaultdict(int)
-    for row in _products(run):
-        if row["macs"] and row["precision"]:
-            macs[row["precision"]] += row["macs"]
-    whole = sum(macs.values())
-    return {name: macs[name] / whole for name in sorted(macs, key=lambda name: -macs[name])}
-
-
 def _products(run: RecordedRun) -> list[dict[str, Any]]:
-    columns = ["scope", "layer", "gemm", "backward", "precision", "macs"]
+    columns = ["scope", "layer", "gemm", "precision"]
     return list(at_the_end(run.gemms).select(columns).to_pylist())
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
+from te_precision_callbacks.runs.answers import is_loss, loss_first
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.result import LossComparison, Yardstick
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Side
@@ -96,13 +97,8 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
 
 def _losses(side: Side) -> list[Subject]:
     """The trainer's numbers that are a loss of training, the likeliest first."""
-    words = {subject: _words(subject.statistic) for subject in side.scalars}
-    found = [subject for subject, of_it in words.items() if "loss" in of_it and "scale" not in of_it]
-    return sorted(found, key=lambda subject: (subject.statistic != "loss", "train" not in subject.statistic))
-
-
-def _words(name: str) -> list[str]:
-    return name.lower().replace("/", "_").replace(".", "_").split("_")
+    losses = {subject.statistic: subject for subject in side.scalars if is_loss(subject.statistic)}
+    return [losses[name] for name in loss_first(losses)]
 
 
 def _common(a: Side, b: Side, name: Subject) -> tuple[Ints, Floats, Floats]:

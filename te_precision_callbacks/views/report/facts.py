@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.runs.answers import loss_first, multiply_adds
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
-from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.views.report.subjects import layer_name
 
 _MOST_EVENTS = 2000
@@ -46,7 +46,7 @@ def scalars(run: RecordedRun) -> list[Curve]:
     table = run.scalars
     names = [name for name in pc.unique(table["name"]).to_pylist() if name] if len(table) else []
     of_training = set(pc.unique(run.metrics["name"]).to_pylist())
-    for name in sorted(names, key=lambda name: (name not in of_training, name != "loss", "loss" not in name, name)):
+    for name in sorted(loss_first(names), key=lambda name: name not in of_training):
         own = table.filter(pc.equal(table["name"].cast(pa.string()), name)).sort_by("iteration")
         iterations, values = own["iteration"].to_numpy(), own["value"].to_numpy()
         shown = _thinned(values, _MOST_POINTS)
@@ -72,11 +72,8 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
     Returns:
         Rows of ``precision``, ``backward`` and ``macs``; none where the run does not tell.
     """
-    found: dict[tuple[str, bool], int] = defaultdict(int)
-    for row in at_the_end(run.gemms).to_pylist():
-        if row["macs"]:
-            found[row["precision"] or "", bool(row["backward"])] += row["macs"]
-    return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in sorted(found.items())]
+    found = sorted(multiply_adds(run).items())
+    return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in found]
 
 
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:

@@ -14,12 +14,12 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs.answers import loss_first, precision_shares
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.sinks.worst import Lost, worst_first
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of, Worse
-from te_precision_callbacks.views.compare.differing_facts import precision_shares
 
 MOST_LAYERS = 3
 """The layers that are shown of each statistic."""
@@ -336,7 +336,7 @@ def _scalars(run: RecordedRun) -> Iterable[ScalarCurve]:
     table = run.metrics
     names = np.array(table["name"].to_pylist(), dtype=object)
     iterations, values = table["iteration"].to_numpy(), table["value"].to_numpy()
-    for name in sorted(set(names.tolist()), key=lambda name: ("loss" not in name, name)):
+    for name in loss_first(set(names.tolist())):
         chosen = names == name
         yield ScalarCurve(name, Curve(iterations[chosen], values[chosen]))
 
