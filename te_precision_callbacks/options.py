@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,17 +79,6 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
     return LogChoice(ranks[0] if ranks else "rank0", limits[0] if limits else LOG_LIMIT)
 
 
-def read_observe(observe: str) -> Observe:
-    """One of the paths, checked.
-
-    Raises:
-        OptionError: it is none.
-    """
-    if observe not in get_args(Observe):
-        raise OptionError(f"observe= must be one of {', '.join(map(repr, get_args(Observe)))}, not {observe!r}.")
-    return cast(Observe, observe)
-
-
 class SessionKeywords(TypedDict, total=False):
     """The keywords of :class:`SessionOptions`, for the signatures of the front doors."""
 
@@ -114,6 +104,34 @@ class SessionKeywords(TypedDict, total=False):
     strict: bool
     require: ContractSource
     on_broken: OnBroken
+
+
+@functools.cache
+def _hints() -> Mapping[str, Any]:
+    return get_type_hints(SessionKeywords)
+
+
+def check_value(key: str, value: object) -> None:
+    """Check a keyword whose type says what it takes: True or False, some texts, any text, or a process group.
+
+    Raises:
+        OptionError: it does not take the value.
+    """
+    hint = _hints()[key]
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if type(None) in kinds and value is None:
+        return
+    texts = [text for kind in kinds if get_origin(kind) is Literal for text in get_args(kind)]
+    if bool in kinds and str not in kinds and not isinstance(value, bool):
+        raise OptionError(f"{key}= must be True or False, not {value!r}.")
+    if texts and str not in kinds and value not in texts:
+        or_none = ", or None" if type(None) in kinds else ""
+        allowed = ", ".join(map(repr, texts))
+        raise OptionError(f"{key}= must be one of {allowed}{or_none}, not {value!r}.{suggestion(str(value), texts)}")
+    if hint is str and not isinstance(value, str):
+        raise OptionError(f"{key}= must be a text, not {value!r}.")
+    if torch.distributed.ProcessGroup in kinds and not isinstance(value, torch.distributed.ProcessGroup):
+        raise OptionError(f"{key}= must be a torch.distributed.ProcessGroup, not {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -205,9 +223,8 @@ class SessionOptions:
                 raise OptionError("step_on= is an option of PrecisionDebugCallback and PrecisionDebugger only.")
             if key not in known:
                 raise OptionError(f"There is no option {key!r}.{suggestion(key, known)}")
-        for key in ("reduce", "report", "precision_features_in_eval", "keep_precision", "allow_unmatched", "strict"):
-            if not isinstance(keywords.get(key, True), bool):
-                raise OptionError(f"{key}= must be True or False, not {keywords[key]!r}.")
+        for key, value in keywords.items():
+            check_value(key, value)
         if keywords.get("keep_precision") and keywords.get("precision_features_in_eval") is False:
             raise OptionError(
                 "keep_precision=True keeps the features that act in evaluation, but precision_features_in_eval=False"
@@ -221,20 +238,7 @@ class SessionOptions:
             raise OptionError("report=True makes a page of what is recorded, but records='off' records nothing.")
         if keywords.get("report") and find_spec("plotly") is None:
             raise MissingExtraError("te_precision_callbacks.views.report", "report")
-        read_observe(keywords.get("observe", "auto"))
-        on_broken = keywords.get("on_broken", "raise")
-        if on_broken not in get_args(OnBroken):
-            raise OptionError(f"on_broken= must be 'raise' or 'warn', not {on_broken!r}.")
-        layer_names = keywords.get("layer_names")
-        if layer_names is not None and layer_names not in get_args(LayerNames):
-            known_names = ", ".join(map(repr, get_args(LayerNames)))
-            raise OptionError(f"layer_names= must be one of {known_names}, or None, not {layer_names!r}.")
         check_scope(keywords.get("scope", ""))
-        if not isinstance(keywords.get("prefix", ""), str):
-            raise OptionError(f"prefix= must be a text, not {keywords['prefix']!r}.")
-        group = keywords.get("process_group")
-        if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
-            raise OptionError(f"process_group= must be a torch.distributed.ProcessGroup, not {group!r}.")
         log_dir = keywords.pop("log_dir", None)
         directories = keywords.pop("feature_dirs", ())
         if isinstance(directories, (str, os.PathLike)):
@@ -284,7 +288,7 @@ def spelled_out(front_door: FunctionT) -> FunctionT:
     ]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_in_yaml(hint))
-        for name, hint in get_type_hints(SessionKeywords).items()
+        for name, hint in _hints().items()
     ]
     front_door.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return front_door

@@ -28,7 +28,7 @@ _PACKAGE = Path(te_precision_callbacks.__file__).resolve().parent
 _FEATURES = _PACKAGE.parent / "features"
 _STANDS_FOR_OTHERS = ("reference", "numerics")
 """Parts that compute what Transformer Engine's compiled part would, or that it calls for that."""
-_GOES_BETWEEN = ("session",)
+_GOES_BETWEEN = ("session", "instrumentation", "coverage")
 """Parts that call Transformer Engine, so that its own waits have them on the stack."""
 _SYNCHRONIZING = "called a synchronizing CUDA operation"
 
@@ -132,9 +132,10 @@ def _ours(frame: FrameType | None) -> str | None:
 
 
 def _part(path: Path) -> str | None:
-    """The first folder, or the file, of this project that a source file is in."""
+    """The room of this project that a source file is in; of ``base`` the part in it."""
     if path.is_relative_to(_FEATURES):
         return _FEATURES.name
     if path.is_relative_to(_PACKAGE):
-        return path.relative_to(_PACKAGE).parts[0]
+        first, *rest = path.relative_to(_PACKAGE).parts
+        return rest[0] if first == "base" else first
     return None

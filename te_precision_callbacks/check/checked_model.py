@@ -36,7 +36,7 @@ from te_precision_callbacks.instrumentation.attaching import alike_in_words, wit
 from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.naming import Layer, Model, named_roots, named_te_modules
-from te_precision_callbacks.options import read_observe
+from te_precision_callbacks.options import check_value
 
 
 class ActingFeature(NamedTuple):
@@ -133,7 +133,7 @@ def check_model(
         raise OptionError("tokens= and batch= were given: a batch tells the tokens of each layer. Give one of them.")
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
-    read_observe(observe)
+    check_value("observe", observe)
     made = recipe_named(recipe) if isinstance(recipe, str) else recipe
     contract = read_contract(require)
     checked = _Check(model, config, made, tokens, batch, observe, unconverted, is_wanted=recipe != NONE).checked()

@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
+from te_precision_callbacks.base.vocabulary import Observe
 from te_precision_callbacks.check.accelerate_conversion import Conversion, Converted
 
 if TYPE_CHECKING:
@@ -192,15 +193,16 @@ def _checked(
     from te_precision_callbacks.check.factory import build_batch
     from te_precision_callbacks.check.named_recipes import recipe_named
     from te_precision_callbacks.config.contract import read_contract
-    from te_precision_callbacks.options import read_observe
+    from te_precision_callbacks.options import check_value
 
     notes: tuple[str, ...] = ()
     if convert is not None:
         recipe, notes = recipe_of_accelerate(recipe)
     recipe_named(recipe)  # a wrong name is told before a model is made
-    path = read_observe(observe)
+    check_value("observe", observe)
     contract = read_contract(require)
     batch = None if batch_spec is None else build_batch(batch_spec)
+    path = cast(Observe, observe)
     check = functools.partial(
         check_model, config=config, recipe=recipe, tokens=tokens, batch=batch, require=contract, observe=path
     )
