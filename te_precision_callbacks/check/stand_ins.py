@@ -138,6 +138,7 @@ class _StandIns:
     def module(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
         """In place of the forward of a module with GEMMs."""
         inp, layers = given["inp"], self._named.get(id(module), ())
+        _require_columns(inp, layer_features(module)[0][0], layers[0] if layers else type(module).__name__)
         own = self._own(inp, call_own, lambda: _results(module, inp))
         groups = len(layers) if hasattr(module, "num_gemms") else 1
         rows = [_rows(module, inp)] if groups == 1 else [int(split) for split in given["m_splits"]]
@@ -154,8 +155,10 @@ class _StandIns:
         inp = given["input"]
         if given.get("extra_inputs"):
             raise NotImplementedError(f"te.ops.{type(module).__name__} with several inputs cannot be planned")
-        result = self._own(inp, call_own, lambda: _result_of_operation(module, inp))
         layers = self._operations.get(id(module), ())
+        if layers:
+            _require_columns(inp, module.local_in_features, layers[0])
+        result = self._own(inp, call_own, lambda: _result_of_operation(module, inp))
         weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
         frozen = not any(weight.requires_grad for weight in weights)
         left_out = {Gemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}  # there is always a dgrad
@@ -242,6 +245,16 @@ def _counts() -> bool:
 
 
 # ---------------------------------------------------------------------- results on the meta device
+
+
+def _require_columns(inp: torch.Tensor, columns: int, layer: str) -> None:
+    """Refuse an input that the first GEMM of a layer cannot multiply: on the meta device nothing else would.
+
+    Raises:
+        TypeError: the last dimension is not ``columns``.
+    """
+    if not inp.dim() or inp.shape[-1] != columns:
+        raise TypeError(f"{layer!r} takes an input whose last dimension is {columns}, not one of shape {list(inp.shape)}")
 
 
 def _rows(module: Any, inp: torch.Tensor) -> int:

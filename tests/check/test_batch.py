@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -268,6 +269,15 @@ def test_batches_that_do_not_fit() -> None:
     assert "3, which is no batch" in wrong(3)
     with pytest.raises(BatchError, match="needs one model"):
         check_model([te.Linear(WIDTH, WIDTH)], load_config({}), recipe="none", batch=torch.ones(4, WIDTH))
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("part", [te.Linear, te.ops.Linear, te.LayerNormMLP])
+def test_a_batch_of_other_columns_is_refused(part: Callable[[int, int], torch.nn.Module], on_meta: bool) -> None:
+    with meta_device() if on_meta else contextlib.nullcontext():
+        model = torch.nn.Sequential(part(64, 64))
+    with pytest.raises(BatchError, match=r"'0[^']*' takes an input whose last dimension is 64, not .*\[16, 65\]"):
+        check_model(model, load_config(None), recipe="none", batch=torch.ones(16, 65))
 
 
 def test_a_recipe_of_the_models_own_forward_is_planned() -> None:
