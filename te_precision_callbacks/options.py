@@ -126,8 +126,7 @@ def check_value(key: str, value: object) -> None:
         raise OptionError(f"{key}= must be True or False, not {value!r}.")
     if texts and str not in kinds and value not in texts:
         or_none = ", or None" if type(None) in kinds else ""
-        allowed = ", ".join(map(repr, texts))
-        raise OptionError(f"{key}= must be one of {allowed}{or_none}, not {value!r}.{suggestion(str(value), texts)}")
+        raise OptionError(f"{key}= must be one of {', '.join(map(repr, texts))}{or_none}, not {value!r}.")
     if hint is str and not isinstance(value, str):
         raise OptionError(f"{key}= must be a text, not {value!r}.")
     if torch.distributed.ProcessGroup in kinds and not isinstance(value, torch.distributed.ProcessGroup):

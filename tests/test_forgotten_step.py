@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,3 +129,37 @@ def test_a_trainer_steps_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixt
     transformers.trainer(transformers.arguments(tmp_path, max_steps=2), callback).train()
     assert callback.session.iteration == 2
     assert said(caplog) == []
+
+
+def trained(folder: Path, *, eval_mode: bool = False, fails_before: str = "", **keywords: Any) -> InspectSession:
+    """Two steps of training, or a failure in the first one: before the optimizer's step, or before the session's."""
+    net = te.Linear(32, 32).train(not eval_mode)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session = InspectSession(CONFIG, model=net, log_dir=folder, on_broken="warn", **keywords)
+    with contextlib.suppress(ZeroDivisionError), session:
+        for _ in range(2):
+            net(torch.ones(16, 32)).sum().backward()
+            _ = 1 / (fails_before != "optimizer")
+            optimizer.step()
+            _ = 1 / (fails_before != "session")
+            session.step()
+    return session
+
+
+def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = trained(tmp_path, eval_mode=True)
+    assert not session.coverage()
+    (text,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert text.startswith("The optimizer has stepped, but all observed layers are in evaluation mode")
+    assert "Call model.train() before the training" in text
+
+
+def test_products_of_a_first_step_that_an_error_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They count as soon as the optimizer has stepped; before that the step may be half of one."""
+    whole = trained(tmp_path / "whole", fails_before="session", require="fp8 >= 50%")
+    assert [product.gemm for product in whole.coverage() if product.macs] == ["fprop", "wgrad"]
+    assert "breaks its precision contract" in caplog.text
+    caplog.clear()
+    half = trained(tmp_path / "half", fails_before="optimizer", require="fp8 >= 50%")
+    assert not half.coverage()
+    assert "never judged: the run has ended in its first step, before the optimizer's." in caplog.text

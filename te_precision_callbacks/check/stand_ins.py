@@ -254,7 +254,9 @@ def _require_columns(inp: torch.Tensor, columns: int, layer: str) -> None:
         TypeError: the last dimension is not ``columns``.
     """
     if not inp.dim() or inp.shape[-1] != columns:
-        raise TypeError(f"{layer!r} takes an input whose last dimension is {columns}, not one of shape {list(inp.shape)}")
+        raise TypeError(
+            f"{layer!r} takes an input whose last dimension is {columns}, not one of shape {list(inp.shape)}"
+        )
 
 
 def _rows(module: Any, inp: torch.Tensor) -> int:

@@ -1,16 +1,18 @@
-"""Says that a training loop calls no ``step()``, or too seldom: everything would belong to one debug iteration."""
+"""Says that a training loop forgets ``step()``, or ``model.train()``: all would be one iteration, or an evaluation."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.instrumentation.forward import MOST_FORWARDS
+from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.naming import NamedModule
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,11 @@ _REMEDIES: Mapping[str, str] = {
     "transformers": "The training has not raised the event on_step_end after these steps.",
 }
 _REMEDY = "Call step() of the session after each step of the optimizer."
+
+
+def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
+    """Whether all modules are in evaluation mode; False where there are none."""
+    return bool(modules) and not any(named.module.training for named in modules)
 
 
 class ForgottenSteps:
@@ -56,8 +63,24 @@ class ForgottenSteps:
         self._iteration = iteration
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
-    def end_step(self) -> None:
-        """Note that a debug iteration has ended."""
+    @property
+    def has_trained(self) -> bool:
+        """Whether an optimizer of the model has stepped since the last ``step()``."""
+        return any(self._is_of_model(optimizer) for optimizer in list(self._steps))
+
+    def end_step(self, modules: Sequence[NamedModule]) -> None:
+        """Note that a debug iteration has ended; warn after the first one if the model is trained in evaluation mode.
+
+        Args:
+            modules: the modules that are observed.
+        """
+        if not self.has_stepped and is_in_evaluation(modules) and self.has_trained and own_rank() == 0:
+            logger.warning(
+                "The optimizer has stepped, but all observed layers are in evaluation mode (%s). Their forwards count"
+                " as evaluations, so nothing is observed and no product is counted. Call model.train() before the"
+                " training, or ignore this warning if the layers are meant to stay so.",
+                " and ".join(folded((named.name for named in modules), most=2)),
+            )
         self.has_stepped = True
         self._steps.clear()
 

@@ -37,7 +37,7 @@ from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds, Terminated
-from te_precision_callbacks.session.forgotten import ForgottenSteps
+from te_precision_callbacks.session.forgotten import ForgottenSteps, is_in_evaluation
 from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.overflow_watch import OverflowWatch
 from te_precision_callbacks.session.results import Findings, Results
@@ -284,7 +284,7 @@ class Run:
             self.count_from(iteration)
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
-        self._forgotten.end_step()
+        self._forgotten.end_step(self.model.modules)
         self.inspector.report_events()
         self.model.say_refused()
         self.model.note_order()
@@ -450,7 +450,8 @@ class Run:
     def _judge_at_the_end(self, error: BaseException | None) -> None:
         """Judge the contract if that has not been done yet. An error that ends the run is not hidden."""
         attached, has_stepped = self.model.attached, self._forgotten.has_stepped
-        if attached and error is None and not has_stepped and not self.inspector.ended:
+        has_step = has_stepped or error is None or self._forgotten.has_trained  # an error may have left half a step
+        if attached and has_step and not has_stepped and not self.inspector.ended:
             self._note_unended()
         if self._contract is None or self._hurries or (error is not None and not attached):
             return
@@ -459,11 +460,16 @@ class Run:
             why_not = "the session has no model. Call attach(model) before the training"
         elif self.inspector.ended:
             why_not = "the script has called debug_api.end_debug()"
-        elif error is not None and not has_stepped:
-            why_not = "the run has ended in its first step"
+        elif not has_step:
+            why_not = "the run has ended in its first step, before the optimizer's"
+        elif is_in_evaluation(self.model.modules):
+            why_not = (
+                "the model is in evaluation mode, so its forwards count as evaluations. Call model.train() before the"
+                " training"
+            )
         findings, iteration = self._findings, self.inspector.iteration - has_stepped
         coverage = NOTHING
-        if iteration in findings.iterations and (has_stepped or error is None):
+        if iteration in findings.iterations and has_step:
             own = findings.coverage_at(iteration)
             coverage = Coverage((*own, *findings.coverage.of_other_ranks), state=own.state)
         changes = findings.audit.changes + findings.coverage.changes

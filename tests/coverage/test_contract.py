@@ -265,7 +265,7 @@ def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path) -> None:
 def test_what_the_keywords_take(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no precision 'fp9'"):
         InspectSession(CONFIG, require="fp9 >= 1%")
-    with pytest.raises(OptionError, match=r"on_broken= must be 'raise' or 'warn', not 'exit'"):
+    with pytest.raises(OptionError, match=r"on_broken= must be one of 'raise', 'warn', not 'exit'"):
         InspectSession(CONFIG, require="fp8 >= 1%", on_broken="exit")  # type: ignore[arg-type]
 
 
