@@ -155,8 +155,8 @@ def test_what_is_no_run(report: Any, tmp_path: Path) -> None:
 def test_a_run_without_numbers(report: Any, tmp_path: Path) -> None:
     from te_precision_callbacks.runs import RunWriter
 
-    with RunWriter.begin(tmp_path, run_id="nothing"):
-        pass
+    with RunWriter.begin(tmp_path, run_id="nothing") as run:  # as of a session that has not stepped
+        run.add_event("segment_started", "Debug iteration 0 is next.", iteration=0)
     code, _, error = report(str(tmp_path))
     assert code == 2
     assert "nothing was recorded" in error

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import transformer_engine.pytorch as te
 
 import te_precision_callbacks
-from te_precision_callbacks.base import ranks
+from te_precision_callbacks.base import garbage, ranks
 from te_precision_callbacks.base.ranks import messages, tree
 from te_precision_callbacks.coverage import parallel
 from te_precision_callbacks.engine import reduction
@@ -55,6 +55,7 @@ _GUARDS = {
     *((parallel.__file__, name) for name in ("meet", "settle", "several", "together", "_agree")),
     *((ranks.__file__, name) for name in ("is_distributed", "is_initialized")),
     *((messages.__file__, name) for name in ("open",)),
+    (garbage.__file__, "without_collections"),  # else the collector rests in all further runs
 }
 """The functions that guard the others, by file and name, with what they ask before that.
 

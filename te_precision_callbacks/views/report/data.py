@@ -114,16 +114,21 @@ class PageData:
         return cls(told, packed.texts)
 
 
+_OF_EVERY_RUN = {"segment_started", "segment_ended"}
+"""Kinds of events that say nothing of what happened."""
+
+
 def nonempty(run: RecordedRun) -> Subjects:
     """The subjects of a run.
 
     Raises:
         ReportError: nothing was recorded.
     """
-    if not (len(run.series) or len(run.scalars) or len(run.gemms) or len(run.events)):
+    happened = set(run.events["kind"].to_pylist()) - _OF_EVERY_RUN
+    if not (len(run.series) or len(run.scalars) or len(run.gemms) or happened):
         raise ReportError(
-            f"{visible(str(run.path))} has no numbers, no facts and no events: nothing was recorded. A run writes its"
-            " first records at the end of its first step; check that its config collects statistics."
+            f"{visible(str(run.path))} has no numbers, no coverage and no events: nothing was recorded. A run writes its"
+            " first records at the end of its first step. Train for a step at least."
         )
     return Subjects(run)
 

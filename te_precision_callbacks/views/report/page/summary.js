@@ -37,7 +37,7 @@ function coverageCard(report) {
   const total = (pass) => rows.filter((row) => pass === null || row.backward === pass).reduce((sum, row) => sum + row.macs, 0);
   if (!rows.length) {
     return [card("Coverage", {}, el("p", { class: "quiet" },
-      "The run does not say in which precision its matrix products ran. Runs of this package's own front doors do.")), () => {}];
+      "Nothing says in which precision the matrix products of this run ran: it was not recorded by this package, or no whole step has run.")), () => {}];
   }
   const precisions = [...new Set(rows.map((row) => row.precision))]
     .sort((a, b) => rank(a) - rank(b));
