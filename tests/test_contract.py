@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a type": ({"state": {"optimizer": "fp32"}}, r"'fp32' is no type. Did you mean 'float32'"),
     "by_step": ({"share": {"fp8": 1}, "by_step": 0}, r"'by_step' must be an integer >= 1, not 0"),
     "on_broken": ({"share": {"fp8": 1}, "on_broken": "exit"}, r"'on_broken' must be 'raise' or 'warn', not 'exit'"),
-    "a file": ("contracts.yaml", r"'contracts.yaml' does not exist"),
+    "a file": ("contracts.yaml", r"The contract file 'contracts.yaml' does not exist"),
 }
 
 

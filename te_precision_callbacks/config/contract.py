@@ -70,7 +70,7 @@ def read_contract(source: ContractSource) -> Contract | None:
         return source
     if isinstance(source, os.PathLike) or (isinstance(source, str) and source.endswith((".yaml", ".yml"))):
         twice = Problems()
-        data, places = read_yaml(Path(source).expanduser(), twice)
+        data, places = read_yaml(Path(source).expanduser(), twice, "contract")
         twice.raise_any()
         if not isinstance(data, Mapping) or set(data) != {CONTRACT}:
             raise ConfigError(

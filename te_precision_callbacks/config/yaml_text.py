@@ -73,17 +73,18 @@ class Places:
         return f"{where} (section {shown(section)})"
 
 
-def read_yaml(path: Path, problems: Problems) -> tuple[Any, Places]:
+def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any, Places]:
     """The content of a YAML file, and where its keys stand.
 
     Args:
         path: the file.
         problems: get the keys that are given twice.
+        what: what the file holds, in words.
 
     Raises:
         ConfigError: the file is missing, unreadable or too large, or is not YAML.
     """
-    text = _text_of(path)
+    text = _text_of(path, what)
     try:
         _check_events(text, path)
         loader = _Loader(text)
@@ -98,7 +99,7 @@ def read_yaml(path: Path, problems: Problems) -> tuple[Any, Places]:
             loader.dispose()
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"The config file {shown(str(path))} is not valid YAML: {_why_no_yaml(error, text)}"
+            f"The {what} file {shown(str(path))} is not valid YAML: {_why_no_yaml(error, text)}"
         ) from error
 
 
@@ -146,23 +147,23 @@ def _too_many() -> str:
     return f"has more than {MOST_ENTRIES:,} keys and values, counting an anchor's content wherever it is used."
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path, what: str) -> str:
     if path == Path():
-        raise ConfigError("The config's path is empty. Give the path of a YAML file, a mapping, or None.")
+        raise ConfigError(f"The {what}'s path is empty. Give the path of a YAML file, a mapping, or None.")
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         text = content.decode("utf-8") if len(content) <= MOST_BYTES else None
     except FileNotFoundError:
         raise ConfigError(
-            f"The config file {shown(str(path))} does not exist (looked in {shown(str(path.absolute().parent))})."
+            f"The {what} file {shown(str(path))} does not exist (looked in {shown(str(path.absolute().parent))})."
             + _similar_files(path)
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"The config file {shown(str(path))} cannot be read: {shortened(str(error))}.") from error
+        raise ConfigError(f"The {what} file {shown(str(path))} cannot be read: {shortened(str(error))}.") from error
     if text is None:
         raise ConfigError(
-            f"The config file {shown(str(path))} has more than {MOST_BYTES:,} bytes. Is it the right one?"
+            f"The {what} file {shown(str(path))} has more than {MOST_BYTES:,} bytes. Is it the right one?"
         )
     return text
 
