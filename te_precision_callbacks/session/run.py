@@ -348,12 +348,18 @@ class Run:
         self._chronicle.tell_checkpoint(self.inspector.iteration)
 
     def tell_of_loss(self, loss: ResumedLoss) -> None:
-        """Tell of the training loss before and after a resume, on one rank; it may lie on a device."""
+        """Tell of the training loss before and after a resume, on one rank; it may lie on a device.
+
+        A failure is logged and never raised, since the other ranks would go on without this one.
+        """
         try:
             if own_rank() == 0:
                 loss.tell(self._findings.resume)
         except Exception as error:
-            self._failures.report("comparing", "the loss before and after the resume", error)
+            try:
+                self._failures.report("comparing", "the loss before and after the resume", error)
+            except ObservationError as strict:
+                logger.warning("%s", strict)
 
     def _say_failed(self, text: str) -> None:
         self._chronicle.tell_failure(text, self._iteration_at_its_end)

@@ -449,3 +449,19 @@ def test_a_disk_that_takes_nothing_from_the_start(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "ended"
     assert done.stderr.count("nvidia-dlfw-inspect's log") == 1, done.stderr
     assert "--- Logging error ---" not in done.stderr
+
+
+def test_what_one_rank_alone_does_is_not_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 alone logs the loss before and after a resume: with ``strict=True`` others would go on without it."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("te_precision_callbacks.session.resumed_loss.ResumedLoss.tell", fail)
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, strict=True) as session:
+        net(torch.ones(16, 32)).sum().backward()
+        session.step()
+    assert "the loss before and after the resume" in caplog.text
