@@ -138,7 +138,8 @@ class SessionOptions:
     """The options of a session.
 
     Attributes:
-        config: the loaded config.
+        config: the config: a path, a mapping, or a loaded one. None: in every tenth step, statistics of every layer and
+            of what quantization loses in it (docs/statistics.md#the-default-config).
         log_dir: the folder for logs. None: the trainer's folder, or the current one.
         feature_dirs: folders of a user's own features; every ``.py`` file below them is executed.
         features: a user's own features, as classes.
@@ -161,12 +162,13 @@ class SessionOptions:
             ``"path"``: the paths in the module tree. None: as the config's own key ``layer_names`` says; without that
             key the paths, with a warning where the config's selectors would select other layers by upstream's names.
         scope: the prefix of this rank's layer names, where other ranks have other layers at the same paths: a text
-            such as ``"pp1"``, or a function that gives the prefix for a module's path. Empty: detected where possible,
-            see :mod:`te_precision_callbacks.layers.scopes`.
+            such as ``"pp1"``, or a function that gives the prefix for a module's path. Empty: taken from Megatron's
+            parallel state or from device meshes (docs/statistics.md#what-a-value-is-of).
         prefix: first part of every metric name.
-        log_filter: the metrics that go to the trainer's loggers; see :mod:`te_precision_callbacks.sinks.metrics`.
+        log_filter: which metrics go to the trainer's loggers: patterns with ``*`` and ``?``, one of which a metric's
+            name must match, or a function of the name. None: all (docs/statistics.md#in-the-loggers).
         debug: ``"activation_overflow"`` stops where an activation, the loss or a gradient becomes inf or nan;
-            ``"te_precision"`` is accepted, and changes nothing. See :mod:`te_precision_callbacks.debug_options`.
+            ``"te_precision"`` is accepted, and changes nothing. See docs/activation-overflow.md.
         observe: the path that layers take while features look at their tensors. ``"fused"``: the layers' own path, on
             which training is the same to the last bit; a feature that needs a tensor which that path never has is
             refused. ``"debug"``: Transformer Engine's debug path, which is unfused, and rounds some tensors otherwise.
@@ -177,7 +179,7 @@ class SessionOptions:
         allow_unmatched: a section that matches no layer warns instead of raising.
         strict: a failure in observation raises instead of being reported once, and so does a layer that Transformer
             Engine's debug path refuses, and a difference that the audit of a resume finds (docs/resuming.md).
-        require: what the run must hold, such as ``"fp8 >= 95%"``; see :mod:`te_precision_callbacks.config.contract`.
+        require: what the run must hold, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract).
             Judged after the third step, on all ranks that reduce together, again where precision changes, and at the
             end of a run that ends before.
         on_broken: what happens if it does not hold: ``"raise"`` a PrecisionContractError, or ``"warn"``.

@@ -1,10 +1,12 @@
-"""docs/files.md is what ``python tools/source_map.py`` prints."""
+"""Pages that are made from docstrings: docs/files.md, and the table of docs/options.md."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+from te_precision_callbacks.cli.manual import options_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,3 +17,8 @@ def test_the_page_is_made_from_the_docstrings() -> None:
     ).stdout
     remedy = "a docstring has changed: python tools/source_map.py > docs/files.md"
     assert made == (ROOT / "docs" / "files.md").read_text(encoding="utf-8"), remedy
+
+
+def test_the_table_of_options_is_made_from_the_docstring() -> None:
+    remedy = "a keyword has changed; python -m te_precision_callbacks.cli.manual.options_page prints the table"
+    assert options_page.table() in (ROOT / "docs" / "options.md").read_text(encoding="utf-8"), remedy
