@@ -14,7 +14,7 @@ from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
 from te_precision_callbacks.views.compare.judging_scales import scale_of
 from te_precision_callbacks.views.compare.spread import bounds
-from te_precision_callbacks.views.compare.wording import difference, where_first
+from te_precision_callbacks.views.compare.wording import difference, of_losses, where_first
 from tests.compare.recorded import Subject, Values, append, layers, record
 
 Floats = npt.NDArray[np.float64]
@@ -469,6 +469,29 @@ def test_a_loss_within_the_noise_is_no_finding(runs: Runs) -> None:
     )
     assert compare(a, b).has_findings
     assert not compare(a, b, noise=[noise]).has_findings
+
+
+@pytest.mark.parametrize("peak", [1e6, math.inf, math.nan])
+def test_a_spike_of_the_loss_is_told_though_its_running_median_is_not(runs: Runs, peak: float) -> None:
+    curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
+    spiked = curve.copy()
+    spiked[[20, 21]] = 100.0, peak
+    recorded = {"a": curve, "b": spiked, "alike": spiked}
+    a, b, alike = (
+        runs.record(f"spike {peak} {name}", numbers(0), scalars={"loss": values}) for name, values in recorded.items()
+    )
+    found = compare(a, b)
+    assert found.loss is not None
+    assert found.loss.spike is not None
+    assert (found.loss.spike.steps, found.loss.spike.iteration, found.loss.spike.a) == (2, 21, curve[21])
+    assert found.has_findings
+    assert any(text.startswith("A spike: ") for text in of_losses(found.loss))
+    with_noise = compare(a, b, noise=[alike]).loss
+    assert with_noise is not None
+    assert with_noise.spike is None, "the noise has it too"
+    same = compare(a, runs.record(f"spike {peak} same", numbers(0), scalars={"loss": 1.5 * curve})).loss
+    assert same is not None
+    assert same.spike is None
 
 
 # ---------------------------------------------------------------------- ranks and steps of a run

@@ -10,11 +10,14 @@ import numpy as np
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
 from te_precision_callbacks.runs.answers import is_loss, loss_first
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.views.compare.result import LossComparison, Yardstick
+from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, Yardstick
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Side
 
 _FP8_AGAINST_BF16 = ("FP8 against BF16", 0.0025, "DeepSeek-V3, arXiv 2412.19437, 3.3")
 _NVFP4_AGAINST_FP8 = ("NVFP4 against FP8, in the stable phase", 0.01, "NVIDIA, arXiv 2509.25149")
+
+_SPIKE = 10.0
+"""The factor between the losses of one step that counts, if the running medians are no tenth of it apart."""
 
 _PARTS_OF_WINDOW, _LEAST_WINDOW = 20, 5
 
@@ -92,7 +95,31 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
         int(iterations[largest]),
         max(floors, default=None),
         _yardsticks(difference, *shares),
+        _spike(curves, [found for side in noise if (found := _curves(a, side, name)) is not None]),
     )
+
+
+def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
+    """The steps whose losses are far apart though the running medians are not, unless the noise has such steps too."""
+    factors = _spikes(curves)
+    at = int(factors.argmax())
+    if factors[at] < _SPIKE or any(_spikes(each).max() >= factors[at] for each in noise):
+        return None
+    steps = int((factors >= _SPIKE).sum())
+    return LossSpike(steps, int(curves.iterations[at]), float(curves.a[at]), float(curves.b[at]))
+
+
+def _spikes(curves: LossCurves) -> Floats:
+    """The factor between two losses in each step; 1 where their running medians have a tenth of it or more."""
+    factors = _factors(curves.a, curves.b)
+    return np.where(factors >= _SPIKE * _factors(curves.smooth_a, curves.smooth_b), factors, 1.0)
+
+
+def _factors(a: Floats, b: Floats) -> Floats:
+    """The larger magnitude by the smaller one; inf where one of them alone is 0, inf or nan."""
+    x, y = (np.where(np.isfinite(values), np.abs(values), np.inf) for values in (a, b))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(x == y, 1.0, np.maximum(x, y) / np.minimum(x, y))
 
 
 def _losses(side: Side) -> list[Subject]:

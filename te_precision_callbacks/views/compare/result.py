@@ -176,6 +176,22 @@ class Yardstick:
 
 
 @dataclass(frozen=True)
+class LossSpike:
+    """Steps in which one loss is ten times the other or more, and the running medians are not.
+
+    Attributes:
+        steps: how many they are.
+        iteration: the one with the largest factor.
+        a, b: the losses there.
+    """
+
+    steps: int
+    iteration: int
+    a: float
+    b: float
+
+
+@dataclass(frozen=True)
 class LossComparison:
     """The loss curves, smoothed by a running median.
 
@@ -189,6 +205,7 @@ class LossComparison:
         largest: the largest |b - a| / |a| of the last three quarters, and ``largest_at`` its iteration.
         floor: the largest magnitude of ``relative`` among the sides of the noise; None without one.
         yardsticks: the known bounds.
+        spike: what the running median hides; None if there is nothing, or the noise has as much.
     """
 
     name: str
@@ -202,10 +219,13 @@ class LossComparison:
     largest_at: int
     floor: float | None
     yardsticks: tuple[Yardstick, ...]
+    spike: LossSpike | None = None
 
     @property
     def is_finding(self) -> bool:
-        """Whether the difference is beyond a yardstick that is for these runs, and beyond the noise."""
+        """Whether there is a spike, or the difference is beyond a yardstick that is for these runs, and the noise."""
+        if self.spike is not None:
+            return True
         broken = any(yardstick.holds is False for yardstick in self.yardsticks)
         return broken and (self.floor is None or abs(self.relative) > self.floor)
 

@@ -84,6 +84,12 @@ def of_losses(loss: LossComparison) -> Iterator[str]:
         f" {number(loss.a)} and {number(loss.b)}, so B is {_percent(loss.relative)} off; at most"
         f" {_percent(loss.largest, signed=False)}, at step {loss.largest_at}."
     )
+    if loss.spike is not None:
+        others = "" if loss.spike.steps == 1 else f", the largest of {loss.spike.steps} such steps"
+        yield (
+            f"A spike: {number(loss.spike.a)} and {number(loss.spike.b)} at step {loss.spike.iteration}{others}. The"
+            " running median hides it."
+        )
     if loss.floor is not None:
         yield f"The runs of the noise floor are {_percent(loss.floor, signed=False)} off there."
     for yardstick in loss.yardsticks:
