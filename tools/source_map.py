@@ -1,4 +1,4 @@
-"""docs/files.md: each file of the package with the first line of its docstring, and the tree of exceptions.
+"""docs/files.md: each file of the package with the first line of its docstring or comment, and the tree of exceptions.
 
     python tools/source_map.py > docs/files.md
 
@@ -18,16 +18,19 @@ BASE_OF_EXCEPTIONS = "PrecisionDebugError"
 
 
 def rooms() -> Mapping[str, list[Path]]:
-    """Folder, from the root of the repository -> its Python files, each folder after the one that holds it."""
+    """Folder, from the root of the repository -> its sources, each folder after the one that holds it."""
     found: dict[str, list[Path]] = {}
     for top in (PACKAGE, "features"):
-        for path in sorted((ROOT / top).rglob("*.py"), key=lambda path: (path.parent.parts, path.name)):
+        sources = (path for ending in ("*.py", "*.js") for path in (ROOT / top).rglob(ending))
+        for path in sorted(sources, key=lambda path: (path.parent.parts, path.name)):
             found.setdefault(path.parent.relative_to(ROOT).as_posix(), []).append(path)
     return found
 
 
 def purpose(path: Path) -> str:
-    """The first sentence or line of a module's docstring, as Markdown."""
+    """The first paragraph of a module's docstring, or the first line of a script, as Markdown."""
+    if path.suffix == ".js":
+        return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("//").strip()
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first = " ".join(docstring.partition("\n\n")[0].split())
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", first).replace("``", "`").replace("|", "\\|")
@@ -52,7 +55,7 @@ def exceptions() -> Mapping[str, list[tuple[str, str]]]:
     """Base class -> its subclasses, each with the first line of its docstring."""
     bases: dict[str, list[tuple[str, str]]] = {}
     for paths in rooms().values():
-        for path in paths:
+        for path in (path for path in paths if path.suffix == ".py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef) and node.bases:
                     first = (ast.get_docstring(node) or "").partition("\n\n")[0]

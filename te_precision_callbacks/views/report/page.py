@@ -1,4 +1,4 @@
-"""An HTML page that needs nothing but itself: its data, its script, and the plotting library. The page of a run.
+"""The frame of an HTML page that needs nothing but itself. Its contents are the scripts in ``page/``.
 
 write_report(run, "report.html")
 """
