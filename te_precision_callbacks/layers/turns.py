@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 Thing = TypeVar("Thing")
 
-AT_ONCE = 8
+AT_ONCE = 2
 """How many modules a step looks at if nothing is due in it, however large the model is."""
 
 
