@@ -15,7 +15,7 @@ import torch
 from te_precision_callbacks.coverage.precision_audit import Operand, PrecisionAudit, formats_of_fused_path, of_fprop
 from te_precision_callbacks.coverage.precision_history import Format
 from te_precision_callbacks.layers.forwards import ForwardClassifier
-from te_precision_callbacks.layers.turns import AT_ONCE, Turns
+from te_precision_callbacks.layers.turns import Turns
 
 
 class RestingLayers:
@@ -101,7 +101,7 @@ class RestingLayers:
             all_at_once: whether all modules are looked at.
         """
         self._audit.leave(iteration)
-        looked: Iterable[torch.nn.Module] = self._turns.take(AT_ONCE + len(armed))
+        looked: Iterable[torch.nn.Module] = self._turns.take(len(armed))
         self._follow_trainable(looked)
         self._follow_suspicions()
         for module in new:

@@ -69,7 +69,7 @@ from te_precision_callbacks.instrumentation.handed import (
 )
 from te_precision_callbacks.layers.forwards import ForwardKind, outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedOperation
-from te_precision_callbacks.layers.turns import AT_ONCE, Turns
+from te_precision_callbacks.layers.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ class GemmTap:
             all_operations: whether all are looked at, and not only those that have their turn.
         """
         self._orders = itertools.count()
-        looked = self._operations.values() if all_operations else self._turns.take(AT_ONCE)
+        looked = self._operations.values() if all_operations else self._turns.take()
         self.has_new_operations = any(_recipe_of(each) != self._recipes[id(each.module)] for each in looked)
         if self.has_new_operations:
             self._recipes = self._recipes_of_operations()

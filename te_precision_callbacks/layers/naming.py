@@ -339,14 +339,11 @@ class ModuleTree:
         """Note that a module gets a child, for :meth:`seems_changed`."""
         self._has_grown = self._has_grown or id(module) in self._ids
 
-    def seems_changed(self, at_once: int) -> bool:
+    def seems_changed(self) -> bool:
         """Whether a module was added or replaced since, as far as registrations were noted; any other change is seen
         when the module's turn comes.
-
-        Args:
-            at_once: how many modules are looked at.
         """
-        return self._has_grown or any(module._modules != before for module, before in self._turns.take(at_once))
+        return self._has_grown or any(module._modules != before for module, before in self._turns.take())
 
     def changed(self) -> bool:
         """Whether a module was added, replaced, moved or removed since."""

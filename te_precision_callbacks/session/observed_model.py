@@ -44,7 +44,6 @@ from te_precision_callbacks.layers.naming import (
     named_roots,
     named_te_modules,
 )
-from te_precision_callbacks.layers.turns import AT_ONCE
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.session.results import Findings
 from te_precision_callbacks.sinks.step_records import LayerInfo
@@ -284,7 +283,7 @@ class ObservedModel:
         """Whether the model is another one, looked at as a whole only where something suggests it."""
         outside, self._known_outside = self._known_outside, len(self._hooks.unwatched)
         tree = self._tree
-        if tree is None or not (tree.seems_changed(AT_ONCE) or self._known_outside != outside):
+        if tree is None or not (tree.seems_changed() or self._known_outside != outside):
             return False
         return tree.changed()
 
