@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="dumps", help="List, show and compare dumped tensors.", no_args_is_help=True)
 
+_ENDINGS, _MOST_FOREIGN = (".safetensors", ".pt"), 3
+"""How the names of dumps end; of files with other names so many are listed."""
+
 AllowPickle = Annotated[
     bool,
     typer.Option(
@@ -74,9 +77,16 @@ def list_command(
         iteration = "" if header.iteration is None else header.iteration
         cells = (iteration, header.layer, header.tensor, header.micro_batch, header.rank, ", ".join(what))
         table.add_row(*map(terminal.cell, (*cells, f"{entry.size:,}", place)))
-    terminal.show(table)
+    if found:
+        terminal.show(table)
+    else:
+        terminal.show_text(f"{folder}: no dumps. DumpTensors writes them below <log_dir>/tensor_dumps.")
+    others = [file for file in found.foreign if file.path.suffix not in _ENDINGS]
     for file in found.foreign:
-        terminal.show(terminal.cell(f"not a dump: {file.path}: {file.why}"))
+        if file not in others or len(others) <= _MOST_FOREIGN:
+            terminal.show(terminal.cell(f"not a dump: {file.path}: {file.why}"))
+    if len(others) > _MOST_FOREIGN:
+        terminal.show_text(f"{len(others)} files of other kinds, such as {others[0].path}; --json lists them.")
 
 
 @app.command("show")

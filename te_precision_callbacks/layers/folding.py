@@ -137,12 +137,21 @@ class ShortNames:
         """Names of one form, with as little left out as fits all of them."""
         rows = [_SEGMENT.findall(name) for name in names]
         befores = [["".join(row[:place]) for place in range(len(row))] for row in rows]
+        shortened: list[list[int]] = []
         for places in self._order(rows, befores):
             if max(map(_width, rows)) <= most:
                 break
             for row, before, place in ((*both, place) for both in zip(rows, befores, strict=True) for place in places):
                 siblings = self._following[before[place]]
                 row[place] = _LEFT_OUT if len(siblings) == 1 else _stem(row[place], siblings)
+            shortened.append(places)
+        for (place,) in reversed(shortened[1:]):  # the last cut may have made more room than was needed
+            longer = [
+                [*row[:place], _SEGMENT.findall(name)[place], *row[place + 1 :]]
+                for row, name in zip(rows, names, strict=True)
+            ]
+            if max(map(_width, longer)) <= most:
+                rows = longer
         return [_without_middle(_joined(row), most) for row in rows]
 
     def _order(self, rows: Sequence[Sequence[str]], befores: Sequence[Sequence[str]]) -> Iterator[list[int]]:

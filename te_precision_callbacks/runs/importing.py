@@ -41,7 +41,7 @@ from te_precision_callbacks.runs.run_files import missing_numbers
 from te_precision_callbacks.runs.tables import FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.sinks.log_file import older_half
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.series import family_of, parsed_log_name
+from te_precision_callbacks.statistics.series import badness, family_of, parsed_log_name, sign_of
 from te_precision_callbacks.statistics.table import Of
 
 STATISTICS_FOLDER, EVENTS_FOLDER = "nvdlfw_inspect_statistics_logs", "nvdlfw_inspect_logs"
@@ -137,6 +137,7 @@ def import_logs(path: Path, logs: _Logs) -> RecordedRun:
     segments = sorted({part.segment for _, part in parts if len(part.value)})
     times = {iteration: time for _, part in reversed(parts) for iteration, time in part.times.items()}
     index, table = _assemble(parts, layers)
+    _note_unknown_first_steps(table, index, notes)
     iterations = np.unique(table["iteration"].to_numpy())
     own: list[str] = [name for name in layers if name]
     rows = [{"layer_id": number, "scope": "", "layer": name, "since": 0} for number, name in enumerate(own)]
@@ -503,6 +504,35 @@ def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
     place = table.column_names.index("flags")
     flags = table["flags"].to_numpy() | np.where(first, STEP0, 0).astype(np.uint8)
     return table.set_column(place, table.schema.field(place), pa.array(flags))
+
+
+def _note_unknown_first_steps(table: pa.Table, index: SeriesIndex, notes: list[str]) -> None:
+    """Say where the worst numbers may be delayed scaling's first step: no factor tells whether they are."""
+    flags, iterations, values = (table[name].to_numpy() for name in ("flags", "iteration", "value"))
+    series = table["series"].to_numpy()
+    families = [family_of(subject.tensor, subject.statistic) for subject in index.subjects]
+    with_factor = {
+        (subject.layer, subject.tensor, subject.rank)
+        for subject, family in zip(index.subjects, families, strict=True)
+        if family.request is not None and family.request.statistic.of is Of.SCALES
+    }
+    judged, first_is_worst = 0, 0
+    for number, (subject, family) in enumerate(zip(index.subjects, families, strict=True)):
+        if not (family.has_direction and family.is_of_delayed_scaling):
+            continue
+        rows = slice(*np.searchsorted(series, (number, number + 1)).tolist())
+        own = values[rows]
+        if (subject.layer, subject.tensor, subject.rank) in with_factor or len(own) < 2 or iterations[rows][0]:
+            continue
+        if not flags[rows][0] & STEP0:
+            bad = badness(own, sign_of(family.worse))
+            judged, first_is_worst = judged + 1, first_is_worst + int(bad[0] > bad[1:].max())
+    if 2 * first_is_worst > judged:
+        notes.append(
+            f"In {first_is_worst} of {judged} series of quantization the number of step 0 is the worst. With delayed"
+            " scaling that step has no scale yet and says nothing of others, but this log does not tell the recipe. Log"
+            " scale_inv_min too: by it such a step is known, and left out."
+        )
 
 
 def _begins_unscaled(factors: npt.NDArray[np.float64], at_begin: npt.NDArray[np.bool_]) -> bool:

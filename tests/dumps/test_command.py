@@ -71,11 +71,27 @@ def test_list_command(folder: Path) -> None:
     assert "bfloat16, MXFP8TensorStorage" in lines[places[0]]
     assert "a pickle without a header" in output
     assert any(line.startswith("not a dump:") and "notes.txt" in line for line in lines)
+    others = [folder / f"events{number}.log" for number in range(4)]
+    for other in others:
+        other.write_text("no dump")
+    broken = folder / "broken.safetensors"
+    broken.write_bytes(b"no header")
+    _, output = run("list", folder)
+    assert "5 files of other kinds" in output
+    assert f"not a dump: {broken}" in output
+    for other in (*others, broken):
+        other.unlink()
     code, output = run("list", folder, "--json")
     answer = json.loads(output)
     assert code == 0
     assert [entry["header"] and entry["header"]["iteration"] for entry in answer["dumps"]] == [9, 9, 10, 10, None]
     assert [Path(file["path"]).name for file in answer["foreign"]] == ["notes.txt"]
+
+
+def test_a_folder_without_dumps(tmp_path: Path) -> None:
+    code, output = run("list", tmp_path)
+    assert code == 0
+    assert "no dumps" in output
 
 
 def test_show_command(tmp_path: Path) -> None:

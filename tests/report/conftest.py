@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -90,6 +92,12 @@ class Look:
             )
         )
         return box[0] + left, box[1] + top
+
+    def saved(self, button: Locator) -> list[list[str]]:
+        """The rows of the CSV file that a button saves."""
+        with self.page.expect_download() as download:
+            button.click()
+        return list(csv.reader(io.StringIO(Path(download.value.path()).read_text())))
 
     def tip(self) -> str:
         """What is said of the place under the mouse."""

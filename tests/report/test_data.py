@@ -128,7 +128,7 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     assert overview.cells[REDUCED].tolist() == [[math.inf, math.inf]]
     assert overview.worst_at[REDUCED].tolist() == [0]
     told = PageData.of(run, 10**7).told
-    assert told["families"][0]["delayed"] is False, "the page says nothing of delayed scaling"
+    assert told["families"][0]["left"] == {}, "the page says nothing of delayed scaling"
     assert told["findings"] == [{"family": 0, "items": [], "counted": True}]
 
 

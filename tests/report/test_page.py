@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 import pytest
-from playwright.sync_api import Locator
 
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.views.report import write_report
@@ -215,15 +212,9 @@ def test_links_restore_what_was_looked_at(look: Look, report: Path) -> None:
     look.page.wait_for_selector("nav a[data-page=profile][aria-current]")
 
 
-def saved(look: Look, button: Locator) -> list[list[str]]:
-    with look.page.expect_download() as download:
-        button.click()
-    return list(csv.reader(io.StringIO(Path(download.value.path()).read_text())))
-
-
 def test_csv_has_the_numbers_of_the_run(look: Look, report: Path) -> None:
     look.open(report, "page=heatmap&statistic=dynamic_range&tensor=activation")
-    head, *rows = saved(look, look.page.locator("button.csv"))
+    head, *rows = look.saved(look.page.locator("button.csv"))
     grid = RUN.grid("dynamic_range", "activation")
     assert head == ["layer", "first step", "last step", "value", "exact"]
     assert len(rows) == grid.values.size
@@ -235,7 +226,7 @@ def test_csv_has_the_numbers_of_the_run(look: Look, report: Path) -> None:
     for number in range(
         0, look.page.locator("button.csv").count(), 2
     ):  # a browser lets a script save ten files in a row
-        assert len(saved(look, look.page.locator("button.csv").nth(number))) > 3
+        assert len(look.saved(look.page.locator("button.csv").nth(number))) > 3
 
 
 def test_the_depth_profile(look: Look, report: Path) -> None:
@@ -363,7 +354,7 @@ def test_names_do_no_harm(look: Look, tmp_path: Path) -> None:
     texts = look.page.locator(".plot .yaxislayer-above text, .plot .yaxislayer-below text").all_text_contents()
     assert NASTY[0] in texts
     assert look.page.locator(".plot .yaxislayer-above tspan, .plot .yaxislayer-above a").count() == 0
-    _, *rows = saved(look, look.page.locator("button.csv"))
+    _, *rows = look.saved(look.page.locator("button.csv"))
     assert {"'=HYPERLINK(1)", NASTY[3]} <= {row[0] for row in rows}
 
 
@@ -417,7 +408,7 @@ def test_what_is_not_exact_says_so(look: Look, tmp_path: Path) -> None:
     card = look.page.locator(".card", has=look.page.get_by_role("heading", name="sqnr_db"))
     card.locator(".badge").wait_for()
     assert card.locator(".badge").inner_text() == "exact", "the worst layer's curves are exact"
-    _, *rows = saved(look, card.locator("button.csv"))
+    _, *rows = look.saved(card.locator("button.csv"))
     assert {row[4] for row in rows} == {"true"}
 
 

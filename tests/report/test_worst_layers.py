@@ -154,7 +154,7 @@ def test_the_page_says_why_a_layer_is_listed(trained: Trained, look: Look, tmp_p
     look.open(write_report(trained.run, tmp_path / "report.html"))
     card = look.page.locator(".finding", has_text="sqnr_db of weight")
     (row, *_) = card.locator("tbody tr").all()
-    assert row.locator("small").inner_text().startswith("underflows% ")
+    assert row.locator("small").inner_text().startswith("worst underflows% ")
     assert row.locator("a").first.inner_text() in trained.lossy
 
 

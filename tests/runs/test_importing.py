@@ -291,7 +291,25 @@ def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(delayed: Path)
     assert worst.worst_iteration > 0
     assert worst.curve.iterations.tolist() == [1, 2]
     told = PageData.of(run, 10**7).told
-    assert [family["delayed"] for family in told["families"]] == [True, True], "and then the caption says so"
+    assert [len(family["left"]) for family in told["families"]] == [1, 1], "and then the caption says so"
+
+
+@pytest.mark.parametrize(
+    ("statistic", "values", "said"),
+    [
+        ("underflows%", (21.5, 0.1, 0.2), True),
+        ("underflows%", (0.1, 0.2, 0.1), False),
+        ("mxfp8_underflows%", (21.5, 0.1, 0.2), False),
+        ("l1_norm", (21.5, 0.1, 0.2), False),
+    ],
+    ids=["first is worst", "first is not", "another recipe", "not of quantization"],
+)
+def test_a_first_step_that_may_be_of_delayed_scaling_is_told(
+    tmp_path: Path, statistic: str, values: tuple[float, ...], said: bool
+) -> None:
+    log(tmp_path, "".join(line(f"a_gradient_{statistic}", it, value) for it, value in enumerate(values)))
+    notes = [note for note in open_run(tmp_path).notes if "Log scale_inv_min too" in note]
+    assert len(notes) == said
 
 
 def test_a_bar_on_a_terminal_only(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -325,3 +326,14 @@ def test_a_curve_has_gaps_and_marks() -> None:
     assert sparkline(np.array([3]), np.array([2.0]), 10) == "▁"
     assert sparkline(np.empty(0, np.int64), np.empty(0), 10) == ""
     assert sparkline(np.arange(2), np.array([-1e308, 1e308]), 5) == "▁█"
+
+
+def test_shares_can_be_told_apart_without_colour(tmp_path: Path) -> None:
+    view = dataclasses.replace(look(record(tmp_path, values())), coverage={"fp8": 0.75, "fp32": 0.25})
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as captured:
+        console.print(Screen(view))
+    _, head, bar, names, *_ = captured.get().splitlines()
+    assert f"statistics of steps 0 to {STEPS - 1}" in head
+    assert bar.strip() == "█" * 45 + "▒" * 15
+    assert names.split() == ["█", "FP8", "75.0", "%", "▒", "FP32", "25.0", "%"]

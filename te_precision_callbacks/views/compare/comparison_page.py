@@ -189,7 +189,7 @@ def _family(grid: Grid, columns: Columns, packed: Packed) -> dict[str, Any] | No
         "unit": grid.unit,
         "formula": f"How far B is from A, in {_UNITS.get(grid.unit, grid.unit)}; from {grid.bound:.3g} on it counts",
         "worse": Worse.AWAY_FROM_ZERO.value,
-        "delayed": False,
+        "left": {},
         "ranks": sorted(of_rank),
         "rows": rows,
         "first": first,

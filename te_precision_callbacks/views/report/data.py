@@ -226,7 +226,11 @@ class _FamilyOnPage:
             "unit": "" if row is None else row.unit,
             "formula": "" if row is None else row.formula,
             "worse": None if family.worse is None else family.worse.value,
-            "delayed": bool(overview.blank.any()),
+            "left": {
+                str(rank): packed.put(np.flatnonzero(left).astype(np.int32))
+                for rank, left in overview.left.items()
+                if left.any()
+            },
             "ranks": overview.of.ranks,
             "rows": packed.put(overview.layers.astype(np.int32)),
             "first": packed.put(overview.columns.first.astype(np.int64)),

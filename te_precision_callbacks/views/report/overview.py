@@ -107,7 +107,7 @@ class Overview:
         worst, worst_at: rank -> [rows]: the worst number of each layer, and its iteration; iteration -1 for none.
         last, last_at: likewise for the last number.
         exact: iteration -> rank -> [rows], the numbers of that iteration; nan where there is none.
-        blank: [columns], bool: whether it has numbers of delayed scaling's first step.
+        left: rank -> [rows, columns], bool: whether all numbers there are of delayed scaling's first step.
     """
 
     of: FamilySeries
@@ -121,7 +121,7 @@ class Overview:
     last: dict[int, Floats] = field(default_factory=dict)
     last_at: dict[int, Ints] = field(default_factory=dict)
     exact: dict[int, dict[int, Floats]] = field(default_factory=dict)
-    blank: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    left: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     @property
     def family(self) -> Family:
@@ -214,9 +214,9 @@ class _Maker:
         if self._made is None:
             made = self._made = Overview(self._of, self._of.rows, self._columns)
             shape = (len(made.layers), len(self._columns))
-            made.blank = np.zeros(len(self._columns), bool)
             for rank in self._of.ranks:
-                made.cells[rank], made.present[rank] = np.full(shape, np.nan), np.zeros(shape, bool)
+                made.cells[rank] = np.full(shape, np.nan)
+                made.present[rank], made.left[rank] = np.zeros(shape, bool), np.zeros(shape, bool)
                 made.series[rank], made.worst_at[rank], made.last_at[rank] = (
                     np.full(len(made.layers), -1) for _ in range(3)
                 )
@@ -229,7 +229,7 @@ class _Maker:
         row, rank = self._row_of[series]
         family = self._of.family
         counts = ~family.leaves_out(flags)
-        made.blank[self._columns.column_of(iterations[~counts])] = True
+        made.left[rank][row, self._columns.column_of(iterations[~counts])] = True
         if counts.any():
             self._add_counting(made, (row, rank), iterations[counts], values[counts])
         made.series[rank][row] = series
@@ -258,13 +258,16 @@ class _Maker:
     def made(self) -> Overview:
         """The overview, without empty columns; with the worst of all ranks where there are several."""
         made = self._begun()
-        any_number = made.blank.copy()  # else a neighbour's cell would reach over it
-        for present in made.present.values():
-            any_number |= present.any(0)
+        any_number = np.zeros(len(self._columns), bool)
+        for rank, present in made.present.items():
+            any_number |= present.any(0) | made.left[rank].any(0)  # else a neighbour's cell would reach over it
+            made.left[rank] &= ~present
         chosen = np.flatnonzero(any_number)
-        made.columns, made.blank = self._columns.take(chosen), made.blank[chosen]
-        for rank in made.cells:
-            made.cells[rank], made.present[rank] = made.cells[rank][:, chosen], made.present[rank][:, chosen]
+        made.columns = self._columns.take(chosen)
+        made.cells = {rank: cells[:, chosen] for rank, cells in made.cells.items()}
+        made.present, made.left = (
+            {rank: each[:, chosen] for rank, each in of_rank.items()} for of_rank in (made.present, made.left)
+        )
         if len(made.cells) > 1:
             self._combine(made)
         return made
@@ -285,3 +288,4 @@ class _Maker:
             present = is_there if present is None else present | is_there
         made.cells[ALL_RANKS] = cells
         made.present[ALL_RANKS] = np.zeros(cells.shape, bool) if present is None else present
+        made.left[ALL_RANKS] = np.logical_or.reduce(list(made.left.values())) & ~made.present[ALL_RANKS]

@@ -93,6 +93,7 @@ def heatmap(
     if step is not None:
         axes.axvline(step, color="black", linewidth=0.8, linestyle=":")
     axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True)
     unit = "" if family.family.request is None else family.family.request.statistic.unit
     figure.colorbar(mesh, ax=axes, label=unit, pad=0.01)
     note = "; nan and inf in magenta" if outside.any() else ""
@@ -193,11 +194,15 @@ def layer(
                 table = run.values([int(series)])
                 text = one.family.tensor + ("" if rank < 0 else f", rank {rank}")
                 colour = _COLOURS[number % len(_COLOURS)]
-                axes.plot(table["iteration"], table["value"], color=colour, linewidth=1.1, label=_plain_text(text))
+                # Delayed scaling's first steps, which have no scale yet, are gaps.
+                unscaled = one.family.leaves_out(table["flags"].fill_null(0).to_numpy())
+                values = np.where(unscaled, np.nan, table["value"].to_numpy())
+                axes.plot(table["iteration"], values, color=colour, linewidth=1.1, label=_plain_text(text))
         low, high = _span(axes)
         if low > 0 and high > 100 * low:
             axes.set_yscale("log")
         axes.set_title(_plain_text(base), loc="left", fontsize=9)
+        axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.25)
         axes.legend(fontsize=7, frameon=False, ncols=3)
     if left_out:
@@ -266,6 +271,7 @@ def _draw_exponents(
         _plain_text(f"exponents of {tensor}; solid: recorded scales, dotted: assumed"), loc="left", fontsize=9
     )
     axes.yaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
+    axes.locator_params(axis="both", integer=True)
     axes.legend(fontsize=7, ncols=3, loc="upper left", framealpha=0.7)
     figure.colorbar(mesh, ax=axes, label="share (%)", pad=0.01)
 

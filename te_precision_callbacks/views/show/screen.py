@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -14,7 +15,7 @@ from te_precision_callbacks.views.show.sparklines import sparkline
 from te_precision_callbacks.views.show.view import Event, RunView, ScalarCurve, WorstSeries
 
 _LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
-_BLOCK = "█"
+_BLOCK, _SHADES = "█", "█▒░▓"
 _HEADERS = ("last", "worst @ step")
 
 _COLOURS = {"nvfp4": "magenta", "mxfp8": "cyan", "fp8": "green"}
@@ -36,7 +37,7 @@ class Screen:
         yield Text(_head(view), style="bold", overflow="fold")
         yield Text(_facts(view), overflow="fold")
         if view.coverage:
-            yield from _coverage(view.coverage, width)
+            yield from _coverage(view.coverage, width, _BLOCK if console.color_system else _SHADES)
         yield from (_scalar(scalar, width, view.metric_names) for scalar in view.scalars)
         for statistic, worst in view.worst.items():
             if worst:
@@ -83,20 +84,20 @@ def _facts(view: RunView) -> str:
     if view.segments > 1:
         told.append(f"{view.segments} segments")
     if view.first is not None:
-        told.append(f"steps {view.first} to {view.last}")
+        told.append(f"statistics of steps {view.first} to {view.last}")
     told.append(f"{view.series:,} series")
     if view.source != "te-precision-callbacks":
         told.append(f"a log of {view.source}: layers, coverage and the trainer's numbers are not in it")
     return visible(", ".join(told))
 
 
-def _coverage(coverage: dict[str, float], width: int) -> Iterator[Text]:
-    """A bar of the shares, and their numbers."""
+def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[Text]:
+    """A bar of the shares, each of the next block, and their numbers."""
     bar, names = Text(), Text()
-    for name, share in coverage.items():
+    for (name, share), block in zip(coverage.items(), itertools.cycle(blocks)):
         style = _COLOURS.get(name, "dim")
-        bar.append(_BLOCK * max(1, round(share * min(width, 60))), style)
-        names.append(f"{_BLOCK} ", style)
+        bar.append(block * max(1, round(share * min(width, 60))), style)
+        names.append(f"{block} ", style)
         names.append(f"{visible(name.upper())} {100 * share:.1f} %  ")
     yield bar
     yield names
@@ -138,7 +139,7 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
 
 def _worst_number(series: WorstSeries) -> str:
     """The worst number, and what brings a series here whose number is not among the worst."""
-    lost = "" if series.lost is None else f" ({visible(series.lost.statistic)} {series.lost.value:.3g})"
+    lost = "" if series.lost is None else f" (worst {visible(series.lost.statistic)} {series.lost.value:.3g})"
     return f"{series.worst:.3g} @ {series.worst_iteration}{lost}"
 
 

@@ -171,7 +171,7 @@ async function heatmapPage(report) {
   const how = ranksShown ? [true, "exact: the worst of the run"]
     : [exactAll && widest === 1, exactAll && widest === 1 ? "all numbers are exact" : widest === 1 ? "overview: a cell is a step" : `overview: a cell is the worst of up to ${widest} steps`];
   const page = card(family.label, {
-    about: `${family.formula ? `${family.formula.replaceAll("`", "")}. ` : ""}${MEANS[family.worse] ?? MEANS[""]}${family.delayed ? " First steps of delayed scaling, which have no scale yet, are left blank." : ""} Click a layer to open it${fold() === "layers" ? "" : ", a folded row to unfold it"}; drag to zoom, double-click to go back.`,
+    about: `${family.formula ? `${family.formula.replaceAll("`", "")}. ` : ""}${MEANS[family.worse] ?? MEANS[""]}${Object.keys(family.left).length ? " First steps of delayed scaling, which have no scale yet, are left blank." : ""} Click a layer to open it${fold() === "layers" ? "" : ", a folded row to unfold it"}; drag to zoom, double-click to go back.`,
     extra: [count, badge(...how), csvButton(`heatmap ${family.label}`,
       ranksShown ? ["layer", "rank", "value", "step"] : ["layer", "first step", "last step", "value", "exact"], csvRows)],
   }, node);

@@ -169,7 +169,7 @@ function curvesCard(report, index, title, families, { about = "", name = (family
   const made = card(title, {
     about,
     extra: [holder, csvButton(`${title} ${report.layers[index].name}`, ["tensor", "statistic", "step", "value", "exact"], async () =>
-      (await ready).flatMap(({ family, curve }) => Array.from(curve.values, (value, at) => [family.tensor, family.statistic, curve.steps[at], value, curve.exact])))],
+      (await ready).flatMap(({ family, curve }) => Array.from(curve.values, (value, at) => [family.tensor, family.statistic, curve.steps[at], value, curve.exact]).filter(([, , , value]) => value !== undefined)))],
   }, node);
   async function render() {
     const all = (await ready).map((one) => ({ ...one, curve: withGaps(one.curve) })), exact = all.every(({ curve }) => curve.exact);

@@ -153,7 +153,7 @@ function findingCard(report, { family: index, items }) {
       worst.rank === REDUCED ? "" : ` on rank ${worst.rank}`, "."),
     items.length > 1 && table(["then", "#worst value", "#step"], items.slice(1).map((item) => [
       layerLink(report, item.layer, { ...where, step: item.at, ...rank(item) }),
-      [value(item), item.lost && el("div", {}, el("small", { class: "quiet" }, `${item.lost.statistic} ${shown(item.lost.value, 3)}`))], link({ page: "heatmap", ...where, step: item.at, layer: "" }, shown(item.at)),
+      [value(item), item.lost && el("div", {}, el("small", { class: "quiet" }, `worst ${item.lost.statistic} ${shown(item.lost.value, 3)}`))], link({ page: "heatmap", ...where, step: item.at, layer: "" }, shown(item.at)),
     ])));
 }
 

@@ -177,14 +177,16 @@ class Family {
     const exact = await this.curve(row, rank);
     if (exact) return exact;
     const cells = await this.cellsOf(rank), width = this.begins.length;
-    const steps = [], values = [];
+    const leftOut = new Set(await this.report.arrays.get(this.left[rank]) ?? []);
+    const steps = [], values = [], left = new Set();
     for (let column = 0; column < width; column++) {
-      const byte = cells[row * width + column];
-      if (!byte) continue;
+      const byte = cells[row * width + column], isLeft = leftOut.has(row * width + column);
+      if (!byte && !isLeft) continue;
       steps.push(this.ends[column]);
-      values.push(this.scaleOf.number(byte));
+      values.push(isLeft ? undefined : this.scaleOf.number(byte));
+      if (isLeft) left.add(this.ends[column]);
     }
-    return { steps, values, exact: false, left: new Set() };
+    return { steps, values, exact: false, left };
   }
 
   // The number of a cell of the overview: {value, exact, step}; of several steps the worst, null if there is none.
