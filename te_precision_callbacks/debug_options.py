@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
+    FLAGS,
     TE_PRECISION,
     UnknownDebugOptionError,
-    check_options_of_te_precision,
+    given_flags,
     parse_debug,
 )
 from te_precision_callbacks.base.errors import OptionError
@@ -72,11 +73,9 @@ def add_debug_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config``, ``_require``, ``_records``, ``_statistics_log``
     and ``_report`` to a parser.
 
-    The flag may be given several times, and takes ``"a b"`` as ``a b``; an unknown name ends the program with a message
-    that lists all names. The results, for :func:`debugging`, are ``arguments.debug``, a tuple, and
-    ``arguments.te_precision_config``, ``arguments.te_precision_require``, ``arguments.te_precision_records`` and
-    ``arguments.te_precision_statistics_log``, each a text or None, and ``arguments.te_precision_report``, True or
-    False.
+    ``--debug`` may be given several times, and takes ``"a b"`` as ``a b``; an unknown name ends the program with a
+    message that lists all names. ``arguments.debug`` is a tuple, ``arguments.te_precision_report`` True or False, and
+    each of the others a text or None.
     """
     parser.add_argument(
         "--debug",
@@ -87,38 +86,13 @@ def add_debug_options(parser: argparse.ArgumentParser) -> None:
         help=f"{ACTIVATION_OVERFLOW}: stop where an activation, the loss or a gradient becomes inf or nan;"
         f" {TE_PRECISION}: debug the precision of Transformer Engine's layers",
     )
-    parser.add_argument(
-        "--te_precision_config",
-        "--te-precision-config",
-        metavar="PATH",
-        help=f"with --debug {TE_PRECISION}: the YAML config (default: statistics on every Transformer Engine layer)",
-    )
-    parser.add_argument(
-        "--te_precision_require",
-        "--te-precision-require",
-        metavar="CONTRACT",
-        help=f"with --debug {TE_PRECISION}: what the run must hold, such as 'fp8 >= 95%%', or the path of a YAML file",
-    )
-    parser.add_argument(
-        "--te_precision_records",
-        "--te-precision-records",
-        metavar="RECORDS",
-        help=f"with --debug {TE_PRECISION}: 'on' (the default) or 'off', or the most that a rank records of the run,"
-        " such as '64GiB'",
-    )
-    parser.add_argument(
-        "--te_precision_statistics_log",
-        "--te-precision-statistics-log",
-        metavar="LOG",
-        help=f"with --debug {TE_PRECISION}: the ranks that write the statistics log, 'rank0' (the default), 'all' or"
-        " 'off', and the most that a rank's log grows to, such as 'rank0, 4GiB'",
-    )
-    parser.add_argument(
-        "--te_precision_report",
-        "--te-precision-report",
-        action="store_true",
-        help=f"with --debug {TE_PRECISION}: write the page of the run, report.html, into the log folder at its end",
-    )
+    for flag in FLAGS:
+        names = (f"--{flag.name}", f"--{flag.name.replace('_', '-')}")
+        text = f"with --debug {TE_PRECISION}: {flag.help}"
+        if flag.metavar:
+            parser.add_argument(*names, metavar=flag.metavar, help=text)
+        else:
+            parser.add_argument(*names, action="store_true", help=text)
 
 
 class _AddNames(argparse.Action):
@@ -156,32 +130,13 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
         UnknownDebugOptionError: an unknown name.
         ConfigError: the config cannot be used.
     """
-    try:
-        debug, config = parse_debug(arguments.debug), arguments.te_precision_config
-        require = getattr(arguments, "te_precision_require", None)
-        records = getattr(arguments, "te_precision_records", None)
-        log = getattr(arguments, "te_precision_statistics_log", None)
-        report = getattr(arguments, "te_precision_report", False)
-    except AttributeError as error:
-        raise OptionError(
-            f"The arguments have no {error.name!r}: call add_debug_options(parser) before parsing."
-        ) from None
-    check_options_of_te_precision(
-        debug,
-        te_precision_config=config,
-        te_precision_require=require,
-        te_precision_records=records,
-        te_precision_statistics_log=log,
-        te_precision_report=report,
-    )
-    if require is not None:
-        keywords["require"] = require
-    if records is not None:
-        keywords["records"] = records
-    if log is not None:
-        keywords["statistics_log"] = log
-    if report:
-        keywords["report"] = report
+    for name in ("debug", FLAGS[0].name):
+        if not hasattr(arguments, name):
+            raise OptionError(f"The arguments have no {name!r}: call add_debug_options(parser) before parsing.")
+    debug = parse_debug(arguments.debug)
+    given = given_flags(arguments, debug)
+    config = given.pop("config", None)
+    keywords.update(given)  # type: ignore[typeddict-item]  # their types are checked below
     if "debug" in keywords:
         raise OptionError("debugging() takes no debug=: its value is in the parsed arguments.")
     from te_precision_callbacks.options import SessionOptions

@@ -6,7 +6,9 @@ parse_debug("activation_overflow te_precision") == parse_debug(["activation_over
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.errors import OptionError
 
@@ -59,20 +61,68 @@ def _listed(valid: Sequence[str]) -> str:
     return ", ".join(map(repr, valid))
 
 
-def check_options_of_te_precision(debug: Iterable[str], **given: object) -> None:
-    """Refuse a config, a contract, or a choice of records, of a log or of a report, that nothing would read.
+class Flag(NamedTuple):
+    """A keyword of a session that scripts take as ``--te_precision_<keyword>``.
+
+    Attributes:
+        keyword: the keyword's name.
+        metavar: what stands for its value in a help text; empty for a switch.
+        help: what it is, after "with --debug te_precision".
+    """
+
+    keyword: str
+    metavar: str
+    help: str
+
+    @property
+    def name(self) -> str:
+        """The name of the argument."""
+        return f"{TE_PRECISION}_{self.keyword}"
+
+
+FLAGS = (
+    Flag("config", "PATH", "the YAML config (default: statistics of every Transformer Engine layer)"),
+    Flag(
+        "require",
+        "CONTRACT",
+        "what the run must hold, such as 'fp8 >= 95%%', or the path of a YAML file with a precision_contract",
+    ),
+    Flag("records", "RECORDS", "'on' (the default) or 'off', or the most that a rank records of the run, as '64GiB'"),
+    Flag(
+        "statistics_log",
+        "LOG",
+        "the ranks that write the statistics log, 'rank0' (the default), 'all' or 'off', and the most that a rank's log"
+        " grows to, such as 'rank0, 4GiB'",
+    ),
+    Flag("report", "", "write the page of the run, report.html, into the log folder at its end"),
+)
+"""The arguments of scripts, beside ``--debug``."""
+
+
+def given_flags(
+    arguments: object, debug: Iterable[str], instead: Mapping[str, object] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The flags that were given, as keywords of a session.
 
     Args:
+        arguments: the parsed arguments; those that it lacks were not given.
         debug: the debug options.
-        **given: the values of ``te_precision_config``, ``te_precision_require``, ``te_precision_records``,
-            ``te_precision_statistics_log`` and ``te_precision_report``; None or False where it was not given.
+        instead: keyword -> a value that holds instead of that of the arguments, unless it is None.
 
     Raises:
-        OptionError: one was given, but ``te_precision`` is not among the options.
+        OptionError: one was given, but ``te_precision`` is not among the options: nothing would read it.
     """
-    for name, value in given.items():
-        if value is not None and value is not False and TE_PRECISION not in debug:
+    given: dict[str, Any] = {}
+    for flag in FLAGS:
+        value = instead.get(flag.keyword)
+        if value is None:
+            value = getattr(arguments, flag.name, None)
+        if value is None or (value is False and not flag.metavar):
+            continue
+        if TE_PRECISION not in debug:
             raise OptionError(
-                f"{name}={value!r} is read only with the debug option {TE_PRECISION!r}. Add --debug {TE_PRECISION} (or"
-                f" debug={TE_PRECISION!r}), or leave {name} out."
+                f"{flag.name}={value!r} is read only with the debug option {TE_PRECISION!r}. Add --debug"
+                f" {TE_PRECISION} (or debug={TE_PRECISION!r}), or leave {flag.name} out."
             )
+        given[flag.keyword] = value
+    return given

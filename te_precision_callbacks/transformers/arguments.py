@@ -14,8 +14,9 @@ from transformers.utils.generic import ExplicitEnum
 from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
     DEBUG_OPTIONS,
+    FLAGS,
     TE_PRECISION,
-    check_options_of_te_precision,
+    given_flags,
     parse_debug,
 )
 from te_precision_callbacks.base.errors import OptionError
@@ -51,6 +52,9 @@ def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
     return [PrecisionDebugOption(name) if name in DEBUG_OPTIONS else DebugOption(name) for name in names]
 
 
+_HELP = {flag.keyword: {"help": f"With --debug {TE_PRECISION}: {flag.help}."} for flag in FLAGS}
+
+
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
     """``transformers.TrainingArguments`` whose ``debug`` also takes ``activation_overflow`` and ``te_precision``.
@@ -67,18 +71,12 @@ class TrainingArguments(transformers.TrainingArguments):
             transformers takes.
         te_precision_config: with ``te_precision``, the path of the config, or a mapping. None: statistics on every
             Transformer Engine layer.
-        te_precision_require: with ``te_precision``, what the run must hold: as ``require=`` of the callback.
-        te_precision_records: with ``te_precision``, whether the run is recorded: as ``records=`` of the callback.
-        te_precision_statistics_log: with ``te_precision``, which ranks write the statistics log, and how much: as
-            ``statistics_log=`` of the callback.
-        te_precision_report: with ``te_precision``, whether the page of the run is written at its end: as ``report=`` of
-            the callback.
+        te_precision_require, te_precision_records, te_precision_statistics_log, te_precision_report: with
+            ``te_precision``, the keywords of the callback.
 
     Raises:
         UnknownDebugOptionError: a name is unknown, also inside a list; a ValueError.
-        OptionError: ``te_precision_config``, ``te_precision_require``, ``te_precision_records``,
-            ``te_precision_statistics_log`` or ``te_precision_report`` without ``te_precision``, or of a type that it
-            does not take.
+        OptionError: an argument ``te_precision_...`` without ``te_precision``, or of a type that it does not take.
         ConfigError: ``te_precision_require`` is no contract.
     """
 
@@ -90,45 +88,11 @@ class TrainingArguments(transformers.TrainingArguments):
             " layers, see --te_precision_config."
         },
     )
-    te_precision_config: str | None = field(
-        default=None,
-        metadata={
-            "help": "With --debug te_precision: the path of the YAML config. Default: statistics on every Transformer"
-            " Engine layer."
-        },
-    )
-
-    te_precision_require: str | None = field(
-        default=None,
-        metadata={
-            "help": "With --debug te_precision: what the run must hold, such as 'fp8 >= 95%%', or the path of a YAML"
-            " file with a precision_contract."
-        },
-    )
-
-    te_precision_records: str | None = field(
-        default=None,
-        metadata={
-            "help": "With --debug te_precision: 'on' (the default) or 'off', or the most that a rank records of the"
-            " run, such as '64GiB'."
-        },
-    )
-
-    te_precision_statistics_log: str | None = field(
-        default=None,
-        metadata={
-            "help": "With --debug te_precision: the ranks that write the statistics log, 'rank0' (the default), 'all'"
-            " or 'off', and the most that a rank's log grows to, such as 'rank0, 4GiB'."
-        },
-    )
-
-    te_precision_report: bool = field(
-        default=False,
-        metadata={
-            "help": "With --debug te_precision: write the page of the run, report.html, into the log folder at its end,"
-            " and hand it to the integrations of --report_to."
-        },
-    )
+    te_precision_config: str | None = field(default=None, metadata=_HELP["config"])
+    te_precision_require: str | None = field(default=None, metadata=_HELP["require"])
+    te_precision_records: str | None = field(default=None, metadata=_HELP["records"])
+    te_precision_statistics_log: str | None = field(default=None, metadata=_HELP["statistics_log"])
+    te_precision_report: bool = field(default=False, metadata=_HELP["report"])
 
     def __post_init__(self) -> None:
         options = parse_options(self.debug)
@@ -138,22 +102,12 @@ class TrainingArguments(transformers.TrainingArguments):
                 "te_precision_config= must be the path of a YAML file, or a mapping of the same content, not"
                 f" {type(config).__name__} {config!r}."
             )
-        require: Any = self.te_precision_require
-        records: Any = self.te_precision_records
-        log: Any = self.te_precision_statistics_log
-        check_options_of_te_precision(
-            options,
-            te_precision_config=config,
-            te_precision_require=require,
-            te_precision_records=records,
-            te_precision_statistics_log=log,
-            te_precision_report=self.te_precision_report,
-        )
         if not isinstance(self.te_precision_report, bool):
             raise OptionError(f"te_precision_report= must be True or False, not {self.te_precision_report!r}.")
-        read_contract(require)
-        record_limit("on" if records is None else records)
-        read_statistics_log("rank0" if log is None else log)
+        given = given_flags(self, options)
+        read_contract(given.get("require"))
+        record_limit(given.get("records", "on"))
+        read_statistics_log(given.get("statistics_log", "rank0"))
         if isinstance(config, os.PathLike):
             self.te_precision_config = os.fspath(config)
         self.debug = [option for option in options if isinstance(option, DebugOption)]

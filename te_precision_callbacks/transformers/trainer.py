@@ -11,12 +11,11 @@ from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
     TE_PRECISION,
     DebugValue,
-    check_options_of_te_precision,
+    given_flags,
 )
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.contract import ContractSource
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.options import SessionKeywords
 from te_precision_callbacks.runs.limits import Records
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.transformers.arguments import parse_options
@@ -37,13 +36,8 @@ class Trainer(transformers.Trainer):
     Args:
         *arguments: as transformers' Trainer takes them.
         debug: debug options in addition to those of ``args.debug``, in the same form; the options of transformers too.
-        te_precision_config: the config of ``te_precision``, instead of ``args.te_precision_config``.
-        te_precision_require: the contract of ``te_precision``, instead of ``args.te_precision_require``.
-        te_precision_records: whether ``te_precision`` records the run, instead of ``args.te_precision_records``.
-        te_precision_statistics_log: which ranks write the statistics log of ``te_precision``, and how much, instead of
-            ``args.te_precision_statistics_log``.
-        te_precision_report: whether ``te_precision`` writes the page of the run, instead of
-            ``args.te_precision_report``.
+        te_precision_config, te_precision_require, te_precision_records, te_precision_statistics_log,
+            te_precision_report: instead of the arguments of the same names in ``args``, unless they are None.
         **keywords: as transformers' Trainer takes them.
 
     Raises:
@@ -72,29 +66,14 @@ class Trainer(transformers.Trainer):
         more = parse_options(debug)
         super().__init__(*arguments, **keywords)
         options = parse_options([*parse_options(self.args.debug), *more])
-        config = te_precision_config
-        if config is None:
-            config = getattr(self.args, "te_precision_config", None)
-        require = te_precision_require
-        if require is None:
-            require = getattr(self.args, "te_precision_require", None)
-        records = te_precision_records
-        if records is None:
-            records = getattr(self.args, "te_precision_records", None)
-        log = te_precision_statistics_log
-        if log is None:
-            log = getattr(self.args, "te_precision_statistics_log", None)
-        report = te_precision_report
-        if report is None:
-            report = getattr(self.args, "te_precision_report", False)
-        check_options_of_te_precision(
-            options,
-            te_precision_config=config,
-            te_precision_require=require,
-            te_precision_records=records,
-            te_precision_statistics_log=log,
-            te_precision_report=report,
-        )
+        instead = {
+            "config": te_precision_config,
+            "require": te_precision_require,
+            "records": te_precision_records,
+            "statistics_log": te_precision_statistics_log,
+            "report": te_precision_report,
+        }
+        given = given_flags(self.args, options, instead)
         if options != self.args.debug:
             self.args = copy.copy(self.args)  # the caller may give it to another trainer
             self.args.debug = list[Any](options)
@@ -104,12 +83,7 @@ class Trainer(transformers.Trainer):
         if precision:
             self._refuse_second_callback()
             watch = (ACTIVATION_OVERFLOW,) if overflow else ()
-            chosen: SessionKeywords = {"debug": watch, "require": require, "report": report}
-            if records is not None:
-                chosen["records"] = records
-            if log is not None:
-                chosen["statistics_log"] = log
-            self.add_callback(PrecisionDebugTrainerCallback(config, **chosen))
+            self.add_callback(PrecisionDebugTrainerCallback(given.pop("config", None), debug=watch, **given))
         elif overflow:
             self.add_callback(ActivationOverflowCallback())
 
