@@ -128,7 +128,10 @@ class PrecisionDebugCallback(Callback):
     @property
     def _live(self) -> InspectSession:
         if self._session is None:
-            raise SessionError("trainer.fit() has not called setup() of PrecisionDebugCallback.")
+            raise SessionError(
+                "The callback has no session: Lightning calls its setup() when trainer.fit() begins. Give it to"
+                " Trainer(callbacks=[callback])."
+            )
         return self._session
 
     def release(self) -> None:

@@ -260,7 +260,11 @@ class PrecisionDebugger:
             state = {"iteration": iteration, "step_on": self._step_on, **self._session.resumed_loss.saved()}
             path.write_text(json.dumps(state), encoding="utf-8")
         except OSError as error:
-            logger.warning("The debug iteration cannot be saved: %s. Training goes on.", error)
+            logger.warning(
+                "The debug iteration cannot be saved: %s. Training goes on. A resume from this checkpoint counts from 0"
+                " unless start_step= says otherwise.",
+                error,
+            )
 
     def _load(self, folder: Path) -> None:
         """Continue at the iteration of a checkpoint, and audit the resume.
@@ -280,7 +284,10 @@ class PrecisionDebugger:
             self._session.resumed_loss.restore(state)
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.warning(
-                "%s holds no debug iteration (%s: %s). The current count continues.", path, type(error).__name__, error
+                "%s holds no debug iteration (%s: %s). The current count continues; start_step= sets another.",
+                path,
+                type(error).__name__,
+                error,
             )
             return
         if step_on != self._step_on:

@@ -38,7 +38,7 @@ def explain_shape(error: BaseException | None, modules: Sequence[NamedModule]) -
     try:
         text = _explanation(inner, modules)
     except Exception as failure:
-        logger.error("The exception that ended the run could not be checked for a wrong shape.", exc_info=failure)
+        logger.error("Whether a wrong shape has caused the exception above could not be found out.", exc_info=failure)
         return
     if text and hasattr(inner, "add_note"):
         if text not in getattr(inner, "__notes__", ()):

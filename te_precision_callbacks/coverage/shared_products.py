@@ -95,7 +95,8 @@ def _largest(products: list[Product]) -> list[Product]:
     if len(products) <= MOST_PRODUCTS:
         return products
     logger.warning(
-        "This rank has %d matrix products. The other ranks hear of the %d with the most multiply-adds.",
+        "This rank has %d matrix products, more than ranks tell one another. Coverage over all ranks has the %d of them"
+        " with the most multiply-adds.",
         len(products),
         MOST_PRODUCTS,
     )

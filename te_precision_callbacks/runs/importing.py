@@ -245,7 +245,7 @@ def _read_statistics(file: Path, notes: list[str], advance: Callable[[int], None
             if mark is not None:
                 segment, begin = segment + 1, mark.end() + 1
     if unreadable:
-        notes.append(f"{file}: {unreadable} lines are no statistics.")
+        notes.append(f"{file}: {unreadable} lines are no statistics, and were left out.")
 
 
 def _lines_of(files: Iterable[Path], advance: Callable[[int], None]) -> Iterator[bytes]:

@@ -152,7 +152,7 @@ class Delivery:
         try:
             self._inspector.log_local_statistics()
         except Exception as error:
-            logger.error("The statistics gathered since the last step cannot be read.", exc_info=error)
+            logger.error("The statistics gathered since the last step cannot be read, and are lost.", exc_info=error)
         if received and not self._inspector.ended:
             self._gathered.measured = received
         else:  # also what was taken when the script ended upstream
@@ -221,7 +221,9 @@ class Delivery:
             with guard.interruptible():
                 self.hand_over(ending)
         except ObservationError as error:
-            logger.error("The statistics gathered since the last step could not be written.", exc_info=error)
+            logger.error(
+                "The statistics gathered since the last step could not be written, and are lost.", exc_info=error
+            )
 
     @property
     def last_logging_step(self) -> int | None:

@@ -66,4 +66,8 @@ class ProcessEnds:
         try:
             self._stop(error)
         except Exception as failure:
-            logger.error("The session could not be stopped after %s.", type(error).__name__, exc_info=failure)
+            logger.error(
+                "The session could not be stopped after %s. What its files have so far stays readable.",
+                type(error).__name__,
+                exc_info=failure,
+            )

@@ -58,7 +58,11 @@ class Mailbox:
             written.write_bytes(pickle.dumps(outcome))
             written.replace(self._path)
         except Exception as error:
-            logger.warning("callback.session cannot be returned to the process that called fit(): %s", error)
+            logger.warning(
+                "callback.session cannot be returned to the process that called fit(): %s."
+                " The files in log_dir have the same.",
+                error,
+            )
 
     def take(self) -> SessionOutcome | None:
         """The outcome that was left since the last call; None if there is none."""

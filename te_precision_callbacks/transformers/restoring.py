@@ -47,7 +47,12 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
     try:
         saved = _saved(checkpoint, stateless.keys())
     except Exception as error:
-        logger.warning("The FP8 state of converted layers was not restored: %s cannot be read: %s", checkpoint, error)
+        logger.warning(
+            "The FP8 state of converted layers was not restored: %s cannot be read: %s."
+            " Training goes on with new scales.",
+            checkpoint,
+            error,
+        )
         return
     restored = 0
     try:
@@ -57,7 +62,8 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
     except Exception as error:
         logger.warning(
             "The scales and amax histories of %d of %d layers, which the Trainer loads before Accelerate converts the"
-            " layers, were not restored from %s. Transformer Engine says: %s",
+            " layers, were not restored from %s. Transformer Engine says: %s."
+            " Training goes on with new scales for them.",
             len(saved) - restored,
             len(saved),
             checkpoint,

@@ -167,4 +167,4 @@ def test_wrong_use_is_told(folder: Path) -> None:
     assert "Nothing to compare with" in refusal(folder / "a")
     assert "reduced over ranks" in refusal(folder / "a", "--ranks", 0, 1)
     assert "from step 99 on" in refusal(folder / "a", "--steps", 0, 99)
-    assert "lasting=0" in refusal(folder / "a", folder / "b", "--lasting", 0)
+    assert "lasting= must be 1 step or more, not 0" in refusal(folder / "a", folder / "b", "--lasting", 0)

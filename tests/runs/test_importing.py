@@ -134,7 +134,7 @@ def test_half_a_line_at_the_end_and_lines_that_are_none(tmp_path: Path) -> None:
     whole += line("a_weight_max", 2, "abc") + line("a_weight_max", 3, 4)
     path = log(tmp_path, (whole + line("a_weight_max", 4, "1.234", end="")).encode() + b"")
     assert rows(tmp_path) == {("a", "weight", "max", None): {0: 1.0, 1: 2.0, 3: 4.0}}
-    assert open_run(tmp_path).notes == (f"{path}: 2 lines are no statistics.",)
+    assert open_run(tmp_path).notes == (f"{path}: 2 lines are no statistics, and were left out.",)
 
 
 def test_a_log_in_two_files(tmp_path: Path) -> None:

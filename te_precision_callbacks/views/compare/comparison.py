@@ -52,7 +52,7 @@ def compare(
         ComparisonError: a run has no numbers, nothing pairs, or there is no such rank or step.
     """
     if lasting < 1:
-        raise ComparisonError(f"lasting={lasting}: a difference lasts 1 step or more.")
+        raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")
     renamed: list[str] = []
     if b is not None:
         (b, note), *more = (align(a, run) for run in (b, *noise))

@@ -61,7 +61,10 @@ def numbers(
                     found["steps"], found["values"] = table["iteration"].to_pylist(), table["value"].to_pylist()
                 series.append(found)
     if whole and not series:
-        raise ReportError(f"The layer {layer!r} has no such statistic.")
+        raise ReportError(
+            f"The run has no number of the layer {layer!r} that was asked for. Leave out --statistic or --tensor to get"
+            " all that it has."
+        )
     return {
         "run": {"path": str(run.path), "run_id": run.run_id, "source": run.source},
         "notes": list(run.notes),
