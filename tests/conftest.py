@@ -94,6 +94,14 @@ def trusted_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
 
 
+@pytest.fixture
+def fresh_accelerate_state() -> Iterator[None]:
+    from accelerate.state import AcceleratorState
+
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def global_state() -> dict[str, Any]:
     """All that a session may change in the process and must put back, as plain comparable values."""
     import nvdlfw_inspect.api as debug_api

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from te_precision_callbacks import (
     PrecisionDebugCallback,
@@ -29,10 +28,7 @@ from tests.transformers import models as transformers
 BROKEN = "fp8 >= 95%"
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 
 def by_lightning(folder: Path, require: Any) -> Callable[[], Coverage]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from te_precision_callbacks import (
     InspectSession,
@@ -30,10 +28,7 @@ from tests.transformers import models as transformers
 CONFIG = statistics(freq=100)
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

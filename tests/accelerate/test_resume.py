@@ -83,8 +83,10 @@ def test_a_checkpoint_without_the_debugger_loads_with_it(tmp_path: Path, keeper:
 
 
 def test_a_checkpoint_with_the_debugger_loads_without_it(checkpoint: Path) -> None:
-    accelerator, *_ = fresh()
+    accelerator, model, *_ = fresh()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     accelerator.load_state(str(checkpoint))
+    assert not all(map(torch.equal, before, model.parameters()))
 
 
 def test_a_debugger_that_never_ran_saves_nothing(tmp_path: Path) -> None:

@@ -287,3 +287,4 @@ def test_the_spy_leaves_storage_resizable() -> None:
 
     for tensor in (exact, quantized._data):
         tensor.untyped_storage().resize_(0)
+        assert tensor.untyped_storage().size() == 0

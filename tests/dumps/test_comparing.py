@@ -16,13 +16,10 @@ from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps import describing, difference
 from te_precision_callbacks.dumps.contents import Dump, dump_of
 from te_precision_callbacks.dumps.difference import Block
+from tests.drawn import normal
 from tests.dumps.storages import float8, mxfp8, random_bytes, some_mxfp8, some_nvfp4
 
 INF, NAN = math.inf, math.nan
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def plain(tensor: torch.Tensor) -> Dump:

@@ -148,6 +148,7 @@ def test_memory_that_was_saved_can_still_be_resized(tmp_path: Path) -> None:
     tensor = X.clone()
     dumps.save(tensor, tmp_path / "dump.safetensors")
     tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().size() == 0
 
 
 def test_the_library_writes_the_same_format(tmp_path: Path) -> None:

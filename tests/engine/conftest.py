@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from te_precision_callbacks.engine.kernels import compiled, native
@@ -12,3 +14,9 @@ def compiling_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a run that has measured much already: what is compiled is taken from the first tensor on."""
     monkeypatch.setattr(compiled, "PAYS_FROM", 0)
     monkeypatch.setattr(native, "PAYS_FROM", 0)
+
+
+@pytest.fixture
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch, which takes some seconds for each dtype; the kernels have tests of their own."""
+    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)

@@ -7,7 +7,6 @@ inf and nan, in one or more micro-batches.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 
 from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from te_precision_callbacks.statistics.table import (
@@ -37,10 +35,7 @@ SEEDS = range(24)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes some seconds for each dtype; the kernels have tests of their own."""
-    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def drawn(seed: int, *, columns: int | None = None, rows: int | None = None) -> torch.Tensor:

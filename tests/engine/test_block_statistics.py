@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import UnknownStatisticError, quantized_request
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import PERCENTILES, RANGES, SCALES
+from tests.drawn import normal
 from tests.engine import recipes
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import INF, NAN, Pair, quantize
@@ -28,14 +28,7 @@ RECIPES = ["mxfp8", "fp8_block_scaling", "nvfp4"]
 Found = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But where a test says so: it takes some seconds each."""
-    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def spread(*shape: int, seed: int = 0, by: float = 3.0) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import compiled, eager, measured_by, native
 from te_precision_callbacks.engine.kernels.columns import MOMENT_SUMS
+from tests.drawn import normal
 from tests.engine import exact
 from tests.reference.processes import python
 
@@ -77,10 +78,6 @@ def nothing_failed() -> None:
     assert compiled._has_compiler()
     assert not compiled._failed
     assert native._is_loaded()
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # --- moments ----------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from te_precision_callbacks.engine.quantization import (
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, Of
+from tests.drawn import normal
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import BLOCKS, FLOAT32_MAX, FP4, FP8, Codes, Format, Pair, Quantized, factors_of, quantize
@@ -44,14 +45,7 @@ COMPILED_FROM = compiled.SMALLEST
 RECIPES = list(BLOCKS)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But where a test says so: it takes some seconds each."""
-    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 # --- simulated recipes ------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks
 from te_precision_callbacks.base.numerics.recipes import RECIPES, round_blocks
 from te_precision_callbacks.base.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.kernels.columns import InBlocks
 from te_precision_callbacks.engine.quantization import (
     PerTensor,
@@ -33,9 +31,7 @@ ROWS, COLUMNS = 160, 288
 BLOCK_RECIPES = ("mxfp8", "fp8_block_scaling", "nvfp4")
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def spread(seed: int = 0, by: float = 4.0) -> torch.Tensor:

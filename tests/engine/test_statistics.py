@@ -17,7 +17,7 @@ import torch
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine, _Measuring
-from te_precision_callbacks.engine.kernels import compiled, native
+from te_precision_callbacks.engine.kernels import native
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import (
     UnknownStatisticError,
@@ -32,6 +32,7 @@ from te_precision_callbacks.statistics.table import (
     TENSOR_STATISTICS,
     table,
 )
+from tests.drawn import normal
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.test_real_quantizers import quantizer
@@ -41,14 +42,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "statistics.md"
 Found = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes some seconds for each dtype; the kernels have tests of their own."""
-    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def statistics_of(micro_batches: Sequence[torch.Tensor], names: Sequence[Any], *, tensor: str = "gradient") -> Found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ import torch
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels import compiled, eager, eager_blocks
+from te_precision_callbacks.engine.kernels import eager, eager_blocks
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
@@ -55,6 +54,7 @@ from tests.engine.test_triton_kernel import (
 )
 
 pytestmark = [
+    pytest.mark.usefixtures("nothing_is_compiled"),
     pytest.mark.slow,  # the interpreter is
     pytest.mark.filterwarnings(
         "ignore:.*encountered in:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning"
@@ -85,12 +85,6 @@ EXTREMES = {
     "binned_range_maxima": RANGE_MAXIMA,
 }
 """Places -> the columns there."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch: it takes some seconds each."""
-    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from te_precision_callbacks.engine.kernels.columns import (
 )
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
+from tests.drawn import normal
 from tests.engine.exact import columns, named, statistic
 from tests.engine.test_quantization import fp8_dtype, te
 
@@ -159,10 +160,6 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found[name] == pytest.approx(expected[name], rel=BOUNDS[name], abs=BOUNDS[name] * size), name
     rest = found.keys() - sums
     assert {name: found[name] for name in rest} == {name: expected[name] for name in rest}
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def quantized(values: torch.Tensor, scale_inv: float, *, e5m2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

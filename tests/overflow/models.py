@@ -115,3 +115,10 @@ def hooks_on(model: torch.nn.Module) -> int:
     for parameter in model.parameters():
         count += len(parameter._post_accumulate_grad_hooks or ()) + len(parameter._backward_hooks or ())
     return count
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
+    """A step of a model with 4 inputs, on a batch of 2 rows of a value."""
+    model(torch.full((2, 4), value)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -21,7 +21,7 @@ from te_precision_callbacks.overflow import (
 )
 from te_precision_callbacks.overflow.extreme_slots import Slots
 from te_precision_callbacks.overflow.hooks import ModelHooks
-from tests.overflow.models import hooks_on
+from tests.overflow.models import hooks_on, step
 
 INF = float("inf")
 
@@ -53,12 +53,6 @@ class Branches(torch.nn.Module):
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = Branches()
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
-    model(torch.full((2, 4), value)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def failing(method: str = "measure") -> Any:

@@ -205,6 +205,7 @@ def test_copies_are_not_watched() -> None:
             copied(torch.tensor([1.0])).sum().backward()
             DebugActivationOverflow(copied).close()
         detector.look()
+    assert not detector.reports
 
 
 def test_a_second_detector_takes_the_place_of_the_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -435,7 +436,8 @@ def test_tracing_a_watched_model() -> None:
     model = torch.nn.Sequential(Scale(INF))
     with DebugActivationOverflow(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.jit.trace(model, torch.ones(1), check_trace=False)
+        traced = torch.jit.trace(model, torch.ones(1), check_trace=False)
+    assert traced(torch.ones(1)).isinf().all()
 
 
 def test_a_model_without_parameters() -> None:

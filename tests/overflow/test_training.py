@@ -19,7 +19,7 @@ from te_precision_callbacks.overflow import (
     extreme_slots,
     looking,
 )
-from tests.overflow.models import hooks_on, lines_of
+from tests.overflow.models import hooks_on, lines_of, step
 
 INF = float("inf")
 
@@ -55,12 +55,6 @@ def tiny_llama() -> torch.nn.Module:
 def mlp() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
-
-
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
-    model(torch.full((2, 4), value)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.slow

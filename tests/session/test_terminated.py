@@ -192,7 +192,7 @@ def test_asyncio_hears_of_its_signals_before_and_within_a_session(tmp_path: Path
             loop.add_signal_handler(signal.SIGUSR2, came.set)  # the second time within the session
         session.stop()
         os.kill(os.getpid(), signal.SIGUSR2)
-        await came.wait()
+        assert await came.wait()
 
     asyncio.run(main())
 
