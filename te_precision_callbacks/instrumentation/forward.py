@@ -7,7 +7,7 @@ or recomputation. Two seams are replaced while a session is live, both read from
 - ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active`` (``pytorch/module/base.py``), which
   each forward calls first.
 - ``debug_quantization.DebugQuantizer`` (``debug/pytorch/debug_quantization.py``), which each forward in debug mode
-  builds anew for each tensor: replaced by a subclass that knows the kind of its forward.
+  builds anew for each tensor: replaced by a subclass that knows the kind of its forward (``quantizer.py``).
 
 Layers that Transformer Engine refuses in debug mode (``refusals.py``) are left as they are. Refusals that concern the
 process, not a layer, are removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``, and
@@ -18,17 +18,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import operator
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.errors import FeatureError, SessionError
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.gemm_events import Listener
 from te_precision_callbacks.coverage.precision_audit import (
@@ -41,6 +38,7 @@ from te_precision_callbacks.coverage.precision_audit import (
 )
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.quantization import QuantizationError
+from te_precision_callbacks.instrumentation.current_forward import CurrentForward
 from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
@@ -55,6 +53,7 @@ from te_precision_callbacks.instrumentation.refusals import (
 )
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.resting import RestingLayers
+from te_precision_callbacks.instrumentation.seams import Seams, require
 from te_precision_callbacks.instrumentation.tap import ExecutionOrder, GemmTap
 from te_precision_callbacks.instrumentation.upstream import reset_schedule
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
@@ -62,8 +61,6 @@ from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperat
 
 MOST_FORWARDS = 100
 """The number of training forwards of a module in one iteration at which the loop has probably forgotten to step."""
-
-FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 
 
 class ForwardHooks:
@@ -102,7 +99,7 @@ class ForwardHooks:
         self._classify = classify
         self._failures = failures
         self._audit = audit
-        self._current = threading.local()
+        self._current = CurrentForward()
         self._own_is_debug_iter: Callable[[Any], bool] = bool
         self._modules: dict[int, torch.nn.Module] = {}
         self._layers: dict[int, tuple[str, ...]] = {}
@@ -121,7 +118,7 @@ class ForwardHooks:
         self._tap.attention = self.products
         self._tap.on_silent = self.products.note_silent
         self.order = ExecutionOrder()
-        self._saved: list[tuple[Any, str, Any]] = []
+        self._seams = Seams()
 
     def watch(
         self,
@@ -251,8 +248,8 @@ class ForwardHooks:
         from transformer_engine.pytorch.module import base
 
         module_class = base.TransformerEngineBaseModule
-        _require(module_class, "is_debug_iter", "no_debug_features_active")
-        _require(
+        require(module_class, "is_debug_iter", "no_debug_features_active")
+        require(
             debug_quantization,
             "DebugQuantizer",
             "DebugQuantizedTensor",
@@ -260,25 +257,27 @@ class ForwardHooks:
             "HIGH_PRECISION",
             "STANDARD_QUANTIZE",
         )
-        _require(debug_quantization.DebugQuantizer, *_OVERRIDDEN)
-        _require(quantization.FP8GlobalStateManager, "autocast_enter")
-        _require(debug_quantization.DebugQuantizedTensor, "get_tensor")
+        require(quantization.FP8GlobalStateManager, "autocast_enter")
+        require(debug_quantization.DebugQuantizedTensor, "get_tensor")
+        from te_precision_callbacks.instrumentation.quantizer import OVERRIDDEN, quantizer_of
+
+        require(debug_quantization.DebugQuantizer, *OVERRIDDEN)
         self._own_is_debug_iter = module_class.is_debug_iter
-        self._replace(module_class, "is_debug_iter", self._make_is_debug_iter_of_unwatched())
-        self._replace(
+        self._seams.replace(module_class, "is_debug_iter", self._make_is_debug_iter_of_unwatched())
+        self._seams.replace(
             module_class,
             "no_debug_features_active",
             self._make_no_debug_features_active(module_class.no_debug_features_active),
         )
         manager = quantization.FP8GlobalStateManager
-        self._replace(manager, "autocast_enter", staticmethod(self._regions.around(manager.autocast_enter)))
+        self._seams.replace(manager, "autocast_enter", staticmethod(self._regions.around(manager.autocast_enter)))
         self._install_for_refusals()
-        quantizer = _session_quantizer(debug_quantization, self._current, self._failures)
-        self._replace(debug_quantization, "DebugQuantizer", quantizer)
+        quantizer = quantizer_of(self._current, self._failures)
+        self._seams.replace(debug_quantization, "DebugQuantizer", quantizer)
         for name in ("layernorm_linear", "layernorm_mlp", "linear", "grouped_linear"):
             module = sys.modules.get(f"transformer_engine.pytorch.module.{name}")
             if module is not None and hasattr(module, "DebugQuantizer"):
-                self._replace(module, "DebugQuantizer", quantizer)
+                self._seams.replace(module, "DebugQuantizer", quantizer)
 
     def _install_for_refusals(self) -> None:
         """Remove Transformer Engine's refusals for the whole process, and follow CUDA graphs."""
@@ -286,13 +285,13 @@ class ForwardHooks:
         from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 
         for module in (cpu_offload, cpu_offload_v1):
-            _require(module, "TEDebugState")
-            self._replace(module, "TEDebugState", _NotDebugging)
+            require(module, "TEDebugState")
+            self._seams.replace(module, "TEDebugState", _NotDebugging)
         for module_class in (te.Linear, te.LayerNormLinear, te.LayerNormMLP):
-            _require(module_class, "onnx_forward")
-            self._replace(module_class, "onnx_forward", self._make_onnx_forward(module_class.onnx_forward))
+            require(module_class, "onnx_forward")
+            self._seams.replace(module_class, "onnx_forward", self._make_onnx_forward(module_class.onnx_forward))
         if hasattr(torch.cuda.CUDAGraph, "capture_begin"):  # the reference backend has no graphs
-            self._replace(torch.cuda.CUDAGraph, "capture_begin", self._make_capture_begin(torch.cuda.CUDAGraph))
+            self._seams.replace(torch.cuda.CUDAGraph, "capture_begin", self._make_capture_begin(torch.cuda.CUDAGraph))
 
     def _make_onnx_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
@@ -323,16 +322,10 @@ class ForwardHooks:
     def remove(self) -> None:
         """Restore Transformer Engine's own methods."""
         self._release()
-        while self._saved:
-            owner, name, value = self._saved.pop()
-            setattr(owner, name, value)
+        self._seams.put_back()
         self._modules = {}
         self.unwatched.clear()
-        self._current = threading.local()
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._saved.append((owner, name, inspect.getattr_static(owner, name)))
-        setattr(owner, name, value)
+        self._current = CurrentForward()
 
     def _release(self) -> None:
         for module in self._modules.values():
@@ -550,198 +543,3 @@ def _input_of(module: torch.nn.Module) -> Any:
     """
     frame = running_forward(module)
     return None if frame is None else frame.f_locals.get(frame.f_code.co_varnames[1])
-
-
-_OVERRIDDEN = (
-    "_call_inspect_tensor_api",
-    "_update_parent_quantizer_usage",
-    "get_enabled_look_at_tensors",
-    "get_plans_for_output_tensors",
-    "get_tensors_plan",
-    "log_messages_about_plans",
-    "process_enabled_api_call",
-    "process_gemm_output",
-    "quantize",
-)
-
-
-def _require(owner: Any, *names: str) -> None:
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        raise SessionError(
-            f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, on which the session relies."
-            " Install Transformer Engine 2.20, or a te-precision-callbacks made for your version."
-        )
-
-
-def _session_quantizer(debug_quantization: Any, current: threading.local, failures: ObservationFailures) -> type:
-    """Transformer Engine's DebugQuantizer, with the kind of the forward that it was built in."""
-    import nvdlfw_inspect.api as debug_api
-
-    class DebugQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
-        """Observes if its forward is observed; a failure in observation does not reach training."""
-
-        @outside_of_dynamo
-        def __init__(self, layer_name: str, tensor_name: str, *args: Any, **keywords: Any) -> None:
-            self.kind = current.kind
-            self._graph_task = torch._C._current_graph_task_id()
-            self._high_precision = current.module.activation_dtype
-            self._shown_first: DebugQuantizer | None = None
-            self._module = current.module
-            self._override = backward_override(current.module)
-            self._own_wgrad: torch.Tensor | None = None
-            self._accumulates = False
-            super().__init__(layer_name, tensor_name, *args, **keywords)
-            if tensor_name == "dgrad":
-                self._pair_dgrads_of_mlp()
-
-        def log_messages_about_plans(self) -> None:
-            """Log plans as upstream does, in observed forwards only, and each plan once, so that a change is logged."""
-            if self.kind is not ForwardKind.OBSERVED:
-                return
-            for gemm, plan in (
-                (self.rowwise_gemm_name, self.rowwise_tensor_plan),
-                (self.columnwise_gemm_name, self.columnwise_tensor_plan),
-            ):
-                if self._override is not None and gemm != "fprop":
-                    plan = debug_quantization.HIGH_PRECISION
-                debug_api.log_message(
-                    f"Tensor: {self.tensor_name}, gemm {gemm} - {plan}",
-                    layer_name=self.layer_name,
-                    extra_cachable_args=(gemm, self.tensor_name, plan),
-                )
-
-        def is_left_out(self) -> bool:
-            """Whether a feature would act in a backward in which Transformer Engine calls no features."""
-            if self._override is None:
-                return False
-            modifies = debug_quantization.API_CALL_MODIFY
-            if self.output_tensor:
-                in_backward = self.tensor_name in ("dgrad", "wgrad")
-                return in_backward and bool(self.inspect_tensor_enabled or self.rowwise_tensor_plan == modifies)
-            if self.tensor_name == "gradient" and (self.inspect_tensor_enabled or self.rowwise_tensor_plan == modifies):
-                return True
-            return bool(self.columnwise_tensor_plan == modifies)
-
-        def _pair_dgrads_of_mlp(self) -> None:
-            """LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as fc1's.
-
-            LayerNormMLP builds both quantizers in one forward, so they have the same module.
-            """
-            before: DebugQuantizer | None = getattr(current, "dgrad", None)
-            pairs = before is not None and before._module is current.module and before.layer_name.endswith(".fc1")
-            if before is not None and pairs and self.layer_name.endswith(".fc2"):
-                before._shown_first = self
-                current.dgrad = None
-            else:
-                current.dgrad = self
-
-        @outside_of_dynamo
-        def process_gemm_output(self, tensor: torch.Tensor) -> torch.Tensor:
-            owner, self._shown_first = self._shown_first, None
-            if owner is not None:
-                return owner.process_gemm_output(tensor)
-            if not self._accumulates:
-                return super().process_gemm_output(tensor)  # type: ignore[no-any-return]
-            own, self._own_wgrad, self._accumulates = self._own_wgrad, None, False
-            if own is not None:
-                self._call_inspect_tensor_api(own)
-            return tensor
-
-        def take_own_wgrad(self, compute: Callable[[], torch.Tensor]) -> None:
-            """Compute, if a feature needs it, the wgrad that the next GEMM is going to add to ``main_grad``."""
-            self._accumulates = True
-            if self.kind is not ForwardKind.OBSERVED:
-                return
-            if self.rowwise_tensor_plan == debug_quantization.API_CALL_MODIFY:
-                error = FeatureError(
-                    "the layer has fuse_wgrad_accumulation=True, with which Transformer Engine adds wgrad to main_grad"
-                    " before a feature gets it"
-                )
-                failures.report("modifying", f"{self.layer_name} wgrad", error)
-            if self.inspect_tensor_enabled:
-                try:
-                    self._own_wgrad = compute()
-                except Exception as error:
-                    failures.report("computing once more", f"{self.layer_name} wgrad", error)
-
-        def get_enabled_look_at_tensors(self) -> tuple[bool, bool, bool]:
-            if self.kind is ForwardKind.EVALUATION:
-                return False, False, False
-            try:
-                return super().get_enabled_look_at_tensors()  # type: ignore[no-any-return]
-            except Exception as error:
-                self._ask_again_after(error)
-                return False, False, False
-
-        def _ask_again_after(self, error: Exception) -> None:
-            """Report that a feature could not say what it observes, and ask it in the next iteration."""
-            failures.report("asking what to observe of", f"{self.layer_name} {self.tensor_name}", error)
-            self.process_enabled_api_call((False, self.iteration + 1))
-
-        def get_tensors_plan(self) -> tuple[str, str]:
-            plans: tuple[str, str] = super().get_tensors_plan()
-            if self.parent_quantizer is None:
-                # Upstream asks whether to quantize only if there is a quantizer. Here the answer has no effect, but it
-                # says when to ask again: autocast may be switched on in the next iteration.
-                for gemm in (self.rowwise_gemm_name, self.columnwise_gemm_name):
-                    self.process_enabled_api_call(
-                        debug_api.transformer_engine.fp8_gemm_enabled(
-                            layer_name=self.layer_name, gemm=gemm, iteration=self.iteration
-                        )
-                    )
-            return plans
-
-        def get_plans_for_output_tensors(self) -> tuple[bool, str]:
-            if self.kind is not ForwardKind.EVALUATION:
-                try:
-                    return super().get_plans_for_output_tensors()  # type: ignore[no-any-return]
-                except Exception as error:
-                    self._ask_again_after(error)
-            modified = self.process_enabled_api_call(
-                debug_api.transformer_engine.modify_tensor_enabled(
-                    layer_name=self.layer_name,
-                    gemm=self.rowwise_gemm_name,
-                    tensor_name=self.tensor_name,
-                    iteration=self.iteration,
-                )
-            )
-            plan = debug_quantization.API_CALL_MODIFY if modified else debug_quantization.HIGH_PRECISION
-            return False, plan
-
-        @outside_of_dynamo
-        def quantize(self, tensor: Any, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
-            result = super().quantize(tensor, out=out, dtype=dtype)
-            if out is None and dtype is None:
-                # Under torch's autocast the input may have another type than the GEMM's other operand. Upstream casts
-                # the input on its ordinary path, but not here.
-                rowwise, columnwise = result.rowwise_gemm_tensor, result.columnwise_gemm_tensor
-                result.rowwise_gemm_tensor = self._as_operand(rowwise)
-                same = columnwise is rowwise
-                result.columnwise_gemm_tensor = result.rowwise_gemm_tensor if same else self._as_operand(columnwise)
-            return result
-
-        def _as_operand(self, tensor: Any) -> Any:
-            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            return tensor.to(self._high_precision) if plain and self._high_precision is not None else tensor
-
-        def _update_parent_quantizer_usage(self) -> None:
-            super()._update_parent_quantizer_usage()
-            parent = self.parent_quantizer
-            planned = debug_quantization.STANDARD_QUANTIZE in (self.rowwise_tensor_plan, self.columnwise_tensor_plan)
-            if planned and parent is not None and not parent.rowwise_usage and not parent.columnwise_usage:
-                # Without gradients the columnwise tensor is not needed, and a feature makes the rowwise tensor:
-                # upstream then asks for an empty quantized tensor, which the compiled extension refuses too.
-                parent.set_usage(rowwise=True)
-
-        def _call_inspect_tensor_api(self, tensor: Any, rowwise: Any = None, columnwise: Any = None) -> None:
-            if self.kind is not ForwardKind.OBSERVED:
-                return
-            if self.tensor_name in FORWARD_TENSORS and torch._C._current_graph_task_id() != self._graph_task:
-                return  # LayerNormMLP(checkpoint=True) runs its forward again inside its own backward
-            try:
-                super()._call_inspect_tensor_api(tensor, rowwise, columnwise)
-            except Exception as error:
-                failures.report("observing", f"{self.layer_name} {self.tensor_name}", error)
-
-    return DebugQuantizer

@@ -1,0 +1,225 @@
+"""Transformer Engine's DebugQuantizer, with the kind of the forward that it was built in.
+
+Each forward in debug mode builds one for each tensor. :func:`quantizer_of` makes the class of a run, which stands in
+the place of Transformer Engine's. Read from Transformer Engine 2.20.2, ``debug/pytorch/debug_quantization.py``. Only
+for use once Transformer Engine is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import nvdlfw_inspect.api as debug_api
+import torch
+from transformer_engine.debug.pytorch import debug_quantization
+
+from te_precision_callbacks.base.errors import FeatureError
+from te_precision_callbacks.coverage.precision_audit import backward_override
+from te_precision_callbacks.instrumentation.current_forward import CurrentForward
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.layers.forwards import ForwardKind, outside_of_dynamo
+
+OVERRIDDEN = (
+    "_call_inspect_tensor_api",
+    "_update_parent_quantizer_usage",
+    "get_enabled_look_at_tensors",
+    "get_plans_for_output_tensors",
+    "get_tensors_plan",
+    "log_messages_about_plans",
+    "process_enabled_api_call",
+    "process_gemm_output",
+    "quantize",
+)
+"""The methods of Transformer Engine's class that these classes stand on."""
+
+_FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
+
+
+class AskingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
+    """Asks features what they do with a tensor, as fits the kind of the forward."""
+
+    _current: ClassVar[CurrentForward]
+    _failures: ClassVar[ObservationFailures]
+
+    @outside_of_dynamo
+    def __init__(self, layer_name: str, tensor_name: str, *arguments: Any, **keywords: Any) -> None:
+        self.kind = self._current.kind
+        self._override = backward_override(self._current.module)
+        super().__init__(layer_name, tensor_name, *arguments, **keywords)
+
+    def get_enabled_look_at_tensors(self) -> tuple[bool, bool, bool]:
+        if self.kind is ForwardKind.EVALUATION:
+            return False, False, False
+        try:
+            return super().get_enabled_look_at_tensors()  # type: ignore[no-any-return]
+        except Exception as error:
+            self._ask_again_after(error)
+            return False, False, False
+
+    def _ask_again_after(self, error: Exception) -> None:
+        """Report that a feature could not say what it observes, and ask it in the next iteration."""
+        self._failures.report("asking what to observe of", f"{self.layer_name} {self.tensor_name}", error)
+        self.process_enabled_api_call((False, self.iteration + 1))
+
+    def get_tensors_plan(self) -> tuple[str, str]:
+        plans: tuple[str, str] = super().get_tensors_plan()
+        if self.parent_quantizer is None:
+            # Upstream asks whether to quantize only if there is a quantizer. Here the answer has no effect, but it
+            # says when to ask again: autocast may be switched on in the next iteration.
+            for gemm in (self.rowwise_gemm_name, self.columnwise_gemm_name):
+                self.process_enabled_api_call(
+                    debug_api.transformer_engine.fp8_gemm_enabled(
+                        layer_name=self.layer_name, gemm=gemm, iteration=self.iteration
+                    )
+                )
+        return plans
+
+    def get_plans_for_output_tensors(self) -> tuple[bool, str]:
+        if self.kind is not ForwardKind.EVALUATION:
+            try:
+                return super().get_plans_for_output_tensors()  # type: ignore[no-any-return]
+            except Exception as error:
+                self._ask_again_after(error)
+        modified = self.process_enabled_api_call(
+            debug_api.transformer_engine.modify_tensor_enabled(
+                layer_name=self.layer_name,
+                gemm=self.rowwise_gemm_name,
+                tensor_name=self.tensor_name,
+                iteration=self.iteration,
+            )
+        )
+        plan = debug_quantization.API_CALL_MODIFY if modified else debug_quantization.HIGH_PRECISION
+        return False, plan
+
+    def _update_parent_quantizer_usage(self) -> None:
+        super()._update_parent_quantizer_usage()
+        parent = self.parent_quantizer
+        planned = debug_quantization.STANDARD_QUANTIZE in (self.rowwise_tensor_plan, self.columnwise_tensor_plan)
+        if planned and parent is not None and not parent.rowwise_usage and not parent.columnwise_usage:
+            # Without gradients the columnwise tensor is not needed, and a feature makes the rowwise tensor:
+            # upstream then asks for an empty quantized tensor, which the compiled extension refuses too.
+            parent.set_usage(rowwise=True)
+
+    def log_messages_about_plans(self) -> None:
+        """Log plans as upstream does, in observed forwards only, and each plan once, so that a change is logged."""
+        if self.kind is not ForwardKind.OBSERVED:
+            return
+        for gemm, plan in (
+            (self.rowwise_gemm_name, self.rowwise_tensor_plan),
+            (self.columnwise_gemm_name, self.columnwise_tensor_plan),
+        ):
+            if self._override is not None and gemm != "fprop":
+                plan = debug_quantization.HIGH_PRECISION
+            debug_api.log_message(
+                f"Tensor: {self.tensor_name}, gemm {gemm} - {plan}",
+                layer_name=self.layer_name,
+                extra_cachable_args=(gemm, self.tensor_name, plan),
+            )
+
+    def is_left_out(self) -> bool:
+        """Whether a feature would act in a backward in which Transformer Engine calls no features."""
+        if self._override is None:
+            return False
+        modifies = debug_quantization.API_CALL_MODIFY
+        if self.output_tensor:
+            in_backward = self.tensor_name in ("dgrad", "wgrad")
+            return in_backward and bool(self.inspect_tensor_enabled or self.rowwise_tensor_plan == modifies)
+        if self.tensor_name == "gradient" and (self.inspect_tensor_enabled or self.rowwise_tensor_plan == modifies):
+            return True
+        return bool(self.columnwise_tensor_plan == modifies)
+
+
+class SessionQuantizer(AskingQuantizer):
+    """Observes a tensor if its forward is observed; a failure in observation does not reach training."""
+
+    @outside_of_dynamo
+    def __init__(self, layer_name: str, tensor_name: str, *arguments: Any, **keywords: Any) -> None:
+        self._module = self._current.module
+        self._high_precision = self._module.activation_dtype
+        self._graph_task = torch._C._current_graph_task_id()
+        self._shown_first: SessionQuantizer | None = None
+        self._own_wgrad: torch.Tensor | None = None
+        self._accumulates = False
+        super().__init__(layer_name, tensor_name, *arguments, **keywords)
+        if tensor_name == "dgrad":
+            self._pair_dgrads_of_mlp()
+
+    def _pair_dgrads_of_mlp(self) -> None:
+        """LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as fc1's.
+
+        LayerNormMLP builds both quantizers in one forward, so they have the same module.
+        """
+        before: SessionQuantizer | None = self._current.dgrad
+        pairs = before is not None and before._module is self._current.module and before.layer_name.endswith(".fc1")
+        if before is not None and pairs and self.layer_name.endswith(".fc2"):
+            before._shown_first = self
+            self._current.dgrad = None
+        else:
+            self._current.dgrad = self
+
+    @outside_of_dynamo
+    def quantize(self, tensor: Any, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+        result = super().quantize(tensor, out=out, dtype=dtype)
+        if out is None and dtype is None:
+            # Under torch's autocast the input may have another type than the GEMM's other operand. Upstream casts
+            # the input on its ordinary path, but not here.
+            rowwise, columnwise = result.rowwise_gemm_tensor, result.columnwise_gemm_tensor
+            result.rowwise_gemm_tensor = self._as_operand(rowwise)
+            same = columnwise is rowwise
+            result.columnwise_gemm_tensor = result.rowwise_gemm_tensor if same else self._as_operand(columnwise)
+        return result
+
+    def _as_operand(self, tensor: Any) -> Any:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        return tensor.to(self._high_precision) if plain and self._high_precision is not None else tensor
+
+    def _call_inspect_tensor_api(self, tensor: Any, rowwise: Any = None, columnwise: Any = None) -> None:
+        if self.kind is not ForwardKind.OBSERVED:
+            return
+        if self.tensor_name in _FORWARD_TENSORS and torch._C._current_graph_task_id() != self._graph_task:
+            return  # LayerNormMLP(checkpoint=True) runs its forward again inside its own backward
+        try:
+            super()._call_inspect_tensor_api(tensor, rowwise, columnwise)
+        except Exception as error:
+            self._failures.report("observing", f"{self.layer_name} {self.tensor_name}", error)
+
+    @outside_of_dynamo
+    def process_gemm_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        owner, self._shown_first = self._shown_first, None
+        if owner is not None:
+            return owner.process_gemm_output(tensor)
+        if not self._accumulates:
+            return super().process_gemm_output(tensor)  # type: ignore[no-any-return]
+        own, self._own_wgrad, self._accumulates = self._own_wgrad, None, False
+        if own is not None:
+            self._call_inspect_tensor_api(own)
+        return tensor
+
+    def take_own_wgrad(self, compute: Callable[[], torch.Tensor]) -> None:
+        """Compute, if a feature needs it, the wgrad that the next GEMM is going to add to ``main_grad``."""
+        self._accumulates = True
+        if self.kind is not ForwardKind.OBSERVED:
+            return
+        if self.rowwise_tensor_plan == debug_quantization.API_CALL_MODIFY:
+            error = FeatureError(
+                "the layer has fuse_wgrad_accumulation=True, with which Transformer Engine adds wgrad to main_grad"
+                " before a feature gets it"
+            )
+            self._failures.report("modifying", f"{self.layer_name} wgrad", error)
+        if self.inspect_tensor_enabled:
+            try:
+                self._own_wgrad = compute()
+            except Exception as error:
+                self._failures.report("computing once more", f"{self.layer_name} wgrad", error)
+
+
+def quantizer_of(current: CurrentForward, failures: ObservationFailures) -> type[SessionQuantizer]:
+    """The class of a run.
+
+    Args:
+        current: the forward that each thread runs.
+        failures: get failures in observation.
+    """
+    members = {"_current": current, "_failures": failures, "__module__": __name__}
+    return cast("type[SessionQuantizer]", type("DebugQuantizer", (SessionQuantizer,), members))
