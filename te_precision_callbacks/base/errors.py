@@ -16,6 +16,8 @@ that this package raises on purpose, and nothing else. The exceptions of several
 
 from __future__ import annotations
 
+import copyreg
+
 __all__ = [
     "FeatureError",
     "FeatureLoadError",
@@ -31,6 +33,10 @@ __all__ = [
 
 class PrecisionDebugError(Exception):
     """Base class of every exception that this package raises on purpose."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """For pickle and copies, without a call of the class: its arguments may be others than the message."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class OptionError(PrecisionDebugError, TypeError):

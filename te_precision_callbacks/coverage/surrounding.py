@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +17,6 @@ class CallOfOneModule:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._call(*arguments, **keywords)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
@@ -31,9 +27,6 @@ class TrainingStepOfOneModule(CallOfOneModule):
     def __init__(self, call: Callable[..., Any], module: Any) -> None:
         super().__init__(call)
         self._module = module
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return functools.partial(_training_step_of_its_class, copy.deepcopy(self._module, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_training_step_of_its_class, self._module)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 
 
@@ -42,18 +40,6 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
         self.rank = rank
         self.report = report
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt, (self.args[0], self.__dict__)
-
-
-def _rebuilt(message: str, attributes: dict[str, object]) -> ActivationOverflowError:
-    """Rebuild the exception for pickle: a spawned process sends its exception to the waiting process."""
-    error = ActivationOverflowError(
-        message, path="", class_name="", role="", batch=0, evaluation=False, rank=0, report=""
-    )
-    error.__dict__.update(attributes)
-    return error
-
 
 class DetectionFailedError(PrecisionDebugError, RuntimeError):
     """Detection has failed, and an overflow may have been missed since.
@@ -73,9 +59,6 @@ class DetectionFailedError(PrecisionDebugError, RuntimeError):
         )
         self.failure = failure
         self.rank = rank
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return functools.partial(DetectionFailedError, rank=self.rank), (self.failure,)
 
 
 class OverflowDetectorError(PrecisionDebugError, ValueError):
@@ -98,9 +81,6 @@ class AbortAfterBatch(PrecisionDebugError, ValueError):
             f"Stopped after batch {batch}, as abort_after_batch={batch} asks for. Nothing is wrong with it."
         )
         self.batch = batch
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return AbortAfterBatch, (self.batch,)
 
 
 STOPS = (ActivationOverflowError, DetectionFailedError, AbortAfterBatch)

@@ -74,11 +74,8 @@ class _Hook:
         self.receiver = receiver
         self._watched = watched
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return not_watched
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _unwatched_copy, ()
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial, (not_watched,)
 
 
 class _Enter(_Hook):
@@ -101,10 +98,6 @@ def _hooks_of(module: torch.nn.Module) -> list[_Hook]:
 
 def not_watched(*args: Any) -> None:
     """Does nothing, in place of a hook in a copy of a watched module."""
-
-
-def _unwatched_copy() -> Callable[..., None]:
-    return not_watched
 
 
 class ModelHooks:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +150,15 @@ def test_each_exception_is_known_here(kinds: dict[str, type[PrecisionDebugError]
     assert sorted(name for names in known for name in names) == sorted(declared())
     assert {kinds[name] for name in ASKED_FOR} == set(failures.ASKED_FOR)
     assert {name for name, kind in kinds.items() if issubclass(kind, failures.ASKED_FOR)} == set(ASKED_FOR)
+
+
+def test_exceptions_survive_copies_and_pickle(kinds: dict[str, type[PrecisionDebugError]]) -> None:
+    """A worker process sends its exception to the one that waits for it."""
+    for kind in kinds.values():
+        error = one(kind)
+        error.add_note("on node 3")
+        for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert (type(copied), str(copied), vars(copied)) == (kind, str(error), vars(error))
 
 
 @pytest.mark.parametrize(
