@@ -63,6 +63,17 @@ def test_with_a_finding_the_code_is_1_and_the_first_is_said(folder: Path) -> Non
     assert "There is no noise floor" in text
 
 
+def test_the_names_of_facts_leave_most_of_a_line_to_what_differs(tmp_path: Path) -> None:
+    names = [f"transformer.{part}.layers.{n}.self_attention.layernorm_qkv" for part in ("a", "b", "c") for n in (0, 1)]
+    for run, precision in (("a", "bf16"), ("b", "mxfp8")):
+        rows = [{"gemm_id": n, "layer": name, "gemm": "fprop", "precision": precision} for n, name in enumerate(names)]
+        record(tmp_path / run, {(name, "weight", "cur_amax"): np.ones(STEPS) for name in names}, gemms=rows)
+    result = compare(tmp_path / "a", tmp_path / "b")
+    (line,) = (line for line in result.output.splitlines() if "MXFP8" in line and "fprop" in line)
+    assert line.index("BF16") < 45
+    assert "layernorm_qkv" in result.output
+
+
 def test_with_noise_it_says_of_what(folder: Path) -> None:
     result = compare(folder / "a", folder / "b", "--noise", folder / "a")
     assert result.exit_code == 1

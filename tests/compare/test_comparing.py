@@ -14,7 +14,7 @@ from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
 from te_precision_callbacks.views.compare.judging_scales import scale_of
 from te_precision_callbacks.views.compare.spread import bounds
-from te_precision_callbacks.views.compare.wording import difference, of_losses, where_first
+from te_precision_callbacks.views.compare.wording import difference, of_losses, what_was_compared, where_first
 from tests.compare.recorded import Subject, Values, append, layers, record
 
 Floats = npt.NDArray[np.float64]
@@ -226,6 +226,35 @@ def test_steps_pair_by_their_number(tmp_path: Path) -> None:
     assert (result.first.name, result.first.iteration) == (f"{LAYERS[3]} weight", 30)
 
 
+@pytest.mark.parametrize(
+    ("steps", "freq", "pair", "lasts"),
+    [
+        (25, 1, "in 25 steps, from 0 to 24.", "lasts 5 steps."),
+        (5, 6, "in 5 steps, from 0 to 24.", "lasts 5 steps."),
+        (3, 1, "in 3 steps, from 0 to 2.", "lasts all 3 steps."),
+        (1, 1, "in step 0 alone.", "in this one step"),
+    ],
+)
+def test_the_steps_that_pair_are_counted(tmp_path: Path, steps: int, freq: int, pair: str, lasts: str) -> None:
+    a = record(tmp_path / "a", numbers(0, steps=25))
+    b = record(tmp_path / "b", numbers(0, steps=steps), freq=freq)
+    result = compare(a, b)
+    assert result.pairing.steps == steps
+    assert result.pairing.shorter == (24 if steps < 5 else 0)
+    first, *_, counts, _ = what_was_compared(result)
+    assert first == f"24 series of 6 layers pair {pair}"
+    assert lasts in counts
+
+
+def test_series_with_fewer_steps_than_others_are_counted(tmp_path: Path) -> None:
+    values = numbers(0)
+    values[LAYERS[0], "weight", "cur_amax"][4:] = math.nan
+    result = compare(record(tmp_path / "a", values, order=LAYERS), record(tmp_path / "b", numbers(0), order=LAYERS))
+    assert (result.pairing.steps, result.pairing.shorter) == (STEPS, 1)
+    *_, counts = what_was_compared(result)
+    assert counts == "A difference counts that lasts 5 steps; in 1 series with fewer steps, all of them."
+
+
 @pytest.mark.parametrize("since", [30, 32, 34])
 def test_a_weight_with_fewer_numbers_comes_before_the_activations_that_it_made(runs: Runs, since: int) -> None:
     """Schedules of freq 1 and freq 5 in one config: the weight is seen to depart up to four steps later."""
@@ -320,9 +349,26 @@ def test_facts_that_differ_come_with_their_values(runs: Runs) -> None:
     b = runs.record("others", numbers(0), config_text=config.replace("all", "fc1"), **other)
     told = [(fact.name, fact.a, fact.b) for fact in compare(a, b).facts]
     assert told == [
-        ("config", "layers: {layer_types: [all]}", "layers: {layer_types: [fc1]}"),
+        ("config", "s: layers: {layer_types: [all]}", "s: layers: {layer_types: [fc1]}"),
         ("versions.torch", "2.9", "2.10"),
         ("recipes", '["none"]', '["mxfp8"]'),
+    ]
+
+
+def test_a_line_of_the_config_comes_after_the_keys_that_it_is_under(runs: Runs) -> None:
+    config = (
+        "of all:\n  enabled: true\n  transformer_engine:\n    # each step\n    LogTensorStats:\n      tensors_struct:\n"
+        "      - tensor: activation\n        stats: [max]\n      freq: 1\nlast:\n  enabled: true\n"
+    )
+    other = config.replace("[max]", "[min]").replace("freq: 1", "freq: 5").replace("last:\n  enabled: true\n", "")
+    a, b = (runs.record(f"config {n}", numbers(0), config_text=text) for n, text in enumerate((config, other)))
+    feature = "of all / LogTensorStats"
+    item = f"{feature} / tensors_struct / tensor: activation"
+    assert [(fact.a, fact.b) for fact in compare(a, b).facts] == [
+        (f"{item}: stats: [max]", f"{item}: stats: [min]"),
+        (f"{feature}: freq: 1", f"{feature}: freq: 5"),
+        ("last:", ""),
+        ("last: enabled: true", ""),
     ]
 
 
@@ -570,6 +616,24 @@ def test_runs_that_share_no_statistic(runs: Runs) -> None:
 def test_runs_that_share_no_step(runs: Runs) -> None:
     with pytest.raises(ComparisonError, match=r"no step of any: .*steps 0 to 59.*steps 100 to 159"):
         compare(runs.a, record(runs.folder / "later", numbers(0), first=100))
+
+
+def test_a_refusal_has_the_notes_of_the_runs(runs: Runs) -> None:
+    """What could not be read may be what is missing."""
+    later = record(runs.folder / "later", numbers(0), first=100, order=LAYERS)
+    empty = record(runs.folder / "empty", {}, order=LAYERS)
+    for run in (later, empty):
+        next(Path(run.path).rglob("layers.parquet")).write_bytes(b"damaged")
+    later, empty = open_run(later.path), open_run(empty.path)
+    calls: list[tuple[tuple[RecordedRun, ...], dict[str, Any]]] = [
+        ((runs.a, later), {}),
+        ((runs.a, empty), {}),
+        ((later,), {"ranks": (0, 1)}),
+        ((later,), {"steps": (100, 900)}),
+    ]
+    for sides, options in calls:
+        with pytest.raises(ComparisonError, match=r"Notes on .*layers\.parquet cannot be read"):
+            compare(*sides, **options)
 
 
 def test_a_run_without_numbers(runs: Runs) -> None:

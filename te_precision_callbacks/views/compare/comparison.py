@@ -71,7 +71,7 @@ def compare(
     if search.without_steps == len(paired):
         raise ComparisonError(
             f"{one.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(one)},"
-            f" {_span(other)}."
+            f" {_span(other)}.{one.run.notes_in_words}{other.run.notes_in_words}"
         )
     return Comparison(
         one.name,
@@ -166,9 +166,11 @@ def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search) 
         tuple(sorted(statistics[0] - statistics[1])),
         tuple(sorted(statistics[1] - statistics[0])),
         search.values,
-        search.first,
-        search.last,
+        int(search.iterations[0]),
+        int(search.iterations[-1]),
         tuple(name for _, name in search.sizes.with_other_rows),
+        len(search.iterations),
+        search.shorter,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
@@ -95,7 +95,8 @@ class Search:
         values: the numbers of a and b that were compared.
         without_steps: the series that have no step in common.
         without_noise: the series that have a counterpart in no side of the noise.
-        first, last: iterations of the steps that both have.
+        shorter: the series that have fewer steps in common than a difference must last.
+        iterations: those of the steps that both have, in order.
         first_unequal: the first iteration in which a series' numbers are not the same: subject -> iteration.
     """
 
@@ -109,8 +110,8 @@ class Search:
     without_steps: int = 0
     without_noise: int = 0
     first_unequal: tuple[Subject, int] | None = None
-    first: int | None = None
-    last: int | None = None
+    shorter: int = 0
+    iterations: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     def run(self, subjects: Sequence[Subject], place: dict[Subject, tuple[float, ...]]) -> Iterator[Found]:
         """The lasting differences.
@@ -139,10 +140,10 @@ class Search:
         scales = _Scales(subjects, sides)
         series, iterations, ours, theirs = _both(sides[0], sides[1])
         self.values += len(series)
-        if len(series):
-            self.first = min(int(iterations.min()), int(iterations.max()) if self.first is None else self.first)
-            self.last = max(int(iterations.max()), -1 if self.last is None else self.last)
-        self.without_steps += len(subjects) - len(np.unique(series))
+        self.iterations = np.union1d(self.iterations, iterations)
+        counts = np.bincount(series, minlength=len(subjects))
+        self.without_steps += int((counts == 0).sum())
+        self.shorter += int(((counts > 0) & (counts < self.lasting)).sum())
         self._note_unequal(subjects, series, iterations, ours, theirs)
         place = scales.places(series, ours)
         difference = scales.places(series, theirs) - place
@@ -154,7 +155,6 @@ class Search:
         limit = np.where(resized[series], np.fmax(limit, scales.bound[series]) + more[series], limit)
         begin = np.where(known, np.minimum(limit, np.fmax(_LEAST_BEGIN, _PART_OF_BOUND * bound) * spread), limit)
         beyond, begun = _runs(series, difference, limit), _runs(series, difference, begin)
-        counts = np.bincount(series, minlength=len(subjects))
         lasting = beyond.lengths >= np.minimum(self.lasting, counts[series[beyond.starts]])
         starts = beyond.starts[lasting]
         starts = starts[np.unique(series[starts], return_index=True)[1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from te_precision_callbacks.layers.folding import folded
@@ -63,6 +63,7 @@ def _config(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[Fact
         return
     number = 0
     one, other = (text.splitlines() for text in texts)
+    places = _places(one), _places(other)
     for kind, start, end, first, last in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
         if kind == "equal":
             continue
@@ -71,11 +72,31 @@ def _config(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[Fact
             if number <= _MOST_LINES:
                 yield FactDifference(
                     "config",
-                    one[start + place].strip() if start + place < end else "",
-                    other[first + place].strip() if first + place < last else "",
+                    places[0][start + place] if start + place < end else "",
+                    places[1][first + place] if first + place < last else "",
                 )
     if number > _MOST_LINES:
         yield FactDifference("config", *(f"{number - _MOST_LINES} more lines that differ" for _ in range(2)))
+
+
+def _places(lines: Sequence[str]) -> list[str]:
+    """Each line of a YAML after the keys that it is under; lists and plugins' names are no such keys."""
+    found = []
+    above: list[tuple[int, str]] = []
+    for line in lines:
+        text = line.strip()
+        if not text or text.startswith("#"):
+            found.append(text)
+            continue
+        indent = len(line) - len(line.lstrip()) + text.startswith("- ")  # an item may be as far left as its list's key
+        while above and above[-1][0] >= indent:
+            above.pop()
+        keys = " / ".join(key for _, key in above if key)
+        found.append(f"{keys}: {text}" if keys else text)
+        name = text.removeprefix("- ")
+        key = name.removesuffix(":") if name.endswith(":") and name != "transformer_engine:" else ""
+        above.append((indent, name if text.startswith("- ") and not key else key))
+    return found
 
 
 def _products(run: RecordedRun) -> list[dict[str, Any]]:

@@ -30,6 +30,9 @@ from te_precision_callbacks.views.compare.wording import (
 
 _MOST_ROWS = 20
 _MOST_FACTS = 30
+_WIDEST_NAME = 36
+"""The width of the names of facts, which may be those of many layers: most of a line is for what differs."""
+
 _INDENT = 2
 
 
@@ -65,6 +68,7 @@ def _show_facts(facts: Sequence[FactDifference]) -> None:
         terminal.show_text("none that were recorded", _INDENT)
         return
     table = terminal.table("fact", "A", "B")
+    table.columns[0].max_width = _WIDEST_NAME
     for fact in facts[:_MOST_FACTS]:
         table.add_row(*map(terminal.cell, (fact.name, fact.a, fact.b)))
     terminal.show(table)

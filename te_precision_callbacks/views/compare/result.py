@@ -14,7 +14,8 @@ class FactDifference:
 
     Attributes:
         name: such as ``versions.torch``, ``recipes``, ``coverage``; ``config`` for a line of the config.
-        a, b: what it is; empty where a side does not have it.
+        a, b: what it is; empty where a side does not have it. A line of the config comes after the keys that it is
+            under, such as ``statistics / LogTensorStats: freq: 5``.
     """
 
     name: str
@@ -128,6 +129,8 @@ class Pairing:
         first, last: iterations of the steps that both sides have.
         with_other_rows: the layers whose inputs have another number of rows in a step of the other side, such as with
             another batch size.
+        steps: how many steps have numbers of both sides.
+        shorter: how many series have fewer steps in common than a difference must last.
     """
 
     series: int
@@ -143,6 +146,8 @@ class Pairing:
     first: int | None
     last: int | None
     with_other_rows: tuple[str, ...] = ()
+    steps: int = 0
+    shorter: int = 0
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,7 @@ class Comparison:
         a, b: what the sides are.
         facts: what differs beside the numbers: config, versions, recipe, environment, coverage.
         pairing: what could be compared.
-        lasting: the steps that a difference must last.
+        lasting: the steps that a difference must last; in a series with fewer it must last all of them.
         floor: where the ordinary spread is known from; None without one.
         ordered: whether the order of execution is known; else layers are in the order of their first numbers.
         parted: the tensors in which the sides part, by iteration, and within one by the order of execution.

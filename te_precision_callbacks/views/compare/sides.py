@@ -129,8 +129,7 @@ def side_of_run(run: RecordedRun, name: str) -> Side:
     series = {subject: number for number, subject in _subjects(run.series)}
     scalars = _scalars(run)
     if not series and not scalars:
-        why = f"{name} has no numbers yet: no statistic was recorded, and no loss."
-        raise ComparisonError(" ".join([why, *run.notes]))
+        raise ComparisonError(f"{name} has no numbers yet: no statistic was recorded, and no loss.{run.notes_in_words}")
     return Side(run, name, series, scalars)
 
 
@@ -143,7 +142,9 @@ def side_of_rank(run: RecordedRun, rank: int) -> Side:
     whole = _subjects(run.series)
     series = {each._replace(rank=None): number for number, each in whole if each.rank == rank}
     if not series:
-        raise ComparisonError(f"{run.path} has no numbers of rank {rank} alone; {_ranks_in_words(run)}.")
+        raise ComparisonError(
+            f"{run.path} has no numbers of rank {rank} alone; {_ranks_in_words(run)}.{run.notes_in_words}"
+        )
     return Side(run, f"rank {rank}", series)
 
 
@@ -170,7 +171,7 @@ def side_of_step(run: RecordedRun, since: int, steps: int, *, behind: bool = Fal
     scalars = {each: found for each, found in _scalars(run).items() if found[0][-1] >= since}
     if not series and not scalars:
         ended = f"; its last one is {max(last)}" if last else ""
-        raise ComparisonError(f"{run.path} has no numbers from step {since} on{ended}.")
+        raise ComparisonError(f"{run.path} has no numbers from step {since} on{ended}.{run.notes_in_words}")
     name = f"the {steps} steps {'behind those ' if behind else ''}from step {since} on"
     return Side(run, name, series, scalars, since, steps, steps if behind else 0)
 

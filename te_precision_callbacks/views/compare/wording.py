@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.views.compare.judging_scales import ZERO_BELOW
-from te_precision_callbacks.views.compare.result import Comparison, Departure, LossComparison, Parting
+from te_precision_callbacks.views.compare.result import Comparison, Departure, LossComparison, Pairing, Parting
 
 MOST_NAMES = 3
 """The names that a sentence lists."""
@@ -19,8 +19,7 @@ _NO_NUMBER = 1000.0
 def what_was_compared(comparison: Comparison) -> Iterator[str]:
     """What pairs, and what counts: sentences."""
     pairing, floor = comparison.pairing, comparison.floor
-    span = "" if pairing.first is None else f", steps {pairing.first} to {pairing.last}"
-    yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} pair{span}."
+    yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} pair {_steps_in_words(pairing)}."
     for where, count, statistics, layers in (
         ("A", pairing.only_a, pairing.statistics_only_a, pairing.layers_only_a),
         ("B", pairing.only_b, pairing.statistics_only_b, pairing.layers_only_b),
@@ -49,9 +48,25 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
                 f"It has nothing of {many(floor.without, 'series')}: for these a factor of 2, 5 points of a"
                 " percentage, or 3 dB count."
             )
-    yield f"A difference counts that lasts {many(comparison.lasting, 'step')}."
+    yield _what_lasts(comparison)
     if not comparison.ordered:
         yield "The order of execution was not recorded: layers are in the order of their first numbers."
+
+
+def _steps_in_words(pairing: Pairing) -> str:
+    if pairing.first == pairing.last:
+        return f"in step {pairing.first} alone"
+    return f"in {many(pairing.steps, 'step')}, from {pairing.first} to {pairing.last}"
+
+
+def _what_lasts(comparison: Comparison) -> str:
+    pairing, lasting = comparison.pairing, comparison.lasting
+    if pairing.steps == 1:
+        return "A difference counts that is in this one step: no other shows whether it lasts."
+    if pairing.steps < lasting:
+        return f"A difference counts that lasts all {pairing.steps} steps."
+    fewer = f"; in {many(pairing.shorter, 'series')} with fewer steps, all of them" if pairing.shorter else ""
+    return f"A difference counts that lasts {many(lasting, 'step')}{fewer}."
 
 
 def where_first(comparison: Comparison) -> Iterator[str]:
