@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from te_precision_callbacks.cli import main
-from te_precision_callbacks.runs import RunWriter, writing
+from te_precision_callbacks.runs import RunWriter, tails
 from tests.runs.making import write_run
 
 COMMANDS = ("report", "show", "compare")
@@ -139,7 +139,7 @@ def foreign_part(path: Path) -> None:
 
 def missing(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(writing, "SEAL_BYTES", 1)
+        patched.setattr(tails, "SEAL_BYTES", 1)
         write_run(path, range(6))
     (rank_folder(path) / "values-000002.parquet").unlink()
 

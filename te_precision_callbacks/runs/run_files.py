@@ -296,3 +296,9 @@ def _started(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def time_text(seconds: float | None = None) -> str:
+    """A time in ISO 8601, UTC: now, or so many seconds since the epoch."""
+    seconds = time.time() if seconds is None else seconds
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")

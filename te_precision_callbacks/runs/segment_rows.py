@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from te_precision_callbacks.runs.aging import Aging
 from te_precision_callbacks.runs.launches import launch_key
-from te_precision_callbacks.runs.run_files import segment_name
+from te_precision_callbacks.runs.run_files import segment_name, time_text
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
-from te_precision_callbacks.runs.writing import RunWriter, time_text
+from te_precision_callbacks.runs.writing import RunWriter
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
 

@@ -157,7 +157,7 @@ def test_a_damaged_series_does_no_harm_when_parts_are_thinned(tmp_path: Path) ->
 
 def test_no_more_is_appended_at_once_than_a_reader_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MOST_APPENDED + (64 << 20) < MOST_PART
-    monkeypatch.setattr("te_precision_callbacks.runs.writing.MOST_APPENDED", 2000)
+    monkeypatch.setattr("te_precision_callbacks.runs.tails.MOST_APPENDED", 2000)
     with RunWriter.begin(tmp_path) as writer:
         series = np.array([writer.series(f"layer{n}", "weight", "amax") for n in range(300)], np.int32)
         writer.add_step(0)

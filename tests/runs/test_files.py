@@ -27,7 +27,7 @@ from te_precision_callbacks.runs import (
     SeveralRunsError,
     list_runs,
     open_run,
-    writing,
+    tails,
 )
 from te_precision_callbacks.runs.limits import DEFAULT_LIMIT, record_limit
 from te_precision_callbacks.runs.sink import RecordingError, RecordSink
@@ -73,7 +73,7 @@ def test_any_of_its_folders_is_the_run(tmp_path: Path) -> None:
 
 
 def test_sealed_parts_are_sorted_and_a_tail_is_read_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "SEAL_BYTES", 3000)
+    monkeypatch.setattr(tails, "SEAL_BYTES", 3000)
     run = RunWriter.begin(tmp_path)
     series = np.array([run.series(f"layer{n}", "weight", "amax") for n in (2, 1, 0)], np.int32)
     for iteration in range(40):
@@ -251,7 +251,7 @@ def test_a_part_that_cannot_be_read_is_noted_and_the_others_are_read(tmp_path: P
 
 
 def test_a_part_that_is_missing_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "SEAL_BYTES", 1)
+    monkeypatch.setattr(tails, "SEAL_BYTES", 1)
     write_run(tmp_path, range(4))
     (rank_folder(tmp_path) / "values-000002.parquet").unlink()
     run = open_run(tmp_path)
@@ -400,7 +400,7 @@ from pathlib import Path
 from te_precision_callbacks.sinks import writer_thread
 from te_precision_callbacks.statistics.series import SeriesTable
 from te_precision_callbacks.runs.sink import RecordSink
-from te_precision_callbacks.runs.writing import time_text
+from te_precision_callbacks.runs.run_files import time_text
 from tests.runs.making import info, records
 
 class Slow:
