@@ -40,6 +40,7 @@ from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.instrumentation.current_forward import CurrentForward
 from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
+from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.refusals import (
@@ -53,8 +54,9 @@ from te_precision_callbacks.instrumentation.refusals import (
 )
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.resting import RestingLayers
+from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.seams import Seams, require
-from te_precision_callbacks.instrumentation.tap import ExecutionOrder, GemmTap
+from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.instrumentation.upstream import reset_schedule
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
@@ -110,13 +112,18 @@ class ForwardHooks:
         self._idle_in_evaluation: dict[int, int] = {}
         self._resting = RestingLayers(classify, audit, self._ask_again)
         self._regions = AutocastRegions()
-        self._tap = GemmTap(classify, failures.report)
-        self._tap.on_entered = self._enter_fused
         self._fused: frozenset[int] = frozenset()
         self._fused_observation = FusedObservation(failures.report)
-        self.products = ModelProducts(failures.report, lambda: classify.paused, self._tap.in_layer)
-        self._tap.attention = self.products
-        self._tap.on_silent = self.products.note_silent
+        running = Running()
+        self.products = ModelProducts(failures.report, lambda: classify.paused, running.in_layer)
+        self._tap = GemmTap(
+            classify,
+            failures.report,
+            running,
+            enter=self._enter_fused,
+            silent=self.products.note_silent,
+            attention=self.products,
+        )
         self.order = ExecutionOrder()
         self._seams = Seams()
 
@@ -152,7 +159,7 @@ class ForwardHooks:
 
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
         """Count the matrix products of a model's next step; as :meth:`ModelProducts.watch`."""
-        self.products.watch(model, names, self._tap.layers_of_operations)
+        self.products.watch(model, names, self._tap.operations.layers)
         self._listen()
 
     def arm(self) -> None:
@@ -190,7 +197,7 @@ class ForwardHooks:
 
         self._audit.enter(TEDebugState.get_iteration())
         listeners: tuple[Listener, ...] = ()
-        if (self._armed or self._tap.has_new_operations) and not self._classify.kept:
+        if (self._armed or self._tap.operations.has_new) and not self._classify.kept:
             listeners = (self.order, self._audit.look, self._fused_observation)
         if self.products.counting:
             listeners = (*listeners, self.products.note)

@@ -26,6 +26,34 @@ class Seams:
             setattr(owner, name, value)
 
 
+class YieldingSeams:
+    """As :class:`Seams`, but what somebody has put around a replacement stays: it goes on to call what it stood for."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything is replaced."""
+        return bool(self._replaced)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until :meth:`put_back`."""
+        own = vars(owner).get(name)
+        self._replaced.append((owner, name, own, value))
+        setattr(owner, name, value)
+
+    def put_back(self) -> None:
+        """Set the attributes to what they were, the last one first."""
+        while self._replaced:
+            owner, name, own, value = self._replaced.pop()
+            if vars(owner).get(name) is not value:
+                continue
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
 def require(owner: Any, *names: str) -> None:
     """Raise an error if an object lacks an attribute on which the session relies.
 

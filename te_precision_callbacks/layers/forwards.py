@@ -41,6 +41,10 @@ class ForwardKind(enum.Enum):
     UNTOUCHED = "Transformer Engine's own path"
 
 
+Classify = Callable[[torch.nn.Module], ForwardKind]
+"""Decides the kind of a forward of a module."""
+
+
 class ForwardClassifier:
     """Decides the kind of a forward.
 

@@ -58,10 +58,13 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[int,
 
 
 def run(attention: te.DotProductAttention, told: Told, reported: list[str]) -> torch.Tensor:
-    tap = GemmTap(lambda module: ForwardKind.OBSERVED, lambda doing, what, error: reported.append(f"{what}: {error}"))
+    tap = GemmTap(
+        lambda module: ForwardKind.OBSERVED,
+        lambda doing, what, error: reported.append(f"{what}: {error}"),
+        attention=told,
+    )
     tap.watch({}, ())
     tap.hear({}, {id(attention): "attention"})
-    tap.attention = told
     tap.listen(lambda event: None)
     query, key, value = (
         torch.randn(LENGTH, BATCH, HEADS, SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)

@@ -1,0 +1,107 @@
+"""Sees fused attention, and the forwards of all attention of Transformer Engine; a part of the tap."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionListener, AttentionSizes
+from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.instrumentation.handed import arguments_of_forward
+from te_precision_callbacks.instrumentation.running import UNHEARD, Forward, Running
+from te_precision_callbacks.layers.forwards import Classify
+
+
+class AttentionTap:
+    """Tells a listener of attention.
+
+    Args:
+        classify: decides the kind of a forward.
+        report: receives failures of the listener.
+        running: what threads run.
+        listener: is told; None for nobody.
+
+    Attributes:
+        names: id of a module of attention -> its name.
+    """
+
+    def __init__(
+        self,
+        classify: Classify,
+        report: Callable[[str, str, Exception], None],
+        running: Running,
+        listener: AttentionListener | None,
+    ) -> None:
+        self.names: Mapping[int, str] = {}
+        self._classify = classify
+        self._report = report
+        self._running = running
+        self._listener = listener
+
+    def hear(self, names: Mapping[int, str]) -> None:
+        """Set the modules that are listened to: id -> name."""
+        self.names = names
+
+    def enter(self, module: Any) -> Forward:
+        """The forward of attention that begins."""
+        layer = self.names[id(module)]
+        try:
+            meta = module.fp8_meta
+            local = meta.get("local_recipes") or [meta.get("recipe")]  # its recipe is that of the products alone
+            entered = Forward(
+                (layer,), self._classify(module), recipe_text(local[0] if module.fp8 else None), halves=False
+            )
+            if self._listener is not None:
+                self._listener.enter_attention(layer, entered.kind)
+        except Exception as error:
+            self._report("looking at the forward of", layer, error)
+            return UNHEARD
+        return entered
+
+    def leave(self, module: Any, entered: Forward) -> None:
+        """Tell the listener that a forward ends."""
+        try:
+            if self._listener is not None:
+                self._listener.leave_attention(entered.layers[0], entered.kind, arguments_of_forward(module))
+        except Exception as error:
+            self._report("looking at the forward of", entered.layers[0], error)
+
+    def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of fused attention that tells the listener of its products."""
+        signature = inspect.signature(upstream)
+
+        @functools.wraps(upstream)
+        def tapped(*operands: Any, **keywords: Any) -> Any:
+            result = upstream(*operands, **keywords)
+            running, listener = self._running.here.running, self._listener
+            if running is not None and running is not UNHEARD and listener is not None:
+                try:
+                    given = signature.bind(*operands, **keywords)
+                    given.apply_defaults()
+                    listener.note_attention(self._event(running, given.arguments))
+                except Exception as error:
+                    self._report("looking at the products of", running.layers[0], error)
+            return result
+
+        return tapped
+
+    def _event(self, forward: Forward, given: Mapping[str, Any]) -> AttentionEvent:
+        query, key, value = given["q"], given["k"], given["v"]
+        form = given["qkv_layout"].replace("3", "").replace("2", "").partition("_")[0]
+        return AttentionEvent(
+            forward.layers[0],
+            "d_o" in given,
+            query,
+            key,
+            value,
+            given.get("d_o"),
+            given["s_quantizer"],
+            given.get("dp_quantizer"),
+            AttentionSizes.of(query, key, value, form),
+            next(self._running.numbers),
+            forward.kind,
+            forward.recipe,
+            given,
+        )

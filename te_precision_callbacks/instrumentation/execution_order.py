@@ -1,0 +1,28 @@
+"""The order in which layers run: a listener of the tap."""
+
+from __future__ import annotations
+
+from te_precision_callbacks.coverage.gemm_events import GemmEvent
+from te_precision_callbacks.layers.forwards import ForwardKind
+
+
+class ExecutionOrder:
+    """A listener that notes the order in which layers run.
+
+    Attributes:
+        forward: layer -> the place of its first forward among those of all layers.
+        backward: layer -> the place of its first backward.
+        grown: whether layers have come since it was set to False.
+    """
+
+    def __init__(self) -> None:
+        self.forward: dict[str, int] = {}
+        self.backward: dict[str, int] = {}
+        self.grown = False
+
+    def __call__(self, event: GemmEvent) -> None:
+        """Note a GEMM of training."""
+        places = self.forward if event.gemm == "fprop" else self.backward
+        if event.layer not in places and event.kind in (ForwardKind.OBSERVED, ForwardKind.SILENT):
+            places[event.layer] = len(places)
+            self.grown = True

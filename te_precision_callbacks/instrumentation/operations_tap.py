@@ -1,0 +1,138 @@
+"""Sees which layers of ``te.ops`` run; a part of the tap.
+
+Read from Transformer Engine 2.20.2: ``OperationFuser.__call__`` (``pytorch/ops/fuser.py``), ``fuser_forward`` and
+``fuser_backward`` of the operations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.instrumentation.running import UNHEARD, Forward, Running
+from te_precision_callbacks.layers.forwards import Classify
+from te_precision_callbacks.layers.naming import NamedOperation
+from te_precision_callbacks.layers.turns import Turns
+
+
+class TellSilent(Protocol):
+    """Tells of layers that have run without an event, and of what has run."""
+
+    def __call__(self, forward: Forward, what: str, *, backward: bool) -> None: ...
+
+
+class OperationsTap:
+    """Knows the layer of a GEMM of ``te.ops``.
+
+    Args:
+        classify: decides the kind of a forward.
+        running: what threads run.
+        tell_silent: is told of forwards and backwards without an event.
+
+    Attributes:
+        has_new: whether operations have been given, or run in another recipe, since the last iteration: in the other
+            modules the session notices that by itself.
+    """
+
+    def __init__(self, classify: Classify, running: Running, tell_silent: TellSilent) -> None:
+        self.has_new = False
+        self._classify = classify
+        self._running = running
+        self._tell_silent = tell_silent
+        self._operations: dict[int, NamedOperation] = {}
+        self._turns = Turns[NamedOperation](())
+        self._recipes: dict[int, Any] = {}
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers of all operations."""
+        return [layer for operation in self._operations.values() for layer in operation.layers]
+
+    def watch(self, operations: Iterable[NamedOperation]) -> None:
+        """Set the operations with GEMMs; there are events of all of them."""
+        self._operations = {id(operation.module): operation for operation in operations}
+        self._turns = Turns(list(self._operations.values()))
+        self._recipes = self._recipes_now()
+        self.has_new = bool(self._operations)
+
+    def look(self, *, at_all: bool) -> None:
+        """Look whether operations have run in another recipe than before.
+
+        Args:
+            at_all: whether all are looked at, and not only those that have their turn.
+        """
+        looked = self._operations.values() if at_all else self._turns.take()
+        self.has_new = any(_recipe_of(each) != self._recipes[id(each.module)] for each in looked)
+        if self.has_new:
+            self._recipes = self._recipes_now()
+
+    def _recipes_now(self) -> dict[int, Any]:
+        return {key: _recipe_of(operation) for key, operation in self._operations.items()}
+
+    def around_call(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Around ``OperationFuser.__call__``."""
+
+        @functools.wraps(upstream)
+        def call(fuser: Any, *arguments: Any, **keywords: Any) -> Any:
+            self._running.here.kind = self._classify(fuser._basic_ops[0])
+            return upstream(fuser, *arguments, **keywords)
+
+        return call
+
+    def around_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Around ``fuser_forward`` of an operation."""
+
+        @functools.wraps(upstream)
+        def fuser_forward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
+            forward = self._of_operation(operation)
+            for context in contexts:
+                context.te_precision_forward = forward
+            before = forward.events
+            result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
+            if forward.events == before:
+                self._tell_silent(forward, type(operation).__name__, backward=False)
+            return result
+
+        return fuser_forward
+
+    def around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Around ``fuser_backward`` of an operation."""
+
+        @functools.wraps(upstream)
+        def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
+            forward = getattr(contexts[0], "te_precision_forward", UNHEARD)
+            layers = self._layers_in(operation)
+            if len(layers) > 1 and forward.is_heard:  # its forward is not the fused one
+                named = tuple(name for layer in layers for name in layer)
+                forward = Forward(named, forward.kind, forward.recipe, halves=False, is_heard=False)
+            before = forward.events
+            result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
+            if forward.events == before:
+                self._tell_silent(forward, type(operation).__name__, backward=True)
+            return result
+
+        return fuser_backward
+
+    def _layers_in(self, operation: Any) -> list[Sequence[str]]:
+        """The layers of each operation with GEMMs that an operation is, or consists of."""
+        basic = [operation, *getattr(operation, "basic_ops", ())]
+        return [self._operations[id(one)].layers for one in basic if id(one) in self._operations]
+
+    def _of_operation(self, operation: Any) -> Forward:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        layers = self._layers_in(operation)
+        if not layers:
+            return UNHEARD
+        in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+        named = tuple(name for layer in layers for name in layer)
+        is_heard = len(layers) == 1
+        return Forward(named, self._running.here.kind, recipe_text(in_force), halves=False, is_heard=is_heard)
+
+
+def _recipe_of(operation: NamedOperation) -> Any:
+    """The recipe that the last forward of an operation has left; None for high precision."""
+    meta: Any = operation.module.__dict__["_fp8_metas"]
+    return None if meta is None or meta["forward"] is None else meta["forward"].get("recipe")

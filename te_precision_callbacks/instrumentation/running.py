@@ -1,0 +1,133 @@
+"""What a thread runs of the modules whose GEMMs are seen: the forward that a GEMM belongs to, or its backward."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from te_precision_callbacks.base.vocabulary import OperandName
+from te_precision_callbacks.coverage.gemm_events import OUTSIDE, GemmOperand
+from te_precision_callbacks.coverage.seeing import modes_are_active, unseen
+from te_precision_callbacks.layers.forwards import ForwardKind
+
+
+class Forward:
+    """A forward of a module, with its backward.
+
+    Attributes:
+        layers: the names of the module's layers; empty for a module that nobody listens to.
+        kind: the kind of the forward.
+        recipe: its recipe.
+        is_heard: whether its GEMMs have events: those of an operation that several layers are fused in have none, since
+            nothing tells which layer's GEMM one is.
+        events: how many events there have been.
+        half: the layer of a LayerNormMLP whose GEMM ran last; -1 at the begin of a forward, 2 at that of a backward.
+        high: (number of the layer, tensor) -> the tensor before its quantization, of the forward or backward that runs;
+            None where nobody wants them.
+    """
+
+    __slots__ = ("_halves", "_read", "events", "half", "high", "is_heard", "kind", "layers", "recipe")
+
+    def __init__(
+        self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool, is_heard: bool = True
+    ) -> None:
+        self.is_heard = is_heard
+        self.events = 0
+        self.layers = layers
+        self.kind = kind
+        self.recipe = recipe
+        self.high: dict[tuple[int, str], Any] | None = None
+        self._halves = halves
+        self.half = 0
+        self._read: set[tuple[int, str]] = set()
+
+    def begin_forward(self) -> None:
+        self.half = -1
+
+    def begin_backward(self) -> None:
+        self.half = 2
+
+    def operand(self, number: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
+        """An operand of a GEMM of one of the layers."""
+        key = number, tensor
+        first = key not in self._read
+        self._read.add(key)
+        high = None if self.high is None else self.high.get(key)
+        return GemmOperand(tensor, given, columnwise, high, first)
+
+    def number_of(self, gemm: str, expert: int | None) -> int:
+        """The number of the layer whose GEMM runs next.
+
+        LayerNormMLP has two: its forward, also a recomputed one, runs fc1 before fc2, and its backward fc2 before fc1,
+        each dgrad before the wgrad of the same half.
+        """
+        if expert is not None or not self._halves:
+            return expert or 0
+        if gemm == "fprop":
+            self.half = 0 if self.half in (-1, 2) else 1
+        elif gemm == "dgrad":
+            self.half = 1 if self.half in (-1, 0, 2) else 0
+        return self.half
+
+
+UNHEARD = Forward((), ForwardKind.UNTOUCHED, "", halves=False, is_heard=False)
+"""That of all modules that nobody listens to."""
+
+OF_NO_LAYER = Forward((OUTSIDE,), ForwardKind.UNTOUCHED, "", halves=False)
+"""That of GEMMs that no layer runs."""
+
+
+class _Here(threading.local):
+    """What runs in a thread.
+
+    Attributes:
+        entered: the forward of a module that is being run; None outside of them.
+        running: the forward or backward of an autograd Function that runs; None outside of them.
+        inside: whether a GEMM runs, which may call another one.
+        kind: the kind of the forward of operations that is being run. They run in an autograd Function, where nothing
+            tells training from evaluation any more.
+    """
+
+    entered: Forward | None = None
+    running: Forward | None = None
+    inside: bool = False
+    kind: ForwardKind = ForwardKind.UNTOUCHED
+
+
+class Running:
+    """What all threads run.
+
+    Attributes:
+        here: what the thread that asks runs.
+        numbers: those of the products that follow in the iteration.
+    """
+
+    def __init__(self) -> None:
+        self.here = _Here()
+        self.numbers = itertools.count()
+
+    def begin_iteration(self) -> None:
+        """Count the products from 0 again."""
+        self.numbers = itertools.count()
+
+    def forget(self) -> None:
+        """Forget what the threads run."""
+        self.here = _Here()
+
+    def in_layer(self) -> bool:
+        """Whether this thread runs a layer's GEMMs: all products inside are those of the events."""
+        return self.here.inside or self.here.running is not None
+
+    def call(self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Call a function as a part of a forward, or of its backward. Its products have events: no mode looks at it."""
+        here = self.here
+        before, here.running = here.running, forward
+        try:
+            if not modes_are_active():
+                return function(*arguments, **keywords)
+            with unseen():
+                return function(*arguments, **keywords)
+        finally:
+            here.running = before
