@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedType
 from torch.nn.modules.conv import _ConvNd
 
@@ -72,16 +73,28 @@ def unconverted_layers(model: Model) -> dict[str, str]:
 
     In a container, Accelerate's ``convert_model`` stops at the first ``torch.nn.Linear`` whose weight has a dimension
     that is not a multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15,
-    ``utils/transformer_engine.py``. The other facts are read from the converted model.
+    ``utils/transformer_engine.py``. The other facts are read from the converted model. In a run without FP8 that is the
+    reason of all layers.
 
     Args:
         model: the prepared model, or a list of them.
     """
-    return {layer: found.why for layer, found in _find(model).items()}
+    without_fp8 = _without_fp8()
+    return {layer: without_fp8 or found.why for layer, found in _find(model).items()}
+
+
+def _without_fp8() -> str:
+    """That Accelerate converts nothing in this process; empty if it does, or nothing has asked it to."""
+    precision = AcceleratorState().mixed_precision if is_initialized() else "fp8"
+    return "" if precision == "fp8" else f"Accelerate converts layers with mixed_precision='fp8', not {precision!r}"
 
 
 def _find(model: Model) -> dict[str, _Unconverted]:
     found: dict[str, _Unconverted] = {}
+    if _converted_elements(model):
+        other = "it was added later, or also has another name, under which it was converted"
+    else:
+        other = "nothing in this model is converted; give the model that accelerator.prepare() with FP8 has returned"
 
     def visit(module: torch.nn.Module, path: str, why: str | None) -> str | None:
         """Visit the modules below; returns why the following modules in the same container were skipped."""
@@ -92,7 +105,6 @@ def _find(model: Model) -> dict[str, _Unconverted]:
                 inside = "Accelerate converts the layers inside of a model, not the model itself"
                 found[type(module).__name__] = _Unconverted(inside, elements)
             elif why is not None or not indivisible:
-                other = "it was added later, or also has another name, under which it was converted"
                 found[path] = _Unconverted(why or other, elements)
             else:
                 numbers = " and ".join(map(str, indivisible))

@@ -195,6 +195,21 @@ def test_a_second_name_of_a_converted_layer() -> None:
     }
 
 
+def test_a_run_without_fp8_has_that_as_the_reason_of_all_layers() -> None:
+    prepares = Accelerator(mixed_precision="bf16", cpu=True)
+    model = prepares.prepare(Sequential(Linear(16, 10), Linear(16, 16), te.Linear(16, 16)))
+    assert set(unconverted_layers(model)) == {"0", "1"}
+    assert set(unconverted_layers(model).values()) == {
+        "Accelerate converts layers with mixed_precision='fp8', not 'bf16'"
+    }
+
+
+def test_a_model_that_was_not_prepared_has_that_as_the_reason() -> None:
+    assert unconverted_layers(Sequential(Linear(16, 16))) == {
+        "0": "nothing in this model is converted; give the model that accelerator.prepare() with FP8 has returned"
+    }
+
+
 def test_the_debugger_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepares, model = converted(Torch())
     debugger = PrecisionDebugger(prepares, model, STATISTICS, log_dir=tmp_path)
