@@ -21,6 +21,6 @@ class CurrentForward(threading.local):
 
     kind: ForwardKind
     module: Any
-    input_needs_gradient: bool
-    has_quantized_input: bool
+    input_needs_gradient: bool = True
+    has_quantized_input: bool = False
     dgrad: Any = None

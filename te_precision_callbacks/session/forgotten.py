@@ -10,7 +10,7 @@ import torch
 
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.instrumentation.forward import MOST_FORWARDS
+from te_precision_callbacks.instrumentation.answers import MOST_FORWARDS
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.naming import NamedModule
 

@@ -26,8 +26,10 @@ from te_precision_callbacks.coverage.shared_products import shared_products
 from te_precision_callbacks.dumps.dump_files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.instrumentation.answers import ToldOfForwards
 from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
+from te_precision_callbacks.instrumentation.refusals import DebugRefusal
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
@@ -126,7 +128,8 @@ class Run:
         )
         classify.begin(abandoned=self._is_abandoned)
         self._classify = classify
-        self.hooks = ForwardHooks(classify, failures, findings.audit)
+        told = ToldOfForwards(self._say_renamed, self._say_forgotten, self._note_refusal)
+        self.hooks = ForwardHooks(classify, failures, findings.audit, told)
         engine = StatisticsEngine(findings.series, failures.report)
         recorder = Recorder(
             findings.log_dir,
@@ -159,9 +162,6 @@ class Run:
         failures.on_report = self._say_failed
         self._contract = None if options.require is None else ContractKeeper(options.require, options.on_broken)
         self.overflow = OverflowWatch(options, recorder, self._has_been_left)
-        self.hooks.on_many_forwards = self._say_forgotten
-        self.hooks.on_renamed = self._say_renamed
-        self.hooks.on_refusal = self.model.note_refusal
 
     # ------------------------------------------------------------------ its life
 
@@ -581,6 +581,9 @@ class Run:
 
     def _say_forgotten(self, module: Any) -> None:
         self._forgotten.note_forwards(module.name, trainer_steps=self._loop.trainer_steps)
+
+    def _note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
+        self.model.note_refusal(module, refusal)
 
     # ------------------------------------------------------------------ what it writes
 

@@ -1,0 +1,240 @@
+"""Answers what Transformer Engine asks in each forward: whether it takes the debug path, and whether a feature acts.
+
+Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active``
+(``pytorch/module/base.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.instrumentation.current_forward import CurrentForward
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.forward_notes import ForwardNotes
+from te_precision_callbacks.instrumentation.refusals import (
+    CUDA_GRAPH,
+    ONNX_EXPORT,
+    DebugForward,
+    DebugRefusal,
+    has_quantized_input,
+    is_captured,
+    refusal_of,
+)
+from te_precision_callbacks.instrumentation.watched import WatchedModules
+from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
+
+MOST_FORWARDS = 100
+"""The number of training forwards of a module in one iteration at which the loop has probably forgotten to step."""
+
+
+@dataclass(frozen=True)
+class ToldOfForwards:
+    """Who is told of what forwards show.
+
+    Attributes:
+        renamed: called with the name of a module and the other name that the script has given to it; the module has its
+            own name again.
+        many_forwards: called in the :data:`MOST_FORWARDS`-th training forward of a module without a step in between.
+        refused: called in each forward that is left as it is because Transformer Engine would refuse it, with the
+            module and the reason.
+    """
+
+    renamed: Callable[[str, str], None]
+    many_forwards: Callable[[torch.nn.Module], None]
+    refused: Callable[[torch.nn.Module, DebugRefusal], None]
+
+
+class Answers:
+    """What modules answer in each forward.
+
+    Args:
+        classify: decides the kind of a forward.
+        failures: receives failures in observation.
+        audit: receives the GEMMs that are going to run.
+        told: is told of what forwards show.
+
+    Attributes:
+        watched: the modules that are watched.
+        unwatched: the modules that are not watched, and ran a forward with gradients in training.
+        notes: notes what forwards are going to run.
+        current: the forward that each thread runs.
+    """
+
+    def __init__(
+        self,
+        classify: ForwardClassifier,
+        failures: ObservationFailures,
+        audit: PrecisionAudit,
+        told: ToldOfForwards,
+    ) -> None:
+        self.watched = WatchedModules(self.is_debug_iter, classify, audit, failures)
+        self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.notes = ForwardNotes(self.watched, audit, failures)
+        self.current = CurrentForward()
+        self._classify = classify
+        self._told = told
+        self._own_is_debug_iter: Callable[[Any], bool] = bool
+        self._forwards: dict[int, int] = {}
+        self._idle_in_evaluation: dict[int, int] = {}
+
+    def forget_forwards(self) -> None:
+        """Count the forwards of each module anew."""
+        self._forwards.clear()
+
+    def forget_modules(self) -> None:
+        """Forget what modules have answered, as before others are watched."""
+        self.unwatched.clear()
+        self._idle_in_evaluation.clear()
+
+    def forget(self) -> None:
+        """Forget all modules."""
+        self.watched.forget()
+        self.unwatched.clear()
+        self.current = CurrentForward()
+
+    @outside_of_dynamo
+    def is_debug_iter(self, module: Any) -> bool:
+        """Answers the first question of an armed module in each forward."""
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        name = self.watched.names[id(module)]
+        if module.name != name:
+            other, module.__dict__["name"] = module.name, name
+            self._told.renamed(name, str(other))
+        kind = self._classify(module)
+        self.current.kind = kind
+        self.current.module = module
+        tensor = _input_of(module)
+        needs_gradient = bool(getattr(tensor, "requires_grad", True))
+        self.current.input_needs_gradient = kind is not ForwardKind.OBSERVED or needs_gradient
+        self.current.has_quantized_input = has_quantized_input(module, tensor)
+        if kind is ForwardKind.UNTOUCHED:
+            return False
+        if kind is ForwardKind.OBSERVED:
+            count = self._forwards[id(module)] = self._forwards.get(id(module), 0) + 1
+            if count == MOST_FORWARDS:
+                self._told.many_forwards(module)
+        if id(module) in self.watched.fused:
+            if is_captured():
+                self.watched.leave_alone(module)
+                self._tell(module, CUDA_GRAPH)
+            return False
+        if self._classify.kept:
+            return True  # the iteration no longer changes, and an idle feature may have become active in it
+        if kind is ForwardKind.EVALUATION:
+            return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
+        return bool(self._own_is_debug_iter(module))
+
+    def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        """Instead of Transformer Engine's: that of modules that are not watched."""
+        self._own_is_debug_iter = upstream
+        unwatched, classify = self.unwatched, self._classify
+
+        @outside_of_dynamo
+        def is_debug_iter(module: Any) -> bool:
+            if module.training and torch.is_grad_enabled() and not (classify.paused or classify.kept):
+                unwatched.add(module)
+            return False
+
+        return is_debug_iter
+
+    def make_no_debug_features_active(self, upstream: Any) -> Any:
+        """Instead of Transformer Engine's, which an armed module's forward asks once it has its quantizers."""
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+        from transformer_engine.debug.pytorch.utils import any_feature_enabled
+
+        def no_debug_features_active(module: Any, quantizers: Any) -> bool:
+            kind = self.current.kind
+            forward = DebugForward(module, quantizers, self.current.has_quantized_input)
+            _forget_cached_weights(module, quantizers)
+            if kind is not ForwardKind.EVALUATION:
+                idle = self._is_left_alone(forward, idle=bool(upstream(module, quantizers)))
+                if kind is not ForwardKind.UNTOUCHED:
+                    self.notes.note_plan(
+                        module,
+                        quantizers,
+                        idle,
+                        fprop_only=kind is ForwardKind.SILENT,
+                        input_needs_gradient=self.current.input_needs_gradient,
+                    )
+                    if not idle:
+                        self.notes.look_at_scales(module, TEDebugState.get_iteration())
+                    if not idle and forward.has_quantized_input and _acts_on_activation(quantizers):
+                        self.notes.report_quantized_input(module)
+                return idle
+            # Evaluation must not change the schedule of training: it asks separately, once per iteration.
+            idle = not any_feature_enabled(quantizers)
+            if idle:
+                self._idle_in_evaluation[id(module)] = TEDebugState.get_iteration()
+            return self._is_left_alone(forward, idle=idle)
+
+        return no_debug_features_active
+
+    def make_onnx_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Instead of a module's, which refuses to work in debug mode."""
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        @functools.wraps(upstream)
+        def onnx_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
+            if id(module) not in self.watched.fused:
+                self._tell(module, ONNX_EXPORT)
+            enabled, TEDebugState.debug_enabled = TEDebugState.debug_enabled, False
+            try:
+                return upstream(module, *arguments, **keywords)
+            finally:
+                TEDebugState.debug_enabled = enabled
+
+        return onnx_forward
+
+    def _is_left_alone(self, forward: DebugForward, *, idle: bool) -> bool:
+        """Whether a forward takes the ordinary path, since no feature acts in it or it is refused."""
+        module, refusal = forward.module, refusal_of(forward)
+        if refusal is None or (idle and not refusal.lasts):
+            return idle
+        if refusal.lasts:
+            self.watched.leave_alone(module)
+        self._tell(module, refusal)
+        return True
+
+    def _tell(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
+        if id(module) in self.watched.modules:
+            self._told.refused(module, refusal)
+
+
+def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
+    """Drop weights that a forward with ``is_first_microbatch`` has cached in another iteration, or in an evaluation.
+
+    Transformer Engine would write the new weight into the cached weight with the cached weight's old quantizer: with
+    the features, and in the precision, of the iteration that made it. Read from 2.20.2, ``pytorch/module/base.py:
+    quantize_weight``.
+    """
+    from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
+
+    workspaces: dict[str, Any] = module.__dict__["_fp8_workspaces"]
+    now = quantizers[0]
+    for name, held in list(workspaces.items()):
+        if isinstance(held, DebugQuantizedTensor):
+            made = held.quantizer
+            # With an fsdp_group Transformer Engine reads attributes that such a weight does not have.
+            if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:
+                del workspaces[name]
+
+
+def _acts_on_activation(quantizers: Iterable[Any]) -> bool:
+    return any(quantizer.any_feature_enabled() for quantizer in quantizers if quantizer.tensor_name == "activation")
+
+
+def _input_of(module: torch.nn.Module) -> Any:
+    """The input of the forward that a module is running; None if unknown.
+
+    The input is the first argument of TE 2.20.2's forwards, which keep its name.
+    """
+    frame = running_forward(module)
+    return None if frame is None else frame.f_locals.get(frame.f_code.co_varnames[1])

@@ -1,0 +1,148 @@
+"""Which modules the session acts on: those that are armed, those at rest, and those that are left alone.
+
+A module is *armed* in the iterations in which a feature may act on it. In all other iterations, and if it has no
+feature, it *rests*: it runs Transformer Engine's own methods, and nothing of the session is called in its forward
+and backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.resting import RestingLayers
+from te_precision_callbacks.instrumentation.upstream import reset_schedule
+from te_precision_callbacks.layers.forwards import ForwardClassifier
+from te_precision_callbacks.layers.naming import NamedModule
+
+
+class WatchedModules:
+    """Arms modules, and lets them rest.
+
+    Args:
+        answer: what an armed module answers in each forward: whether it takes the debug path.
+        classify: decides the kind of a forward.
+        audit: has the precision that ran.
+        failures: receives failures.
+
+    Attributes:
+        modules: id -> module.
+        layers: id of a module -> the names of its layers.
+        names: id of a module -> its name.
+        fused: the ids of modules that are observed on their fused path.
+        armed: id -> module.
+        resting: follows the modules at rest.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Any], bool],
+        classify: ForwardClassifier,
+        audit: PrecisionAudit,
+        failures: ObservationFailures,
+    ) -> None:
+        self.modules: dict[int, torch.nn.Module] = {}
+        self.layers: dict[int, tuple[str, ...]] = {}
+        self.names: dict[int, str] = {}
+        self.fused: frozenset[int] = frozenset()
+        self.armed: dict[int, torch.nn.Module] = {}
+        self.resting = RestingLayers(classify, audit, self.ask_again)
+        self._answer = answer
+        self._failures = failures
+        self._refused: set[int] = set()
+        self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
+
+    def watch(self, modules: Sequence[NamedModule], refused: Iterable[int], fused: Collection[int]) -> None:
+        """Set the modules, of which none is armed yet, after :meth:`release`; as :meth:`ForwardHooks.watch`."""
+        self.modules = {id(named.module): named.module for named in modules}
+        self.layers = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
+        self.names = {id(named.module): named.name for named in modules}
+        self.fused = frozenset(fused)
+        self._refused = set(refused).intersection(self.modules)
+        self.resting.watch(self.modules, self.layers, self._refused)
+        for key in self._refused:
+            self.leave_alone(self.modules[key])
+
+    def release(self) -> None:
+        """Let all modules run as without a session."""
+        for module in self.modules.values():
+            module.__dict__.pop("is_debug_iter", None)
+        self.armed.clear()
+        self._waiting.clear()
+
+    def forget(self) -> None:
+        """Watch no module any more, after :meth:`release`."""
+        self.modules = {}
+
+    def arm_all(self) -> None:
+        """Arm every module that is not refused: all features are asked again in the next forward."""
+        self._waiting.clear()
+        for module in self.modules.values():
+            self.ask_again(module)
+
+    def begin(self, iteration: int, *, all_at_once: bool) -> None:
+        """Arm the modules on which a feature may act in an iteration; the others rest.
+
+        Args:
+            iteration: the iteration.
+            all_at_once: whether all modules at rest are looked at, and not only those that have their turn.
+        """
+        ended, was_armed = iteration - 1, frozenset(self.armed)
+        new_at_rest = self.resting.take_new(was_armed)
+        for module in list(self.armed.values()):
+            upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
+            if upcoming is None or upcoming > iteration:
+                self._rest(module)
+            if upcoming is not None and upcoming > iteration:
+                self._waiting.setdefault(upcoming, {})[id(module)] = module
+        for module in self._waiting.pop(iteration, {}).values():
+            self._arm(module)
+        try:
+            self.resting.follow(ended, was_armed, new_at_rest, all_at_once=all_at_once)
+        except Exception as error:
+            self._failures.report("looking for changes of the precision of", f"iteration {ended}", error)
+
+    def ask_again(self, module: torch.nn.Module) -> None:
+        """Arm a module that is not refused, whose features are then asked in its next forward."""
+        if id(module) not in self._refused:
+            reset_schedule(module)
+            self._arm(module)
+
+    def leave_alone(self, module: torch.nn.Module) -> None:
+        """Let a module run as in a process without debugging."""
+        self._refused.add(id(module))
+        self.fused -= {id(module)}
+        self.armed.pop(id(module), None)
+        module.__dict__["is_debug_iter"] = _never(module)
+
+    def _arm(self, module: torch.nn.Module) -> None:
+        self.armed[id(module)] = module
+        module.__dict__["is_debug_iter"] = _OfOneModule(self._answer, module)
+
+    def _rest(self, module: torch.nn.Module) -> None:
+        del self.armed[id(module)]
+        self.resting.add(module)
+        module.__dict__["is_debug_iter"] = _never(module)
+
+
+class _OfOneModule(functools.partial):  # type: ignore[type-arg]
+    """The ``is_debug_iter`` of a watched module, called as fast as a method. A copy of the module is not watched."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[bool]:
+        return functools.partial(_as_its_class, copy.deepcopy(self.args[0], memo))
+
+
+def _never(module: torch.nn.Module) -> _OfOneModule:
+    """The ``is_debug_iter`` of a module that is not to be asked: always False, without a call of Python."""
+    return _OfOneModule(operator.is_, module, None)
+
+
+def _as_its_class(module: Any) -> bool:
+    return bool(type(module).is_debug_iter(module))
