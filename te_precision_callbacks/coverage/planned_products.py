@@ -42,7 +42,7 @@ from te_precision_callbacks.coverage.precision_audit import (
     quantizers_of_layers,
     recipe_text,
 )
-from te_precision_callbacks.coverage.seen_products import OPERAND_NAMES, kind_of
+from te_precision_callbacks.coverage.seen_product import OPERAND_NAMES, kind_of
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
 

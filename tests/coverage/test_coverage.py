@@ -24,7 +24,7 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.accelerate import unconverted_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
-from te_precision_callbacks.coverage.seen_products import ModelProducts
+from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature
@@ -630,9 +630,9 @@ def counted(
         InspectSession(None, model=model, log_dir=folder, statistics_log="off", strict=True, **more) as session,
     ):
         if looked is not None:
-            look = ModelProducts._look
+            look = OperatorProducts.look
             patch.setattr(
-                ModelProducts, "_look", lambda self, name, *given: (looked.append(name), look(self, name, *given))
+                OperatorProducts, "look", lambda self, name, *given: (looked.append(name), look(self, name, *given))
             )
         run()
         session.step()
@@ -860,9 +860,9 @@ def test_the_precision_of_any_iteration(tmp_path: Path) -> None:
 
 def test_it_is_seen_once_and_torch_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    look = ModelProducts._look
+    look = OperatorProducts.look
     monkeypatch.setattr(
-        ModelProducts, "_look", lambda self, name, *given: (looked.append(name), look(self, name, *given))
+        OperatorProducts, "look", lambda self, name, *given: (looked.append(name), look(self, name, *given))
     )
     case, model = HUGGING_FACE["BERT"], HUGGING_FACE["BERT"].make()
     before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -948,7 +948,7 @@ def test_a_failure_is_reported_and_training_goes_on(
     def fail(*_: Any) -> None:
         raise ValueError("no such operator")
 
-    monkeypatch.setattr("te_precision_callbacks.coverage.seen_products.products_of", fail)
+    monkeypatch.setattr("te_precision_callbacks.coverage.operator_products.products_of", fail)
     case, model = HUGGING_FACE["BERT"], HUGGING_FACE["BERT"].make()
     with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off") as session:
         case.loss(model).backward()
@@ -1051,13 +1051,13 @@ def test_attention_by_a_kernel_that_tells_nothing(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is counted by the sizes of its input, as that of flash-attn, whose kernels call no operator of torch's."""
-    look = ModelProducts._look
+    look = OperatorProducts.look
 
-    def see_no_attention(self: ModelProducts, name: str, arguments: Any, result: Any) -> None:
+    def see_no_attention(self: OperatorProducts, name: str, arguments: Any, result: Any) -> None:
         if name not in ("aten::bmm", "aten::baddbmm"):
             look(self, name, arguments, result)
 
-    monkeypatch.setattr(ModelProducts, "_look", see_no_attention)
+    monkeypatch.setattr(OperatorProducts, "look", see_no_attention)
     case, model = gpt(), Layers(CURRENT(), TE_BLOCKS.get(checkpoint, lambda layer, x: layer(x)))
     coverage = counted(model, lambda: [case.loss(model).backward() for _ in range(2)] and None, tmp_path)
     assert found(coverage) == {key: 2 * macs for key, macs in GPT.items()}

@@ -13,11 +13,12 @@ import transformer_engine.pytorch as te
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from transformer_engine.pytorch.cpp_extensions import gemm
 
-from te_precision_callbacks.coverage import seen_products as products_module
+from te_precision_callbacks.coverage import operator_products as products_module
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.micro_batches import Calls
+from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.nodes import NodesOfProducts
-from te_precision_callbacks.coverage.seen_products import ModelProducts
+from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.layers import forwards
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.coverage.flash_attention import FlashAttention, VarlenAttention
@@ -261,13 +262,13 @@ def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
 ) -> None:
     """Of their products there are events, and on the reference backend a layer has hundreds of operators."""
     looked: list[bool] = []
-    own = ModelProducts.before
+    own = ModelWatch.before
 
-    def before(products: ModelProducts, arguments: Any, *, of_shards: bool) -> None:
+    def before(products: ModelWatch, arguments: Any, *, of_shards: bool) -> None:
         looked.append(products._in_gemm_layer())
         own(products, arguments, of_shards=of_shards)
 
-    monkeypatch.setattr(ModelProducts, "before", before)
+    monkeypatch.setattr(ModelWatch, "before", before)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), te.LayerNormLinear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
     )
@@ -295,9 +296,9 @@ def test_a_mode_of_the_scripts_own_sees_what_it_sees_without_a_session(tmp_path:
 FAILING: dict[str, tuple[Any, str]] = {
     "sizes": (products_module, "products_of"),
     "names": (products_module, "why_not_counted"),
-    "places": (ModelProducts, "_seen_in"),
-    "backward": (ModelProducts, "_note_backward"),
-    "follow": (ModelProducts, "_follow"),
+    "places": (OperatorProducts, "_seen_in"),
+    "backward": (OperatorProducts, "_note_backward"),
+    "follow": (OperatorProducts, "_follow"),
     "begin": (Calls, "begin"),
     "end": (Calls, "end"),
     "begin backward": (Calls, "begin_backward"),

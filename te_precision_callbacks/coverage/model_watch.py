@@ -1,0 +1,212 @@
+"""Watches the calls of a model, and their backwards, in one step: all operators of torch inside go by a dispatch mode.
+
+Of calls that are alike one is looked at, and counts as often as there are such calls. The mode changes no number.
+
+Read from torch 2.13: ``Module._compiled_call_impl``, which a call of a module runs instead of its own where it is set;
+``torch.autograd._engine_run_backward``, which each backward calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from te_precision_callbacks.base.vocabulary import class_names
+from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
+from te_precision_callbacks.coverage.micro_batches import Call, leaves
+from te_precision_callbacks.coverage.operator_products import OperatorProducts, in_backward
+from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
+from te_precision_callbacks.coverage.surrounding import CallOfOneModule, TrainingStepOfOneModule
+from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
+
+ResultT = TypeVar("ResultT")
+
+
+class ModelWatch:
+    """Looks at the operators of torch in a model's step, until :meth:`close`.
+
+    Args:
+        report: receives failures.
+        is_paused: tells whether the front door evaluates.
+        in_gemm_layer: tells whether a layer of Transformer Engine runs its GEMMs, of which there are events.
+
+    Attributes:
+        active: whether the model is watched.
+        failure: why nothing of torch is looked at any more; empty without a failure.
+        state: what is kept in which type.
+        operators: the products of the model that is watched.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[str, str, Exception], None],
+        is_paused: Callable[[], bool],
+        in_gemm_layer: Callable[[], bool],
+    ) -> None:
+        self.active = False
+        self.failure = ""
+        self.state = KeptState(report, lambda: self.operators.call_now())
+        self.operators = OperatorProducts({}, self.state)
+        self._report = report
+        self._is_paused = is_paused
+        self._in_gemm_layer = in_gemm_layer
+        self._is_muted = False
+        self._put_back: list[Callable[[], None]] = []
+
+    def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
+        """Watch a model, after :meth:`close`.
+
+        Args:
+            model: the model.
+            modules: id -> path and module.
+        """
+        self.operators = OperatorProducts(modules, self.state)
+        self.state.watch(model, lambda: is_seen_by(self) and not in_backward())
+        self.active = True
+        for _, root in named_roots(model) or ():
+            self._surround_calls(root)
+        engine: Any = torch.autograd
+        self._replace(engine, "_engine_run_backward", self._around_backward(engine._engine_run_backward))
+
+    def close(self) -> None:
+        """Look no longer, leave torch as it was, and forget what was seen."""
+        self.active = False
+        self.state.close()
+        while self._put_back:
+            self._put_back.pop()()
+        self.failure = ""
+        self.operators = OperatorProducts({}, self.state)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Look at no operator of torch."""
+        self._is_muted = True
+        try:
+            yield
+        finally:
+            self._is_muted = False
+
+    def _surround_calls(self, root: Any) -> None:
+        """Look at a model while it is called; at Lightning's modules while they take a training step."""
+        own = root._compiled_call_impl
+        around = CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, tells_result=True))
+        setattr(around, SURROUNDS, own)
+        self._replace(root, "_compiled_call_impl", around)
+        if "LightningModule" in class_names(root):
+            step = self._around_call(root, root.training_step, tells_result=False)
+            self._replace(root, "training_step", TrainingStepOfOneModule(step, root))
+
+    def _around_call(self, root: Any, upstream: Callable[..., Any], *, tells_result: bool) -> Callable[..., Any]:
+        """Around a call of a model: look at it if it is to be counted."""
+
+        @functools.wraps(upstream)
+        def around(*arguments: Any, **keywords: Any) -> Any:
+            if not self._looks() or not torch.is_grad_enabled() or in_backward():
+                return upstream(*arguments, **keywords)
+            outer = self.operators.calls.here
+            call = (
+                self._guarded(lambda: self.operators.calls.begin(root, arguments, keywords)) if outer is None else None
+            )
+            looking = self._looking() if call is not None and call.like is None else nullcontext()
+            try:
+                with looking:
+                    result = upstream(*arguments, **keywords)
+                self._guarded(lambda: self._end_call(call, result, tells_result=tells_result))
+            finally:
+                if outer is None:
+                    self.operators.calls.leave()
+            return result
+
+        return around
+
+    def _end_call(self, call: Call | None, result: Any, *, tells_result: bool) -> None:
+        here = self.operators.calls.here
+        if tells_result and here is not None and here.like is None:
+            self.state.note_logits(result)
+        if call is not None:
+            self.operators.nodes.bind(leaves(result))
+            self.operators.calls.end(call, result)
+
+    def _around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Around a backward: look at it if it is that of a call that is counted."""
+
+        @functools.wraps(upstream)
+        def around(roots: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not self._looks():
+                return upstream(roots, *arguments, **keywords)
+            if in_backward():  # a backward inside of another one is looked at as that one is
+                self._guarded(lambda: self.operators.nodes.bind(roots))
+                return upstream(roots, *arguments, **keywords)
+            looking = self._guarded(lambda: self._looking_at_backward(roots))
+            with looking or nullcontext():
+                return upstream(roots, *arguments, **keywords)
+
+        return around
+
+    def _looking_at_backward(self, roots: Iterable[Any]) -> AbstractContextManager[Any]:
+        self.operators.nodes.bind(roots)
+        call = self.operators.calls.begin_backward(roots)
+        if call is not None:
+            return nullcontext() if is_seen_by(self) else self._looking(call)
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and not self.state.saw_reduction:
+            return SeeingMode(self, lambda: not self._looks(), only=REDUCING)
+        return nullcontext()
+
+    @contextmanager
+    def _looking(self, backward_of: Call | None = None) -> Iterator[None]:
+        self._guarded(self.operators.read_weights)
+        with self.operators.in_backward_of(backward_of), SeeingMode(self, lambda: not self._looks()):
+            yield
+
+    def _looks(self) -> bool:
+        return self.active and not self.failure and not self._is_paused()
+
+    def _guarded(self, do: Callable[[], ResultT]) -> ResultT | None:
+        """What does not reach training if it fails, and is left out after a failure."""
+        try:
+            return None if self.failure else do()
+        except Exception as error:
+            self.fail(error)
+            return None
+
+    def fail(self, error: Exception) -> None:
+        """Look at nothing of torch any more in this step, and report why."""
+        first, self.failure = not self.failure, f"all products of torch: {type(error).__name__}: {error}"
+        if first:
+            self._report("counting the matrix products of", "a step", error)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object or a Python module itself, until :meth:`close`."""
+        attributes = vars(owner)
+        missing = object()
+        before = attributes.get(name, missing)
+        attributes[name] = value  # OptimizedModule would set the attribute of what it wraps
+
+        def put_back() -> None:
+            if attributes.get(name) is not value:
+                return  # somebody has put theirs around it
+            if before is missing:
+                del attributes[name]
+            else:
+                attributes[name] = before
+
+        self._put_back.append(put_back)
+
+    def before(self, arguments: Sequence[Any], *, of_shards: bool) -> None:
+        """As of :class:`~te_precision_callbacks.coverage.seeing.Watcher`."""
+        self.operators.nodes.bind(arguments)
+        if of_shards:
+            self.operators.nodes.enter_outer(arguments)
+
+    def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """As of :class:`~te_precision_callbacks.coverage.seeing.Watcher`."""
+        if not self._is_muted and not self._in_gemm_layer():
+            self.operators.look(operator, arguments, result)
+
+    def note_sizes_by_values(self) -> None:
+        """As of :class:`~te_precision_callbacks.coverage.seeing.Watcher`."""
+        self.operators.note_sizes_by_values()

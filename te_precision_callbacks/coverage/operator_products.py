@@ -1,0 +1,318 @@
+"""Products of operators of torch in a step of a model, each with its place: the module and the weight that it is of.
+
+A product belongs to the innermost module that runs, and the product of a backward to that of the forward whose autograd
+node runs. One node can have many products, as that of a compiled model: there the operands tell which of them is meant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.modules.conv
+
+from te_precision_callbacks.base.vocabulary import class_names
+from te_precision_callbacks.coverage.coverage import Family
+from te_precision_callbacks.coverage.kept_state import LOSSES, OF_OPERATOR, REDUCING, KeptState
+from te_precision_callbacks.coverage.lengths import Lengths
+from te_precision_callbacks.coverage.marks import Marks, Weight, Weights, tensors_in
+from te_precision_callbacks.coverage.matrix_products import (
+    MatrixProduct,
+    Role,
+    by_values,
+    is_product,
+    products_of,
+    why_not_counted,
+)
+from te_precision_callbacks.coverage.micro_batches import Call, Calls
+from te_precision_callbacks.coverage.nodes import NodesOfProducts, products_of_node
+from te_precision_callbacks.coverage.precision_audit import dtype_name
+from te_precision_callbacks.coverage.seen_product import UNFUSED, SeenProduct, kind_of
+from te_precision_callbacks.layers.forwards import NO_BACKWARD, in_evaluation, is_computing_again
+
+_SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
+
+_WITH_WEIGHT = (torch.nn.Linear, torch.nn.Bilinear, torch.nn.modules.conv._ConvNd)
+
+
+class OperatorProducts:
+    """Finds the place of each product.
+
+    Args:
+        modules: id -> path and module, of the modules of the model.
+        state: is told in which type results are kept.
+
+    Attributes:
+        seen: the products, in their order.
+        told: the layers of which a product has run in their present forward.
+        nodes: the products of autograd's nodes.
+        calls: the calls of the model.
+        lengths: those of sequences.
+    """
+
+    def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState) -> None:
+        self.seen: list[SeenProduct] = []
+        self.told: set[str] = set()
+        self.nodes = NodesOfProducts[SeenProduct]()
+        self.calls = Calls()
+        self.lengths = Lengths()
+        self._modules = modules
+        self._state = state
+        self._backward_of: Call | None = None
+        self._weights = Weights()
+        self._activations = Marks[list[SeenProduct]]()
+        self._scores, self._probabilities = Marks[SeenProduct](), Marks[bool]()
+
+    def read_weights(self) -> None:
+        """Read where the parameters are in memory."""
+        self._weights.read(self._modules.values())
+
+    @contextmanager
+    def in_backward_of(self, call: Call | None) -> Iterator[None]:
+        """Surrounds the backward of a call of the model."""
+        self._backward_of = call
+        try:
+            yield
+        finally:
+            self._backward_of = None
+
+    def note_sizes_by_values(self) -> None:
+        """Note that a size goes by values of tensors in the call that runs."""
+        call = self.call_now()
+        if call is not None:
+            call.goes_by_values = True
+
+    def call_now(self) -> Call | None:
+        """The call of the model to which belongs what runs in this thread."""
+        return self.call_of_forward() or self._backward_of
+
+    def call_of_forward(self) -> Call | None:
+        """The call of the model to which belongs the forward that runs in this thread, also one that is computed again
+        in the backward of a node."""
+        if not in_backward():
+            return self.calls.here
+        of_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
+        return of_node[0].call if of_node else None
+
+    def look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """Note a call of an operator of torch."""
+        of_backward = in_backward()
+        if operator in REDUCING:
+            if of_backward:
+                self._state.note_reduced(operator, arguments)
+            return
+        left = why_not_counted(operator, arguments)
+        if not left and not is_product(operator):
+            if not of_backward:
+                self._note_kept(operator, arguments, result)
+            if not of_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
+                self._follow(operator, arguments, result)
+            return
+        products = self.lengths.keep(products_of(operator, arguments, result))
+        if by_values(operator, arguments):
+            self.note_sizes_by_values()
+        if not of_backward:
+            if not in_evaluation():
+                self._note_forward(operator, products, arguments, result, left=left)
+        elif is_computing_again():
+            self._note_forward(operator, products, arguments, result, left=left, again=True)
+        else:
+            self._note_backward(operator, products, arguments, result, left=left)
+
+    def _note_kept(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """Note in which type the result of an operator of a forward is."""
+        if operator in OF_OPERATOR and self._innermost_module() is not None:
+            self._state.note(operator, next(tensors_in([result])))
+        if operator in LOSSES:
+            self._state.note_loss(arguments[0])
+
+    def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """Follow weights through casts, and what attention multiplies to its softmax and behind it."""
+        results = list(tensors_in([result]))
+        for tensor in tensors_in(arguments):
+            if operator == "aten::_to_copy":
+                self._weights.follow(tensor, result)
+            scores = self._scores.get(tensor)
+            if scores is not None and operator in _SOFTMAX:
+                scores.role, scores.family = "qk", "attention"
+            for made in results:
+                if scores is not None and operator in _SOFTMAX:
+                    self._probabilities.put(made, True)
+                elif scores is not None:
+                    self._scores.put(made, scores)
+                elif self._probabilities.get(tensor):
+                    self._probabilities.put(made, True)
+
+    def _note_forward(
+        self,
+        operator: str,
+        products: Iterable[MatrixProduct],
+        arguments: Sequence[Any],
+        result: Any,
+        *,
+        left: str,
+        again: bool = False,
+    ) -> None:
+        """Note products of a forward; ``again`` for one that an activation checkpoint computes again, which is not
+        counted, but may have the nodes of the backward; ``left`` for an operator that is not counted, and why."""
+        call = self.call_of_forward()
+        if again and call is None:
+            return  # of a call that is not counted, whose backward runs with that of one that is
+        inside = self._innermost_module()
+        found = [(product, self._seen_in(operator, product, inside)) for product in products]
+        if left and inside is not None:
+            family: Family = "functional"
+            seen = SeenProduct(
+                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=_words(operator, left)
+            )
+            self.nodes.note(seen, arguments, result)
+            self.seen += [] if again else [seen]
+        for product, one in found:
+            if one is None:
+                continue
+            one.call = call
+            self.told.add(one.layer)
+            if not again:
+                self.seen.append(one)
+            self.nodes.note(one, arguments, result)
+            if one.weight is not None:
+                known = self._activations.get(product.a) or []
+                self._activations.put(product.a, [*known, one])
+            elif not one.role:
+                self._scores.put(result, one)
+
+    def _seen_in(
+        self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
+    ) -> SeenProduct | None:
+        """A product of the forward, with its place; None outside of the model."""
+        looks_up = product.role == "lookup"
+        weight = self._weights.find(product.b, inside, embedding=looks_up) or self._weights.find(product.a, inside)
+        if weight is None and inside is not None and isinstance(inside[1], _WITH_WEIGHT):
+            weight = Weight(inside[0], "weight", True)  # computed from parameters, as by a parametrization
+        formats = dtype_name(product.a.dtype), dtype_name(product.b.dtype)
+        sizes = product.n, product.m, product.k, product.batch
+        if weight is not None:
+            layer = weight.module if weight.name == "weight" else f"{weight.module}.{weight.name}"
+            role: Role = "lookup" if looks_up else "fprop"
+            own = inside is not None and inside[0] == weight.module and isinstance(inside[1], _WITH_WEIGHT)
+            family: Family = "lookup" if role == "lookup" else "torch" if own else "functional"
+            return SeenProduct(layer, family, role, formats, sizes, self._kind(inside, weight), weight)
+        if inside is None:
+            return None
+        role = product.role
+        if not role and self._probabilities.get(product.a):
+            role = "pv"
+        if not role and UNFUSED in class_names(inside[1]):  # its softmax may be a kernel of Transformer Engine
+            role = "qk" if operator == "aten::baddbmm" else "pv"
+        family = "attention" if role in ("qk", "pv") else "functional"
+        return SeenProduct(inside[0], family, role, formats, sizes, kind_of(inside[1]), bounds=product.bounds)
+
+    def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
+        """The class of the module that computes a product; that of its weight where no module runs, as in a compiled
+        graph and in the backward of an autograd Function."""
+        of_weight = (module for path, module in self._modules.values() if path == weight.module)
+        module = next(of_weight, None) if inside is None else inside[1]
+        return "torch" if module is None else kind_of(module)
+
+    def _note_backward(
+        self,
+        operator: str,
+        products: Iterable[MatrixProduct],
+        arguments: Sequence[Any],
+        result: Any,
+        *,
+        left: str,
+    ) -> None:
+        of_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
+        if not of_node:
+            return  # of a product outside of the model
+        if left:
+            of = of_node[0]
+            what = _words(operator, left)
+            self.seen.append(
+                SeenProduct(
+                    of.layer,
+                    of.family,
+                    "",
+                    ("", ""),
+                    (0, 0, 0, 0),
+                    of=of,
+                    backward=True,
+                    call=of.call,
+                    not_counted=what,
+                )
+            )
+        for product in products:
+            of = self._meant(product, of_node)
+            if self._is_again(product, of):
+                continue
+            role: Role = product.role
+            weight = of.origin.weight
+            if weight is not None and not role:
+                role = self._role_in_backward(product, of, weight)
+            of.gradients += role != "dgrad"
+            formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
+            seen = SeenProduct(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, call=of.call)
+            seen.bounds = product.bounds
+            self.seen.append(seen)
+            if torch.is_grad_enabled():  # with create_graph=True it has a node of its own
+                self.nodes.note(seen, arguments, result)
+
+    def _is_again(self, product: MatrixProduct, of: SeenProduct) -> bool:
+        """Whether a backward computes a product of the forward again: by the same weight, and the same activation."""
+        if of.weight is None or self._weights.find(product.b) != of.weight:
+            return False
+        return product[2:6] == of.sizes and of in (self._activations.get(product.a) or ())
+
+    def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, of_forward: Weight) -> Role:
+        """Whether a product of the backward multiplies the gradient by the weight, or by the activation."""
+        for operand in (product.a, product.b):
+            weight = self._weights.find(operand)
+            if weight is not None and weight.module == of_forward.module:
+                return "dgrad"
+        rows, columns, *_ = of.sizes
+        return "dgrad" if product.k == columns and product.k != rows else "wgrad"
+
+    def _meant(self, product: MatrixProduct, of_node: Sequence[SeenProduct]) -> SeenProduct:
+        """The product of the forward for one of the backward of a node that has several: that of its role in attention;
+        that with the same weight, or the same activation; else one of these sizes, which all take part in its
+        gradients, that has not got them yet."""
+        alike = [seen for seen in of_node if product.role in ("qk", "pv") and seen.role == product.role] or of_node
+        if len(alike) == 1:
+            return alike[0]
+        operands = product.a, product.b
+        weights = list(filter(None, map(self._weights.find, operands)))
+        if weights:
+            of_weight = next((seen for seen in reversed(alike) if seen.weight == weights[0]), None)
+            return alike[0] if of_weight is None else of_weight
+        of_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
+        for seen in (*(seen for seen in of_activation if seen in alike), *alike):
+            wanted = 1 if seen.weight is not None else 2
+            fits = sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
+            if fits and seen.gradients < wanted:
+                return seen
+        return alike[0]
+
+    def _innermost_module(self) -> tuple[str, torch.nn.Module] | None:
+        """The innermost module of the model that runs: its path, and the module."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_varnames[:1] == ("self",):
+                found = self._modules.get(id(frame.f_locals.get("self")))
+                if found is not None:
+                    return found
+            frame = frame.f_back
+        return None
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != NO_BACKWARD
+
+
+def _words(operator: str, why: str) -> str:
+    return f"{operator} {why}"
