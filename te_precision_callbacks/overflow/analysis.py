@@ -108,18 +108,18 @@ class Reader:
             logger.warning("%s", "\n".join(lines))
 
     def _warn_of(self, events: Sequence[Event], values: Values, share: float) -> None:
-        for near in near_limit(events, values, share):
-            if self._notices.first(("near its limit", near.place.path)):
-                limit = torch.finfo(near.dtype).max
+        for call, role, slot, amax in near_limit(events, values, share):
+            if self._notices.first(("near its limit", call.place.path)):
+                limit = torch.finfo(slot.store.dtype).max
                 logger.warning(
                     "%s: %s: %s is close to an overflow in batch %d: abs_max=%.2e is %.0f%% of the maximum of %s"
                     " (%.2e). This is logged once for each module.",
-                    near.place.path or "The model",
-                    near.place.class_name,
-                    near.role,
-                    near.batch,
-                    near.amax,
-                    100 * near.amax / limit,
-                    str(near.dtype).removeprefix("torch."),
+                    call.place.path or "The model",
+                    call.place.class_name,
+                    role,
+                    call.batch,
+                    amax,
+                    100 * amax / limit,
+                    str(slot.store.dtype).removeprefix("torch."),
                     limit,
                 )

@@ -168,8 +168,7 @@ class Calls:
             return False
         gradients = current.gradients and torch.is_grad_enabled()
         given: list[tuple[str, Measured]] = []
-        one = isinstance(output, torch.Tensor)
-        for role, tensor in (("output", output),) if one else tensors_in(output, "output"):
+        for role, tensor in tensors_in(output, "output"):
             if tensor is None:
                 given.append((role, _UNKNOWN))
                 continue

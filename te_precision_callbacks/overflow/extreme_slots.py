@@ -171,19 +171,9 @@ class Slots:
     def measure(self, tensor: torch.Tensor) -> Measured:
         """Read a tensor once, and write its extremes to a slot; accepts any tensor, and never raises."""
         try:
-            if (
-                type(tensor) in _PLAIN
-                and tensor.dtype in _DIRECT
-                and tensor.layout is torch.strided
-                and tensor.is_contiguous()
-                and tensor.numel()
-            ):
-                values = tensor.detach()
-            else:
-                found = _plain_values(tensor)
-                if isinstance(found, Unmeasured):
-                    return found
-                values = found
+            values = _plain_values(tensor)
+            if isinstance(values, Unmeasured):
+                return values
             if values.is_meta:
                 return Unmeasured("meta")
             if values.is_cuda and is_capturing():
@@ -249,8 +239,6 @@ def to_host(rows: torch.Tensor) -> npt.NDArray[np.float64]:
     return copied.numpy().astype(np.float64, copy=False)
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
 _DIRECT = frozenset(
     {
         torch.float32,
@@ -271,11 +259,14 @@ _DIRECT = frozenset(
 def _plain_values(tensor: torch.Tensor) -> torch.Tensor | Unmeasured:
     """A tensor that aminmax reads well and that has the extremes of ``tensor``."""
     tensor = tensor.detach()
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    if plain and tensor.dtype in _DIRECT and tensor.is_contiguous() and tensor.numel():
+        return tensor
     if hasattr(tensor, "to_local"):  # DTensor: this rank's part
         return _plain_values(tensor.to_local())
     if tensor.layout is not torch.strided:
         return _plain_values(tensor._values() if tensor.layout is torch.sparse_coo else tensor.values())
-    if tensor.is_quantized or (type(tensor) not in _PLAIN and has_scale(tensor)):  # torch's, or Transformer Engine's
+    if tensor.is_quantized or (not plain and has_scale(tensor)):  # torch's, or Transformer Engine's
         tensor = tensor.dequantize()
     if tensor.numel() == 0:
         return Unmeasured("empty")

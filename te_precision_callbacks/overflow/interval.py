@@ -41,16 +41,14 @@ Arrived = Callable[[GradientRoles, torch.Tensor | None], None]
 """Called with a gradient; None if an autograd Function, such as DDP's for unused outputs, has given none."""
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """A tensor at one of its versions; a record keeps neither the tensor nor its graph alive."""
 
-    __slots__ = ("gradient", "measured", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self.tensor = weakref.ref(tensor)
-        self.version = version
-        self.measured: Measured | None = None
-        self.gradient: GradientRoles | None = None
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    measured: Measured | None = None
+    gradient: GradientRoles | None = None
 
 
 class Interval:
@@ -78,12 +76,12 @@ class Interval:
         try:
             version = tensor._version
         except RuntimeError:  # made in inference mode, without a version counter
-            return Record(tensor, -1)
+            return Record(weakref.ref(tensor), -1)
         key = id(tensor)
         known = self._records.get(key)
         if known is not None and known.version == version and known.tensor() is tensor:
             return known
-        record = self._records[key] = Record(tensor, version)
+        record = self._records[key] = Record(weakref.ref(tensor), version)
         return record
 
     def measure(self, tensor: torch.Tensor) -> Record:

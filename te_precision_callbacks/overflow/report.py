@@ -68,7 +68,8 @@ def line(seen: Seen, *, abs_min: bool) -> str:
     if abs_min:
         least = f"{values.least(frame.measured):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
         columns.append(f"abs_min={least:>9}")
-    columns.append(f"abs_max={_abs_max(frame, values):>9}")
+    largest = f"{amax(frame.measured, values):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
+    columns.append(f"abs_max={largest:>9}")
     scale = _scale(frame, values)
     ending = f" FP8 scale {scale:#.3g}" if scale is not None else ""
     return f"{' '.join(columns)} {_where(seen)}{ending}"
@@ -78,12 +79,6 @@ def _where(seen: Seen) -> str:
     frame = seen.frame
     names = [] if frame.place is None else [frame.place.path, frame.place.class_name]
     return f"{frame.sign} [{seen.batch}] {': '.join(name for name in [*names, frame.role] if name)}"
-
-
-def _abs_max(frame: Frame, values: Values) -> str:
-    if not isinstance(frame.measured, Slot):
-        return frame.measured.why
-    return f"{amax(frame.measured, values):.2e}"
 
 
 def amax(slot: Slot, values: Values) -> float:

@@ -16,20 +16,12 @@ _DEEPEST = 8
 _WITHOUT_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 
-_POSITIONAL = tuple(f"input[{index}]" for index in range(64))
-
-
 def arguments(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor | None]]:
     """The tensors in a call's arguments: ``input[0]``, ``input[hidden_states]``. None as in :func:`tensors_in`."""
     for index, value in enumerate(inputs):
-        role = _POSITIONAL[index] if index < len(_POSITIONAL) else f"input[{index}]"
-        if isinstance(value, torch.Tensor):
-            yield role, value
-        elif value is not None:
-            yield from tensors_in(value, role)
+        yield from tensors_in(value, f"input[{index}]")
     for name, value in keywords.items():
-        if value is not None:
-            yield from tensors_in(value, f"input[{name}]")
+        yield from tensors_in(value, f"input[{name}]")
 
 
 def tensors_in(value: Any, role: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
 
-import torch
-
-from te_precision_callbacks.overflow.events import Call, Event, Gradient, Labelled, Place
+from te_precision_callbacks.overflow.events import Call, Event, Gradient, Labelled
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Values
 
 
@@ -64,33 +61,16 @@ def _has_neg_inf(measured: Measured, values: Values) -> bool:
     return isinstance(measured, Slot) and values.extremes(measured)[0] == -math.inf
 
 
-class NearLimit(NamedTuple):
-    """An output close to overflowing.
-
-    Attributes:
-        batch: the batch of the call.
-        place: the module.
-        role: which output of the module.
-        dtype: the dtype of the output.
-        amax: the largest magnitude in the output.
-    """
-
-    batch: int
-    place: Place
-    role: str
-    dtype: torch.dtype
-    amax: float
-
-
-def near_limit(events: Sequence[Event], values: Values, share: float) -> Iterator[NearLimit]:
-    """Outputs with a magnitude above a share of the largest number of their dtype."""
+def near_limit(events: Sequence[Event], values: Values, share: float) -> Iterator[tuple[Call, str, Slot, float]]:
+    """Outputs with a magnitude above a share of the largest number of their dtype: the call, which output it is, its
+    slot, and its largest magnitude."""
     suspects = values.above(share)
     for event in events if suspects else ():
         if isinstance(event, Call):
             for role, measured in event.outputs:
                 if isinstance(measured, Slot) and measured in suspects:
-                    amax = suspects.pop(measured)  # a container gives the same tensor again
-                    yield NearLimit(event.batch, event.place, role, measured.store.dtype, amax)
+                    # Taken out: a container gives the same tensor again.
+                    yield event, role, measured, suspects.pop(measured)
 
 
 def what(low: float, high: float) -> str:
