@@ -10,7 +10,6 @@ A model on the meta device runs there, where tensors have shapes and no values. 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
 from te_precision_callbacks.check.stand_ins import stand_ins
+from te_precision_callbacks.coverage.micro_batches import leaves
 from te_precision_callbacks.coverage.planned_products import Ran
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
@@ -108,21 +108,7 @@ def _outputs(result: Any) -> list[torch.Tensor]:
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return [loss]
-    return [tensor for tensor in _tensors(result) if tensor.requires_grad]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+    return [tensor for tensor in leaves(result) if tensor.requires_grad]
 
 
 def _said(value: Any) -> str:

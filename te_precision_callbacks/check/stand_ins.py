@@ -87,7 +87,7 @@ def stand_ins(model: Model, modules: Sequence[NamedModule], products: ModelProdu
         FusedOperation: standing.operations,
         te.ops.Sequential: standing.operations,
     }
-    before = {owner: vars(owner).get("forward") for owner in replaced}
+    before = {owner: owner.forward for owner in replaced}
     state, FP8GlobalStateManager.quantization_state = (
         FP8GlobalStateManager.quantization_state,
         type(FP8GlobalStateManager.quantization_state)(),
@@ -99,10 +99,7 @@ def stand_ins(model: Model, modules: Sequence[NamedModule], products: ModelProdu
     finally:
         FP8GlobalStateManager.quantization_state = state
         for owner, own in before.items():
-            if own is None:
-                del owner.forward
-            else:
-                owner.forward = own
+            owner.forward = own
 
 
 def _method(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from te_precision_callbacks.coverage.marks import tensors_in
+
 Role = Literal["", "fprop", "dgrad", "wgrad", "qk", "pv", "lookup"]
 """What a product is for, where its operator tells it: attention multiplies the queries by the keys (``qk``), and the
 probabilities by the values (``pv``)."""
@@ -123,7 +125,7 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
         return "" if reason in _MULTIPLY_NOTHING else reason
     if namespace in _NO_PRODUCTS:
         return ""
-    matrices = [tensor for tensor in _tensors(arguments) if tensor.dim() > 1 and tensor.is_floating_point()]
+    matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1 and tensor.is_floating_point()]
     return UNKNOWN_OPERATOR if len(matrices) > 1 else ""
 
 
@@ -135,14 +137,6 @@ def by_values(operator: str, arguments: Sequence[Any]) -> bool:
     """
     bounds = _BOUNDS.get(operator)
     return bounds is not None and len(arguments) > bounds and arguments[bounds] is not None
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 _N, _M, _K = range(3)

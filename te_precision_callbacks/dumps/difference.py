@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from te_precision_callbacks.base.numerics.layouts import Stored, unpacked
@@ -249,7 +250,7 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
         shape=tuple(a.shape),
         differing=differing,
         max_abs_error=largest,
-        max_at=None if largest_at < 0 else _unravelled(largest_at, tuple(a.shape)),
+        max_at=None if largest_at < 0 else tuple(map(int, np.unravel_index(largest_at, a.shape))),
         mean_abs_error=total / finite if finite else 0.0,
         sqnr_db=_decibels(signal, noise) if finite else math.nan,
         nan=(nan[0], nan[1]),
@@ -274,14 +275,6 @@ def _decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
     return 10 * (math.log10(signal) - math.log10(noise)) if signal > 0 else -math.inf
-
-
-def _unravelled(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        place, here = divmod(place, size)
-        index.append(here)
-    return tuple(reversed(index))
 
 
 def _grid(part: Stored) -> tuple[object, ...]:

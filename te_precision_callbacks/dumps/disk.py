@@ -56,11 +56,10 @@ class Disk:
         self._budget: Budget | None = None
         self._exhausted: set[Limits] = set()
         self._failure: Exception | None = None
-        self._stopped = False
 
     def stopped(self, limits: Limits) -> bool:
         """Whether writing has stopped, for good or within these limits."""
-        return self._stopped or limits in self._exhausted
+        return self._writer.stopped or limits in self._exhausted
 
     def wait_for_room(self, nbytes: int, limits: Limits) -> None:
         """Wait until so many more bytes may wait to be written."""
@@ -84,14 +83,12 @@ class Disk:
         """Returns the failure since the last call, if any."""
         failure, self._failure = self._failure, None
         died = self._writer.take_failure()
-        if died is not None:
-            self._stopped = True
-            if failure is None:
-                failure = DumpError(
-                    f"The thread that writes dumps has ended: {type(died).__name__}: {died}. No more tensors are"
-                    " dumped, and those that waited to be written are lost."
-                )
-                failure.__cause__ = died
+        if died is not None and failure is None:
+            failure = DumpError(
+                f"The thread that writes dumps has ended: {type(died).__name__}: {died}. No more tensors are"
+                " dumped, and those that waited to be written are lost."
+            )
+            failure.__cause__ = died
         return failure
 
     # ------------------------------------------------------------------ in the writer's thread
@@ -110,7 +107,6 @@ class Disk:
                     self._failure = DumpError(f"{error} No more tensors are dumped.")
                     self._failure.__cause__ = error
             if lasting:
-                self._stopped = True
                 raise Stop from error
             return
         if why is not None:

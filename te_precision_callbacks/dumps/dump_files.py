@@ -117,19 +117,13 @@ def write_new(dump: Dump, paths: Iterator[Path], file_format: str = SAFETENSORS)
 
 def _write(dump: Dump, paths: Iterator[Path], file_format: str, *, replace: bool, fsync: bool) -> int:
     path = next(paths)
-    dump.wait()
-    if file_format == SAFETENSORS:
-        pieces = _safetensors_pieces(dump)
-    elif file_format != TORCH:
+    if file_format not in _WRITERS:
         raise DumpError(f"file_format must be {SAFETENSORS!r} or {TORCH!r}, not {file_format!r}.")
+    dump.wait()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _appearing(itertools.chain((path,), paths), path.parent, replace=replace, fsync=fsync) as file:
-            if file_format == SAFETENSORS:
-                for piece in pieces:
-                    file.write(piece)
-            else:
-                _write_torch(dump, file)
+            _WRITERS[file_format](dump, file)
             file.flush()
             return os.fstat(file.fileno()).st_size
     except (OSError, RuntimeError) as error:
@@ -212,8 +206,7 @@ def file_format_of(path: str | os.PathLike[str]) -> str:
     raise NotADumpError(f"{path}: neither a safetensors file nor a file of torch.save ({path.stat().st_size} bytes).")
 
 
-def _safetensors_pieces(dump: Dump) -> Iterator[bytes | memoryview]:
-    """The file, front to back."""
+def _write_safetensors(dump: Dump, file: IO[bytes]) -> None:
     tensors = dump.complete()
     if QUANTIZED not in tensors and dump.header.quantized is not None:
         for direction in (dump.header.quantized.rowwise, dump.header.quantized.columnwise):
@@ -234,19 +227,15 @@ def _safetensors_pieces(dump: Dump) -> Iterator[bytes | memoryview]:
         layout[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(layout, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    return _pieces(header, [tensors[name] for name in names])
-
-
-def _pieces(header: bytes, tensors: list[torch.Tensor]) -> Iterator[bytes | memoryview]:
-    yield len(header).to_bytes(8, "little") + header
-    for tensor in tensors:
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    file.write(len(header).to_bytes(8, "little") + header)
+    for name in names:
+        plain = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
         # One element counts as contiguous with any stride, but most strides prevent a view as bytes.
         flat = plain.reshape(-1).as_strided((plain.numel(),), (1,)).view(torch.uint8)
         # numpy's view of a copy: memory that numpy has seen cannot be resized any more, as FSDP2 does with parameters.
         for start in range(0, flat.numel(), _PIECE):
             array: Any = flat[start : start + _PIECE].clone().numpy()
-            yield memoryview(array)
+            file.write(memoryview(array))
 
 
 @contextlib.contextmanager
@@ -293,6 +282,9 @@ def _write_torch(dump: Dump, file: IO[bytes]) -> None:
     with zipfile.ZipFile(file, "a") as archive:
         folder = archive.namelist()[0].split("/")[0]
         archive.writestr(f"{folder}/{HEADER_RECORD}", dump.header.to_json())
+
+
+_WRITERS = {SAFETENSORS: _write_safetensors, TORCH: _write_torch}
 
 
 def _read_torch(path: Path) -> Dump:

@@ -394,15 +394,10 @@ def _log(doing: str, of: str, error: Exception) -> None:
 
 
 def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
-    """Flags as bools, with one copy from each device."""
-    found = [False] * len(flags)
-    devices = {flag.device for flag in flags if flag is not None}
-    for device in devices:
-        numbers = [number for number, flag in enumerate(flags) if flag is not None and flag.device == device]
-        read = torch.stack([flag for flag in flags if flag is not None and flag.device == device]).tolist()
-        for number, value in zip(numbers, read, strict=True):
-            found[number] = bool(value)
-    return found
+    """Flags as bools, which the host reads once."""
+    there = [flag for flag in flags if flag is not None]
+    read = iter(torch.stack([flag.to(there[0].device) for flag in there]).tolist() if there else ())
+    return [flag is not None and next(read) for flag in flags]
 
 
 def _recipe_of_quantized(seen: Watched) -> str | None:

@@ -40,8 +40,9 @@ class Writer(Generic[JobT]):
         self._jobs: deque[tuple[JobT, int]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stopped = False
         self._failure: BaseException | None = None
+        self.stopped = False
+        """Whether no job is written any more."""
         self.pending = 0
         """Bytes that wait or are being written."""
 
@@ -56,7 +57,7 @@ class Writer(Generic[JobT]):
         """
         with self._changed:
             self._wait_for_room(nbytes, most)
-            if self._stopped:
+            if self.stopped:
                 return
             self._jobs.append((job, nbytes))
             self.pending += nbytes
@@ -73,7 +74,7 @@ class Writer(Generic[JobT]):
             self._wait_for_room(nbytes, most)
 
     def _wait_for_room(self, nbytes: int, most: int) -> None:
-        self._changed.wait_for(lambda: self._stopped or not self.pending or self.pending + nbytes <= most)
+        self._changed.wait_for(lambda: self.stopped or not self.pending or self.pending + nbytes <= most)
 
     def drain(self, longest_still: float | None = None) -> bool:
         """Wait until everything is written.
@@ -106,7 +107,7 @@ class Writer(Generic[JobT]):
             with self._changed:
                 of_thread = self._thread is not None
                 self._failure = error if of_thread else None
-                self._stopped = True
+                self.stopped = True
                 self._jobs.clear()
                 self._thread, self.pending = None, 0
                 self._changed.notify_all()
@@ -125,7 +126,7 @@ class Writer(Generic[JobT]):
                 self._write(job)
             except Stop:
                 with self._changed:
-                    self._stopped = True
+                    self.stopped = True
                     nbytes += sum(size for _, size in self._jobs)
                     self._jobs.clear()
             finally:
