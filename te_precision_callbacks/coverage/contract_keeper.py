@@ -44,22 +44,37 @@ REMEDIES: Mapping[Reason, str] = {
 }
 """Reason -> what makes the product run in low precision."""
 
-_COUNTERPARTS = {f"torch.nn.{name}": f"te.{name}" for name in ("Linear", "MultiheadAttention")}
-_WITHOUT_COUNTERPART = re.compile(r"torch\.nn\.(?:(?:Lazy)?Conv.*|(?:RNN|LSTM|GRU)(?:Cell)?|Bilinear)")
+_COUNTERPARTS = {name: f"te.{name}" for name in ("Linear", "MultiheadAttention")}
+_WITHOUT_COUNTERPART = re.compile(r"(?:(?:Lazy)?Conv\w*d|(?:RNN|LSTM|GRU)(?:Cell)?|Bilinear)")
 """Classes of torch that multiply matrices, and Transformer Engine 2.20 has no layer for."""
 
+_CLASS = {Reason.NOT_TE: re.compile(r"torch\.nn\.(\w+)"), Reason.NOT_CONVERTED: re.compile(r"[\d x]+ of (\w+):.*")}
+"""Reason -> how its reference names the class of torch."""
 
-def remedy(reason: Reason, ref: str) -> str:
+_MULTIPLE = 16
+"""The sizes that Transformer Engine's FP8 takes; MXFP8 those of 32."""
+
+
+def remedy(reason: Reason, ref: str, sizes: Iterable[int] = ()) -> str:
     """What makes a product run in low precision; empty where that is not known.
 
     Args:
         reason, ref: as in :class:`te_precision_callbacks.coverage.coverage.Product`.
+        sizes: of the weight, if there is one.
     """
     leave = "leave it out of what the contract demands"
-    if reason is Reason.NOT_TE and ref in _COUNTERPARTS:
-        return f"To change that, use {_COUNTERPARTS[ref]} in its place, or {leave}."
-    if reason is Reason.NOT_TE and _WITHOUT_COUNTERPART.fullmatch(ref):
+    named = _CLASS[reason].fullmatch(ref) if reason in _CLASS else None
+    kind = named[1] if named else ""
+    if _WITHOUT_COUNTERPART.fullmatch(kind):
         return f"Transformer Engine has no layer of this kind: {leave}."
+    pads = [f"{size} to {size + -size % _MULTIPLE}" for size in dict.fromkeys(sizes) if size % _MULTIPLE]
+    if pads and (kind == "Linear" or reason is Reason.NOT_CONVERTED):
+        use = f"use {_COUNTERPARTS.get(kind, 'te.Linear')} in its place, and " if kind else ""
+        return (
+            f"To change that, {use}pad {' and '.join(pads)}, since FP8 takes multiples of 16 (MXFP8 of 32), or {leave}."
+        )
+    if kind in _COUNTERPARTS:
+        return f"To change that, use {_COUNTERPARTS[kind]} in its place, or {leave}."
     return f"To change that, {REMEDIES[reason]}." if reason in REMEDIES else ""
 
 
@@ -296,6 +311,7 @@ _HALVES = {"forward": False, "backward": True}
 def _offenders(coverage: Coverage) -> list[str]:
     """The layers with the most multiply-adds outside of low precision, each with its share, the reason and a remedy."""
     whole = coverage.macs()
+    sizes = {product.layer: (product.k, product.m) for product in coverage if product.gemm == "fprop"}
     of_layer: dict[tuple[str, str, Reason | None, str], list[Product]] = {}
     for product in coverage:
         if product.macs and not product.is_low:
@@ -308,7 +324,7 @@ def _offenders(coverage: Coverage) -> list[str]:
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         text = f"- {layer} {gemms}: {share:.1f} % in {precision}"
         if reason is not None:
-            text += f": {why}. {remedy(reason, products[0].reason_ref)}".rstrip()
+            text += f": {why}. {remedy(reason, products[0].reason_ref, sizes.get(layer, ()))}".rstrip()
         texts.append(text)
     more = len(rows) - _MOST_OFFENDERS
     return [*texts, f"- and {more} more"] if more > 0 else texts

@@ -8,12 +8,14 @@ from te_precision_callbacks.layers.naming import Layer, by_given_name
 
 _MOST_NAMES = 5
 
-
-_BY_ACCELERATE = (
-    " Accelerate makes Linear layers into Transformer Engine's: with mixed_precision: fp8 and fp8_config: {backend: TE}"
-    " in the file of accelerate launch --config_file, or with ACCELERATE_MIXED_PRECISION=fp8 and"
-    " ACCELERATE_FP8_BACKEND=TE in the environment of a script that is started without it."
-)
+_BY_ACCELERATE = {
+    "accelerate": " To have its Linear layers made into Transformer Engine's, prepare the model with"
+    " Accelerator(mixed_precision='fp8', kwargs_handlers=[TERecipeKwargs()]).",
+    "transformers": " Accelerate makes Linear layers into Transformer Engine's: with mixed_precision: fp8 and"
+    " fp8_config: {backend: TE} in the file of accelerate launch --config_file, or with ACCELERATE_MIXED_PRECISION=fp8"
+    " and ACCELERATE_FP8_BACKEND=TE in the environment of a script that is started without it.",
+}
+"""Front door -> how Accelerate converts a model."""
 
 
 def without_layers(goes_on: str, front_door: str = "") -> str:
@@ -23,10 +25,9 @@ def without_layers(goes_on: str, front_door: str = "") -> str:
         goes_on: what training goes on with.
         front_door: what has started the session.
     """
-    how = _BY_ACCELERATE if front_door in ("transformers", "accelerate") else ""
     return (
         "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear),"
-        f" so there are no statistics. Training goes on {goes_on}.{how}"
+        f" so there are no statistics. Training goes on {goes_on}.{_BY_ACCELERATE.get(front_door, '')}"
     )
 
 

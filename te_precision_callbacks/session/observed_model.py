@@ -50,6 +50,13 @@ from te_precision_callbacks.sinks.step_records import LayerInfo
 
 logger = logging.getLogger(__name__)
 
+_FOR_TRAINER = (
+    "To change that, leave gradient_checkpointing out of the TrainingArguments, and before the training call"
+    " model.gradient_checkpointing_enable() and model._set_gradient_checkpointing(gradient_checkpointing_func="
+    "transformer_engine.pytorch.checkpoint). With use_reentrant=False alone torch raises a CheckpointError."
+)
+"""What makes a checkpoint of the Hugging Face Trainer compute again in low precision."""
+
 
 class ObservedModel:
     """Names the Transformer Engine modules of a model, plans the config on their layers, and follows changes.
@@ -358,7 +365,7 @@ class ObservedModel:
                 len(named),
                 "" if len(named) == 1 else "s",
                 " and ".join(folded(named, most=2)),
-                remedy(Reason.RECOMPUTED, ""),
+                _FOR_TRAINER if self._front_door() == "transformers" else remedy(Reason.RECOMPUTED, ""),
             )
 
     def _say_changed(self, before: dict[int, str]) -> None:

@@ -256,6 +256,6 @@ def test_a_model_without_te_layers_trains_on_with_a_warning(tmp_path: Path, capl
         run(accelerator, debugger, model, optimizer, loader)
         assert debugger.session.iteration == 2
     assert "no Transformer Engine layer" in caplog.text
-    assert "ACCELERATE_MIXED_PRECISION=fp8 and ACCELERATE_FP8_BACKEND=TE" in caplog.text
+    assert "Accelerator(mixed_precision='fp8', kwargs_handlers=[TERecipeKwargs()])" in caplog.text
     assert debugger.unconverted == {}, "Accelerate was not asked for FP8"
     assert not any(isinstance(module, te.Linear) for module in model.modules())

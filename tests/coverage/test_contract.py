@@ -105,6 +105,16 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
         (Reason.NOT_TE, "torch.nn.LSTM", "Transformer Engine has no layer of this kind: leave it out of what the"),
         (Reason.NOT_TE, "torch.nn.Conv2d", "Transformer Engine has no layer of this kind: leave it out of what the"),
         (Reason.NOT_TE, "mine.Linear", "To change that, make it a layer of Transformer Engine, or leave it out of"),
+        (
+            Reason.NOT_CONVERTED,
+            "64 x 32 of LSTM: Accelerate converts Linear alone",
+            "Transformer Engine has no layer of this kind: leave it out of what the",
+        ),
+        (
+            Reason.NOT_CONVERTED,
+            "32 x 96 of Conv1D: Accelerate converts Linear alone",
+            "To change that, convert it by hand: te.Linear in place of the layer",
+        ),
         (Reason.NO_AUTOCAST, "", "To change that, run its forward inside te.autocast"),
         (Reason.UNKNOWN, "", ""),
     ],
@@ -114,6 +124,27 @@ def test_the_remedy_is_one_that_there_is(reason: Reason, ref: str, told: str) ->
     if ref.startswith("torch.nn."):
         counterpart = getattr(te, ref.removeprefix("torch.nn."), None)
         assert (counterpart is None) == ("has no layer" in told)
+
+
+@pytest.mark.parametrize(
+    ("reason", "ref", "told"),
+    [
+        (Reason.NOT_TE, "torch.nn.Linear", "To change that, use te.Linear in its place, and pad 10 to 16, since FP8"),
+        (Reason.NOT_CONVERTED, "32 x 10: 10 is no multiple of 16", "To change that, pad 10 to 16, since FP8 takes"),
+    ],
+)
+def test_the_remedy_of_sizes_that_fp8_does_not_take(reason: Reason, ref: str, told: str) -> None:
+    assert remedy(reason, ref, (32, 10)).startswith(told)
+    assert "pad" not in remedy(reason, ref, (32, 48))
+
+
+def test_a_contract_names_the_size_to_pad(tmp_path: Path) -> None:
+    net = torch.nn.Linear(32, 10)
+    require = {"share": "fp8 >= 10%", "by_step": 1}
+    with pytest.raises(PrecisionContractError, match=r"use te\.Linear in its place, and pad 10 to 16, since FP8"):
+        with InspectSession(None, model=net, log_dir=tmp_path, require=require) as session:
+            net(torch.randn(2, 32)).sum().backward()
+            session.step()
 
 
 def test_the_remedy_of_a_recurrent_layer(tmp_path: Path) -> None:

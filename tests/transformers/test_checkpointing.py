@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 import transformer_engine.pytorch.module.linear as te_linear
 import transformers
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
@@ -40,7 +41,7 @@ def with_adapters(model: Any) -> Any:
     return model
 
 
-def trainer(folder: Path, *, reentrant: bool, lora: bool = False) -> Any:
+def trainer(folder: Path, *, reentrant: bool | None, lora: bool = False) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
@@ -50,8 +51,8 @@ def trainer(folder: Path, *, reentrant: bool, lora: bool = False) -> Any:
         TrainingArguments,
         debug="te_precision",
         max_steps=1,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+        gradient_checkpointing=reentrant is not None,
+        gradient_checkpointing_kwargs=None if reentrant is None else {"use_reentrant": reentrant},
     )
     model = transformers.LlamaForCausalLM(config)
     return Trainer(model=with_adapters(model) if lora else model, args=args, train_dataset=Tokens())
@@ -109,6 +110,7 @@ def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
     assert len({product.layer for product in of_te}) == 7
     [text] = warnings_of_checkpoints(caplog)
     assert text.startswith("Gradient checkpointing (use_reentrant=True) computes the forward of 7 layers again outside")
+    assert "before the training call model.gradient_checkpointing_enable() and" in text
     assert "(a checkpoint computes it again outside of te.autocast)" in str(coverage)
 
 
@@ -125,6 +127,23 @@ def test_adapters_on_a_checkpointed_model_have_the_true_reason(
     assert coverage.share("fp8") < 0.2
     [text] = warnings_of_checkpoints(caplog)
     assert "of 11 layers" in text
+
+
+def test_the_checkpoint_that_the_warning_names_recomputes_in_fp8(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer(tmp_path, reentrant=None)
+    forwards: list[str] = []
+    layer = made.model.model.layers[0].mlp
+    layer.register_forward_hook(lambda *_: forwards.append("mlp"))
+    made.model.gradient_checkpointing_enable()
+    made.model._set_gradient_checkpointing(gradient_checkpointing_func=te.checkpoint)
+    made.train()
+    assert len(forwards) == 2, "the layer was computed again"
+    entries = list(made.debug_session.precision)
+    assert len(entries) == 8 * 3
+    assert all(text.startswith("FP8 ") and "->" not in text for entry in entries for text in entry.operands.values())
+    assert not warnings_of_checkpoints(caplog)
 
 
 def test_another_checkpoint_fails(tmp_path: Path) -> None:
