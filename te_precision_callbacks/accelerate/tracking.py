@@ -81,7 +81,7 @@ class TrackerSink(LoggerSink):
             " accelerator.init_trackers('my_project')"
         )
         logger.warning(
-            "The accelerator has no running tracker, so statistics go only to the statistics log. To send them to a"
+            "The accelerator has no running tracker, so statistics go only to the files in log_dir. To send them to a"
             " tracker, %s.",
             missing,
         )

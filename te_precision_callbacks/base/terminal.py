@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import textwrap
 from collections.abc import Iterable
@@ -55,7 +56,7 @@ def table(*columns: str) -> Table:
 def show(what: RenderableType) -> None:
     """Print a table or the like, or a line with rich's markup."""
     console = Console(highlight=False, soft_wrap=isinstance(what, str))
-    if not isinstance(what, str) and not console.is_terminal:
+    if not isinstance(what, str) and not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console = Console(highlight=False, width=_WHOLE_LINES)
     console.print(what)
 

@@ -18,6 +18,12 @@ from te_precision_callbacks.coverage.nodes import found_in_graph, made_in_thread
 
 _DEEPEST = 8
 
+NOT_CALLED = (
+    "all products of torch: the session's model was not called itself in this step, only modules in it, so what torch"
+    " has computed between them is not seen"
+)
+"""What is said of a step in which layers ran, and the model was not called."""
+
 
 class _Mark:
     """Is kept with the graph of a call, and ends with it."""
@@ -77,6 +83,7 @@ class Calls:
         self._counted: dict[Hashable, Call] = {}
         self._varying: set[Hashable] = set()
         self._all: list[Call] = []
+        self._was_called = False
 
     @property
     def here(self) -> Call | None:
@@ -85,6 +92,7 @@ class Calls:
 
     def begin(self, root: torch.nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Call:
         """Begin a call of a model in this thread; it is counted unless another one is in its place."""
+        self._was_called = True
         flags = tuple(parameter.requires_grad for parameter in root.parameters())
         try:
             given: Hashable = id(root), root.training, flags, _form(arguments), _form(keywords)
@@ -140,7 +148,7 @@ class Calls:
 
     def left_out(self) -> list[str]:
         """What is not counted of the calls of the step, in words."""
-        texts = []
+        texts = [] if self._was_called else [NOT_CALLED]
         for call in self._all:
             others = f"{call.forwards - 1} of {call.forwards} micro-batches with the same sizes"
             if call.unlike:

@@ -24,6 +24,7 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.accelerate import unconverted_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
+from te_precision_callbacks.coverage.micro_batches import NOT_CALLED
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
@@ -430,6 +431,20 @@ class Taught(torch.nn.Module):
             wanted = self.teacher[1](self.teacher[0](x))
         result: torch.Tensor = self.student[1](self.student[0](x)) - wanted
         return result
+
+
+def test_modules_of_a_model_that_is_not_called_itself(tmp_path: Path) -> None:
+    """What torch computes between them is not seen, which the coverage and a contract's warning say."""
+    model = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
+    with InspectSession(log_dir=tmp_path) as session:
+        session.attach(model)
+        with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
+            first = model[0](torch.randn(32, 32))
+        model[1](first).sum().backward()
+        session.step()
+        coverage = session.coverage()
+    assert list(coverage.not_counted) == [NOT_CALLED]
+    assert "was not called itself" in str(coverage)
 
 
 def test_what_runs_without_gradients_in_a_step_is_not_counted(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ Entry = TypeVar("Entry", bound=Hashable)
 EXCHANGING = 60.0
 """The seconds that a rank waits for the others in a message of a step, but for the first one."""
 
+FIRST_STEP = 300.0
+"""The most seconds that a rank waits for the others in the messages of the first step, in which some compile. A rank
+that leaves out its first ``step()`` holds the others up for as long, once."""
+
 CONNECTING = 15.0
 """The seconds in which ranks that have met must connect."""
 
@@ -116,7 +120,7 @@ class Messages:
             meeting = self._meeting()
             keys, secret = meeting.meet(wait, why)
             self._connect(keys, secret, CONNECTING)
-            self._wait, self._met = max(wait, EXCHANGING), (keys, secret)
+            self._wait, self._met = min(max(wait, EXCHANGING), FIRST_STEP), (keys, secret)
         except RanksLostError as error:
             raise self._apart(error.departure.text) from error
         except Exception as error:  # it must not be on this rank alone that anything is raised
