@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 import textwrap
 from collections.abc import Iterable
@@ -40,7 +39,7 @@ Run = Annotated[
 """The option of a command that reads a recorded run."""
 
 _WHOLE_LINES = 500
-"""The width of a table in a file or pipe."""
+"""The width of a table in a file or pipe, unless COLUMNS says otherwise."""
 
 _WIDEST_TEXT = 120
 
@@ -56,8 +55,8 @@ def table(*columns: str) -> Table:
 def show(what: RenderableType) -> None:
     """Print a table or the like, or a line with rich's markup."""
     console = Console(highlight=False, soft_wrap=isinstance(what, str))
-    if not isinstance(what, str) and not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
-        console = Console(highlight=False, width=_WHOLE_LINES)
+    if not isinstance(what, str) and not console.is_terminal:
+        console = Console(highlight=False, width=shutil.get_terminal_size((_WHOLE_LINES, 0)).columns)
     console.print(what)
 
 

@@ -19,8 +19,8 @@ from te_precision_callbacks.coverage.nodes import found_in_graph, made_in_thread
 _DEEPEST = 8
 
 NOT_CALLED = (
-    "all products of torch: the session's model was not called itself in this step, only modules in it, so what torch"
-    " has computed between them is not seen"
+    "all products of torch: the session's model was not called itself with gradients in this step (only modules in it"
+    " were, or a checkpoint with use_reentrant=True is around it), so what torch has computed between them is not seen"
 )
 """What is said of a step in which layers ran, and the model was not called."""
 

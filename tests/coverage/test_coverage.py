@@ -434,7 +434,7 @@ class Taught(torch.nn.Module):
 
 
 def test_modules_of_a_model_that_is_not_called_itself(tmp_path: Path) -> None:
-    """What torch computes between them is not seen, which the coverage and a contract's warning say."""
+    """What torch computes between them is not seen, which the coverage says."""
     model = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
     with InspectSession(log_dir=tmp_path) as session:
         session.attach(model)
