@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te_precision_callbacks.layers.folding import ShortNames, folded
+from te_precision_callbacks.layers.folding import ShortNames, folded, in_sentence
 from tests.properties import examples
 
 
@@ -35,6 +35,10 @@ def test_names(names: list[str], texts: list[str]) -> None:
 def test_at_most_so_many_texts() -> None:
     assert folded(["a", "b", "c"], most=2) == ["a", "b", "1 more"]
     assert folded(["a", "b"], most=2) == ["a", "b"]
+
+
+def test_a_name_without_letters_is_quoted_in_a_sentence() -> None:
+    assert [in_sentence(text) for text in ("0", "{0-1,4}.0", "net.0")] == ["'0'", "'{0-1,4}.0'", "net.0"]
 
 
 def unfolded(text: str) -> set[str]:

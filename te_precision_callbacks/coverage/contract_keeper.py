@@ -19,7 +19,7 @@ from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product,
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.shared_products import shared_products, shared_state
 from te_precision_callbacks.coverage.state_row import StateRow
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import folded, in_sentence
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def left_out(contract: Contract, coverage: Coverage, not_planned: Sequence[str] 
     texts = left_out_in_words(coverage)
     if not_planned:
         texts.append(
-            f"modules whose classes do not tell what they multiply ({' and '.join(folded(not_planned, most=4))})"
+            f"modules whose classes do not tell what they multiply ({' and '.join(map(in_sentence, folded(not_planned, most=4)))})"
         )
     if not contract.shares or not texts:
         return ""
@@ -270,7 +270,7 @@ def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
             first = max(others, key=lambda product: product.macs)
             more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
             yield (
-                f"{pattern!r} must run in {precision}: {first.layer} {first.gemm} runs in {first.precision}"
+                f"{pattern!r} must run in {precision}: {in_sentence(first.layer)} {first.gemm} runs in {first.precision}"
                 f"{f' ({first.why})' if first.why else ''}{more}."
             )
 
@@ -322,7 +322,7 @@ def _offenders(coverage: Coverage) -> list[str]:
     for (layer, precision, reason, why), products in rows[:_MOST_OFFENDERS]:
         share = 100 * sum(product.macs for product in products) / whole
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
-        text = f"- {layer} {gemms}: {share:.1f} % in {precision}"
+        text = f"- {in_sentence(layer)} {gemms}: {share:.1f} % in {precision}"
         if reason is not None:
             text += f": {why}. {remedy(reason, products[0].reason_ref, sizes.get(layer, ()))}".rstrip()
         texts.append(text)

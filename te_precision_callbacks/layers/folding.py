@@ -51,6 +51,11 @@ def folded(names: Iterable[str], *, most: int | None = None) -> list[str]:
     return [*texts[:most], f"{more} more"] if more > 0 else texts
 
 
+def in_sentence(text: str) -> str:
+    """A name, or a text of :func:`folded`, for a sentence: in quotes if it has no letter, as the layers of a Sequential."""
+    return text if any(map(str.isalpha, text)) else repr(text)
+
+
 def form_of(name: str) -> str:
     """A key that is equal for names that differ in their numbers alone."""
     return _parsed(name)[0]

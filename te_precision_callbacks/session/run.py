@@ -18,6 +18,7 @@ from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.contract_keeper import ContractKeeper, PrecisionContractError, require_layers
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks
@@ -199,7 +200,11 @@ class Run:
             self.model.attach(model, ranks)
             self._pools_coverage = ranks.several
             if self._options.require is not None:
-                require_layers(self._options.require, ranks.pool(self.model.all_names, "names"))
+                try:
+                    require_layers(self._options.require, ranks.pool(self.model.all_names, "names"))
+                except ConfigError:
+                    self._contract = None  # a contract that is refused is not judged at the end of the run
+                    raise
             if self._optimizer_steps is None:
                 self._optimizer_steps = OptimizerSteps(self._forgotten.note)
             if ranks.several:

@@ -288,9 +288,10 @@ def test_one_that_only_warns_says_it_once(how: str, tmp_path: Path, caplog: pyte
     assert sum("breaks its precision contract" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"no layer matches 'fcc', .* 'fp8'. Did you mean 'fc'"):
         run(tmp_path, {"layers": {"fcc": "fp8"}})
+    assert "judged" not in caplog.text
 
 
 def test_what_the_keywords_take(tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ class Feature:
     @classmethod
     def unchecked(cls, name: str, namespace: str) -> Feature:
         """A feature of another package, of which the name is all that is known."""
-        return cls(name, namespace, ("Not a feature of this project: its keys are not checked.",))
+        calls = "Called by modules that use debug_api themselves. " if namespace == BASE else ""
+        return cls(name, namespace, (f"{calls}Not a feature of this project: its keys are not checked.",))
 
     @property
     def place(self) -> str:
