@@ -19,7 +19,7 @@ from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product,
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.shared_products import shared_products, shared_state
 from te_precision_callbacks.coverage.state_row import StateRow
-from te_precision_callbacks.layers.folding import folded, in_sentence
+from te_precision_callbacks.layers.folding import in_sentence
 
 logger = logging.getLogger(__name__)
 
@@ -236,9 +236,7 @@ def left_out(contract: Contract, coverage: Coverage, not_planned: Sequence[str] 
     """
     texts = left_out_in_words(coverage)
     if not_planned:
-        texts.append(
-            f"modules whose classes do not tell what they multiply ({' and '.join(map(in_sentence, folded(not_planned, most=4)))})"
-        )
+        texts.append(f"modules whose classes do not tell what they multiply ({in_sentence(*not_planned, most=4)})")
     if not contract.shares or not texts:
         return ""
     return (
@@ -270,8 +268,8 @@ def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
             first = max(others, key=lambda product: product.macs)
             more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
             yield (
-                f"{pattern!r} must run in {precision}: {in_sentence(first.layer)} {first.gemm} runs in {first.precision}"
-                f"{f' ({first.why})' if first.why else ''}{more}."
+                f"{pattern!r} must run in {precision}: {in_sentence(first.layer)} {first.gemm} runs in"
+                f" {first.precision}{f' ({first.why})' if first.why else ''}{more}."
             )
 
 

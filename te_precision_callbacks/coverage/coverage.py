@@ -20,7 +20,7 @@ from typing import Any, Literal
 from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.vocabulary import GEMMS, LOW_PRECISION, PRECISIONS
 from te_precision_callbacks.coverage.state_row import StateRow
-from te_precision_callbacks.layers.folding import folded, in_sentence
+from te_precision_callbacks.layers.folding import in_sentence
 
 ProductName = Literal["fprop", "dgrad", "wgrad", "qk", "pv", "other", "lookup"]
 Family = Literal["te", "te_ops", "torch", "functional", "attention", "lookup"]
@@ -248,7 +248,7 @@ class Coverage(tuple[Product, ...]):
 def left_out_in_words(coverage: Coverage) -> list[str]:
     """What is not counted, each with its layers."""
     found = coverage.not_counted
-    texts = [f"{what} ({' and '.join(map(in_sentence, folded(layers, most=2)))})" for what, layers in found.items()]
+    texts = [f"{what} ({in_sentence(*layers, most=2)})" for what, layers in found.items()]
     return texts[:_MOST_CAUSES] + ([f"and {len(texts) - _MOST_CAUSES} more"] if len(texts) > _MOST_CAUSES else [])
 
 
@@ -272,6 +272,6 @@ def _causes(products: Iterable[Product]) -> list[str]:
     for product in products:
         why = product.reason.value if product.reason is Reason.NOT_TE else product.why
         layers.setdefault(why, {})[product.layer] = None
-    texts = [f"{' and '.join(map(in_sentence, folded(names, most=2)))}{f' ({why})' if why else ''}" for why, names in layers.items()]
+    texts = [f"{in_sentence(*names, most=2)}{f' ({why})' if why else ''}" for why, names in layers.items()]
     more = len(texts) - _MOST_CAUSES
     return texts[:_MOST_CAUSES] + ([f"and {more} more reason{'s' if more > 1 else ''}"] if more > 0 else [])

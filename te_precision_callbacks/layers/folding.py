@@ -51,9 +51,10 @@ def folded(names: Iterable[str], *, most: int | None = None) -> list[str]:
     return [*texts[:most], f"{more} more"] if more > 0 else texts
 
 
-def in_sentence(text: str) -> str:
-    """A name, or a text of :func:`folded`, for a sentence: in quotes if it has no letter, as the layers of a Sequential."""
-    return text if any(map(str.isalpha, text)) else repr(text)
+def in_sentence(*names: str, most: int | None = None) -> str:
+    """Names in few words, for a sentence: in quotes where they have no letter, as the layers of a Sequential."""
+    texts = folded(names, most=most)
+    return " and ".join(text if any(map(str.isalpha, text)) else repr(text) for text in texts)
 
 
 def form_of(name: str) -> str:

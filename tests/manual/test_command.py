@@ -57,9 +57,17 @@ def test_features_are_listed() -> None:
         (row,) = (line for line in lines if line.split()[:1] == [name] and "Not a feature of this project" not in line)
         assert len(row.split()) > 5
     (upstreams,) = (line for line in lines if "LogTensorStats" in line and "Not a feature of this project" in line)
+    assert "use debug_api themselves" in upstreams
     assert lines.index("In the section") < lines.index(upstreams), "nvidia-dlfw-inspect's, without a namespace"
     assert not any("TestDummyFeature" in line for line in lines), "of Transformer Engine's own tests"
     assert "TestDummyFeature" in known_features()["transformer_engine"], "which a config may name"
+
+
+def test_a_table_in_a_pipe_is_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert max(map(len, run("features").splitlines())) > 120, "every line stays whole"
+    monkeypatch.setenv("COLUMNS", "70")
+    assert max(map(len, run("features").splitlines())) <= 70
 
 
 @pytest.mark.parametrize("name", FEATURES)
