@@ -145,7 +145,7 @@ class PrecisionDebugger:
         try:
             sink = TrackerSink(self._accelerator, select)
             session.start(log_dir=Path(folder), sinks=[sink], counts_from=1, front_door="accelerate")
-            self._logged = LoggedNumbers(self._accelerator, self._session.log, of_session=lambda: sink.is_logging)
+            self._logged = LoggedNumbers(self._accelerator, self._session.log)
             self._take_up_iteration()
             if self._checkpoint is not None:
                 session.load_fingerprint(self._checkpoint)

@@ -27,14 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class TrackerSink(LoggerSink):
-    """The sink that hands a step's metrics to all trackers, in one call, on the main process."""
+    """The sink that hands a step's metrics to each tracker, in one call, on the main process."""
 
     def __init__(self, accelerator: Accelerator, select: MetricSelection) -> None:
         super().__init__(select)
         self._accelerator = accelerator
         self._notices = Notices()
-        self.is_logging = False
-        """Whether the sink is logging, and not the script."""
 
     def write(self, records: StepRecords) -> None:
         """Log on the main process only."""
@@ -42,20 +40,14 @@ class TrackerSink(LoggerSink):
             super().write(records)
 
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
-        """Log at the script's own step."""
+        """Log at the script's own step, as ``accelerator.log`` does, but under the names that each tracker takes."""
         trackers = self._accelerator.trackers
         if not trackers:
             self._warn()
-            return
-        if metrics:
-            for_mlflow = any(tracker.name == "mlflow" for tracker in trackers)
-            self.is_logging = True
-            try:
-                self._accelerator.log(names_for_mlflow(metrics) if for_mlflow else metrics, step=step)
-            finally:
-                self.is_logging = False
-        if histograms:
-            for tracker in trackers:
+        for tracker in trackers:
+            if metrics:
+                tracker.log(names_for_mlflow(metrics) if tracker.name == "mlflow" else metrics, step=step)
+            if histograms:
                 _log_histograms(tracker, histograms, step)
 
     def report(self, path: Path) -> None:
@@ -93,25 +85,18 @@ class LoggedNumbers:
     Args:
         accelerator: the accelerator, whose attribute ``log`` is replaced.
         take: a method that gets what the script logs, and the step; its object is not kept alive.
-        of_session: whether it is the session that logs.
 
     Attributes:
         remove: listens no longer.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        take: Callable[[Mapping[str, Any], int | None], None],
-        of_session: Callable[[], bool],
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, take: Callable[[Mapping[str, Any], int | None], None]) -> None:
         self._take = weakref.WeakMethod(take)
-        self._of_session = of_session
         self.remove = BeforeCalls(accelerator, "log", self._note).remove
 
     def _note(self, values: Any, step: Any = None, *rest: Any, **keywords: Any) -> None:
         take = self._take()
-        if take is not None and isinstance(values, Mapping) and not self._of_session():
+        if take is not None and isinstance(values, Mapping):
             take(values, step if isinstance(step, int) else None)
 
 
