@@ -58,14 +58,12 @@ def test_a_loss_that_diverges(capsys: pytest.CaptureFixture[str]) -> None:
     is_shown(page, capsys.readouterr().out)
     parted, losses, fixed = (command(block.strip()) for block in blocks(page, "bash"))
     assert [code for code, _ in (parted, losses, fixed)] == [1, 0, 0]
-    names = ["step where", "0 embed gradient", "4 head activation", "4 hidden gradient", "6 loss"]
-    printed = lines(parted[1])
-    for name in names:
-        assert any(line.startswith(name) for line in printed), "which tensors part, and when; digits may vary"
-        assert any(line.startswith(name) for line in lines(blocks(page, "text")[1])), name
+    for where in ("0 embed gradient", r"\d+ head activation", r"\d+ hidden gradient", r"\d+ loss"):
+        for text in (parted[1], blocks(page, "text")[1]):
+            assert any(re.match(where, line) for line in lines(text)), "later steps and digits may vary"
     assert any(line.startswith("embed activation 98.4") for line in lines(losses[1]))
     assert "Nowhere beyond the noise floor." in fixed[1]
-    assert "3.3): held." in fixed[1]
+    assert "Below 0.25 % of FP8 against BF16" in fixed[1]
 
 
 def test_a_layer_in_high_precision(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
