@@ -216,7 +216,7 @@ class PerTensorScalingGemmItem(Margin, TensorChoice[OperandName, PerTensorScalin
 class PerTensorScaling(Margin, ModifyingFeature[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]):
     """Scales tensors by their amax of this step, in layers whose recipe is delayed scaling, which takes earlier amaxes.
 
-    It needs that recipe, and acts in every step. Only one feature can change a tensor of a GEMM, and none beside it can
+    It needs that recipe, and acts in every step. Only one feature can change a tensor of a GEMM, and no other can
     run the GEMM in high precision.
     """
 
@@ -307,7 +307,7 @@ dump_what_is_not_finite:
       max_bytes: 2GiB
       tensors_struct:
         - tensor: activation
-          when: nonfinite  # or [nonfinite, underflows% > 5]; the latter beside LogFp8TensorStats with this statistic
+          when: nonfinite  # or [nonfinite, underflows% > 5]; the latter with LogFp8TensorStats and this statistic
         - tensor: gradient
           start_end_list: [[120, 125]]
 """

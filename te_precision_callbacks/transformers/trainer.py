@@ -36,8 +36,12 @@ class Trainer(transformers.Trainer):
     Args:
         *arguments: as transformers' Trainer takes them.
         debug: debug options in addition to those of ``args.debug``, in the same form; the options of transformers too.
-        te_precision_config, te_precision_require, te_precision_records, te_precision_statistics_log,
-            te_precision_report: instead of the arguments of the same names in ``args``, unless they are None.
+        te_precision_config: replaces the argument of the same name in ``args``, unless it is None. The four keywords
+            below do the same.
+        te_precision_require: a contract.
+        te_precision_records: whether to record the run, or how much of it.
+        te_precision_statistics_log: which ranks write the statistics log.
+        te_precision_report: whether to write the page of the run.
         **keywords: as transformers' Trainer takes them.
 
     Raises:

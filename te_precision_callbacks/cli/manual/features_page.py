@@ -61,17 +61,18 @@ more than half a second is refused.
 ### Names
 
 A layer's name is its path in the module tree. The parts that DDP, FSDP, torch.compile, checkpoint wrappers and PEFT add
-are left out: `layers.3.q_proj`, and beside it `layers.3.q_proj.lora_A.default`. These names also select the layer: the
-name that the script gave (`te.Linear(..., name="head")`, or nvidia-dlfw-inspect's `infer_and_assign_layer_names` before
-`attach()`), the path with PEFT's parts (`base_model.model.layers.3.q_proj.base_layer`), and the path without a
-LightningModule's own attribute. The statistics log and `summary` use a name that the script gave to one layer only.
-Layers with the same name are distinguished by their paths, and a message says so. If ranks have different layers at the
-same path, the names have Megatron's numbers ([statistics.md](statistics.md#what-a-value-is-of)).
+are left out: `layers.3.q_proj`, and for the adapter `layers.3.q_proj.lora_A.default`. These names also select the
+layer: the name that the script gave (`te.Linear(..., name="head")`, or nvidia-dlfw-inspect's
+`infer_and_assign_layer_names` before `attach()`), the path with PEFT's parts
+(`base_model.model.layers.3.q_proj.base_layer`), and the path without a LightningModule's own attribute. The statistics
+log and `summary` use a name that the script gave to one layer only. Layers with the same name are distinguished by
+their paths, with a message. If ranks have different layers at the same path, the names have Megatron's numbers
+([statistics.md](statistics.md#what-a-value-is-of)).
 
 If modules have an attribute `layer_number`, nvidia-dlfw-inspect calls the same layer `model.layers.4.q_proj`. A config
 that was written for those names may select other layers here; one warning then names both sets. To use exactly
 nvidia-dlfw-inspect's names and numbers, pass `layer_names="upstream"` to any front door. Where only a config can be
-passed, as with a flag, write the key beside the sections:
+passed, as with a flag, write the key at the level of the sections:
 
 ```yaml
 layer_names: upstream     # or path: the paths are meant, and no warning is wanted

@@ -1,0 +1,106 @@
+"""docs/diverging.md, docs/high-precision.md and docs/cluster.md: their code, and what they show of its output."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.runs import open_run
+from tests.docs.pages import blocks
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = signal.getsignal(signal.SIGUSR1)
+    yield tmp_path
+    signal.signal(signal.SIGUSR1, before)
+    sys.modules.pop("my_models", None)
+
+
+def command(line: str) -> tuple[int, str]:
+    """The exit code of a line of the page, and what it prints on a wide terminal."""
+    program, *arguments = shlex.split(line)
+    assert program == "te-precision"
+    result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def is_shown(page: str, printed: str, start: int = 0) -> None:
+    """What is printed begins as the lines of the page do, from the block that is number ``start``."""
+    found = lines(printed)
+    for shown in lines(blocks(page, "text")[start]):
+        assert any(line.startswith(shown) for line in found), shown
+
+
+@pytest.mark.slow
+def test_a_loss_that_diverges(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "docs/diverging.md"
+    (script,) = blocks(page, "python")
+    watch, fix = blocks(page, "yaml")
+    Path("watch.yaml").write_text(watch)
+    Path("fix.yaml").write_text(watch + fix)
+    exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+    is_shown(page, capsys.readouterr().out)
+    parted, losses, fixed = (command(block.strip()) for block in blocks(page, "bash"))
+    assert [code for code, _ in (parted, losses, fixed)] == [1, 0, 0]
+    for where in ("0 embed gradient", r"\d+ head activation", r"\d+ hidden gradient", r"\d+ loss"):
+        for text in (parted[1], blocks(page, "text")[1]):
+            assert any(re.match(where, line) for line in lines(text)), "later steps and digits may vary"
+    assert any(line.startswith("embed activation 98.4") for line in lines(losses[1]))
+    assert "Nowhere beyond the noise floor." in fixed[1]
+    assert "Below 0.25 % of FP8 against BF16" in fixed[1]
+
+
+def test_a_layer_in_high_precision(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = "docs/high-precision.md"
+    models, script = blocks(page, "python")
+    (config,) = blocks(page, "yaml")
+    Path("config.yaml").write_text(config)
+    Path("my_models.py").write_text(models)
+    (check,) = blocks(page, "bash")
+    code, printed = command(check)
+    assert code == 0
+    is_shown(page, printed)
+    exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+    is_shown(page, capsys.readouterr().out, 2)
+    Path("config.yaml").write_text(config.replace("[head]", "[haed]"))
+    code, printed = command(check)
+    assert code == 1
+    assert "".join(blocks(page, "text")[1].split()) in "".join(printed.split())
+
+
+def test_a_job_that_is_preempted_and_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    (script,) = blocks("docs/cluster.md", "python")
+    statistics = "{LogTensorStats: {enabled: True, tensors: [activation], stats: [max]}}"
+    Path("config.yaml").write_text(
+        f"s: {{enabled: True, layers: {{layer_types: [all]}}, transformer_engine: {statistics}}}"
+    )
+    preempted = script.replace("session.step()", "session.step(), session.iteration == 3 and signal.raise_signal(10)")
+    for code, steps in ((preempted, 3), (script.replace("10_000", "6"), 6)):
+        names: dict[str, Any] = {}
+        exec(compile(code, "train.py", "exec"), names)
+        assert names["session"].iteration == steps
+        if steps == 3:
+            assert capsys.readouterr().out == "3 None\n"
+    (shown,) = blocks("docs/cluster.md", "text")
+    expected = shown.replace("10000", "6").replace("4200", "3")
+    without_names = [re.sub(r"run [\w-]+", "", text) for text in (expected, capsys.readouterr().out)]
+    assert without_names[0] == without_names[1]
+    run = open_run("run")
+    assert [segment.status for segment in run.segments] == ["ended", "ended"]
+    assert len(run.steps) == 6
