@@ -71,8 +71,10 @@ class TrainingArguments(transformers.TrainingArguments):
             transformers takes.
         te_precision_config: with ``te_precision``, the path of the config, or a mapping. None: statistics on every
             Transformer Engine layer.
-        te_precision_require, te_precision_records, te_precision_statistics_log, te_precision_report: with
-            ``te_precision``, the keywords of the callback.
+        te_precision_require: with ``te_precision``, the callback's keyword ``require``.
+        te_precision_records: with ``te_precision``, the callback's keyword ``records``.
+        te_precision_statistics_log: with ``te_precision``, the callback's keyword ``statistics_log``.
+        te_precision_report: with ``te_precision``, the callback's keyword ``report``.
 
     Raises:
         UnknownDebugOptionError: a name is unknown, also inside a list; a ValueError.

@@ -36,8 +36,11 @@ class Trainer(transformers.Trainer):
     Args:
         *arguments: as transformers' Trainer takes them.
         debug: debug options in addition to those of ``args.debug``, in the same form; the options of transformers too.
-        te_precision_config, te_precision_require, te_precision_records, te_precision_statistics_log,
-            te_precision_report: instead of the arguments of the same names in ``args``, unless they are None.
+        te_precision_config: instead of ``args.te_precision_config``, unless it is None.
+        te_precision_require: instead of ``args.te_precision_require``, unless it is None.
+        te_precision_records: instead of ``args.te_precision_records``, unless it is None.
+        te_precision_statistics_log: instead of ``args.te_precision_statistics_log``, unless it is None.
+        te_precision_report: instead of ``args.te_precision_report``, unless it is None.
         **keywords: as transformers' Trainer takes them.
 
     Raises:
