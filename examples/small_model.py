@@ -16,12 +16,12 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from te_precision_callbacks import InspectSession, PrecisionDebugCallback, reference
+from te_precision_callbacks import PrecisionDebugCallback, reference
 
 reference.install_where_needed()  # without a GPU: before the first import of transformer_engine
 
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Recipe
+import transformer_engine.pytorch as te  # noqa: E402
+from transformer_engine.common.recipe import DelayedScaling, Recipe  # noqa: E402
 
 FP8 = DelayedScaling()
 
@@ -47,7 +47,13 @@ class SmallModel(L.LightningModule):
         self.project = te.Linear(64, 64)
         self.layers = torch.nn.ModuleList(
             te.TransformerLayer(
-                64, 256, 4, self_attn_mask_type="causal", attn_input_format="bshd", hidden_dropout=0, attention_dropout=0
+                64,
+                256,
+                4,
+                self_attn_mask_type="causal",
+                attn_input_format="bshd",
+                hidden_dropout=0,
+                attention_dropout=0,
             )
             for _ in range(3)
         )
@@ -82,11 +88,12 @@ def sequences(steps: int = 30, seed: int = 0) -> torch.Tensor:
     """Eight rows for each step, of 17 numbers from 1 to 32."""
     generator = torch.Generator().manual_seed(seed)
     starts, distances = torch.randint(0, 224, (2, 8 * steps, 1), generator=generator)
-    return 1 + (starts + distances % 7 * torch.arange(17)) % 32
+    rows: torch.Tensor = 1 + (starts + distances % 7 * torch.arange(17)) % 32
+    return rows
 
 
-def train(model: SmallModel, rows: torch.Tensor, config: Any = None, **options: Any) -> InspectSession:
-    """Trains for an epoch under the callback, which takes the options."""
+def train(model: SmallModel, rows: Any, config: Any = None, **options: Any) -> Any:
+    """Trains for an epoch under the callback, which takes the options. The session of the run."""
     callback = PrecisionDebugCallback(config, **options)
     trainer = L.Trainer(
         max_epochs=1,

@@ -12,8 +12,8 @@ A page is run from top to bottom, in one folder with the other pages, in their o
 - a ``yaml`` block whose first line is a comment with a file's name is written to that file;
 - a ``text`` block is what the code above it printed. A line ``...`` stands for lines that are left out; the next line
   is found by its first two words. An exception is its class and its message;
-- ``<!-- picture: fp8.html#page=heatmap, 1200 x 500 -->`` says of the next image what it shows: a page that a report
-  has been written to, an address in it, and the size in pixels.
+- ``<!-- picture: fp8.html#page=heatmap, 1200 x 500 from 80 -->`` says of the next image what it shows: a page that a
+  report has been written to, an address in it, the size in pixels, and how far down it begins, if not at the top.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEFT_OUT = "..."
 
 _FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _PICTURE = re.compile(
-    r"<!-- picture: (?P<report>\S+)#(?P<address>\S+), (?P<width>\d+) x (?P<height>\d+) -->\n\n"
+    r"<!-- picture: (?P<report>\S+)#(?P<address>\S+), (?P<width>\d+) x (?P<height>\d+)(?: from (?P<top>\d+))? -->\n\n"
     r"!\[[^]]+\]\((?P<file>[^)]+)\)"
 )
 _NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\w.]*[A-Za-z_])")
@@ -146,7 +146,11 @@ def _command(line: str) -> str:
 
 
 def cut(shown: Sequence[str], came: Sequence[str]) -> list[str]:
-    """Those of the lines that came out which a page shows."""
+    """Those of the lines that came out which a page shows.
+
+    Raises:
+        LookupError: nothing came out that begins as lines after ``...`` do.
+    """
     came = [line.rstrip() for line in came]
     if LEFT_OUT not in shown:
         return list(came)
@@ -163,9 +167,11 @@ def cut(shown: Sequence[str], came: Sequence[str]) -> list[str]:
         if part and number == len(parts) - 1:
             behind = max(behind, len(came) - len(part))
         elif part:
-            behind = next(
-                (at for at in range(behind, len(came)) if came[at].split()[:2] == part[0].split()[:2]), len(came)
-            )
+            begin = part[0].split()[:2]
+            places = [at for at in range(behind, len(came)) if came[at].split()[:2] == begin]
+            if not places:
+                raise LookupError(f"no line that begins with {' '.join(begin)!r} came out, in {came}")
+            behind = places[0]
         chosen += came[behind : behind + len(part)]
         behind += len(part)
     return chosen
@@ -201,13 +207,14 @@ def _near(number: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of a page: where it is kept, what it shows, and its size in pixels."""
+    """An image of a page: where it is kept, what it shows, its size in pixels, and how far down it begins."""
 
     file: Path
     report: str
     address: str
     width: int
     height: int
+    top: int
 
 
 def pictures() -> list[Picture]:
@@ -219,8 +226,8 @@ def pictures() -> list[Picture]:
     ]
 
 
-def _size(found: re.Match[str]) -> tuple[int, int]:
-    return int(found["width"]), int(found["height"])
+def _size(found: re.Match[str]) -> tuple[int, int, int]:
+    return int(found["width"]), int(found["height"]), int(found["top"] or 0)
 
 
 def taken(wanted: Sequence[Picture], folder: Path, chromium: str) -> Iterator[tuple[Picture, bytes]]:
@@ -237,9 +244,9 @@ def taken(wanted: Sequence[Picture], folder: Path, chromium: str) -> Iterator[tu
             for plot in page.locator(".plot").all():
                 plot.scroll_into_view_if_needed()
                 plot.locator("xpath=self::*[@data-drawn='yes']").wait_for()
-            page.evaluate("scrollTo(0, 0)")
+            place: Any = {"x": 0, "y": picture.top, "width": picture.width, "height": picture.height}
             out = io.BytesIO()
-            image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+            image = Image.open(io.BytesIO(page.screenshot(full_page=True, clip=place))).convert("RGB")
             image.quantize(128).save(out, format="PNG", optimize=True)
             yield picture, out.getvalue()
             page.close()
