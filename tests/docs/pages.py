@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path
-    for path in (*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for path in (*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 
 LANGUAGES = ("python", "yaml", "bash", "text")
@@ -53,6 +53,22 @@ RUN_BY = {
     ("docs/session.md", "bash", "te-precision features"): "tests/manual/test_command.py",
     ("docs/showing.md", "bash", ""): "tests/compare/test_page.py",
     ("docs/sinks.md", "python", ""): "tests/docs/test_sinks_page.py",
+    ("docs/start.md", "python", ""): "tests/docs/test_tour.py",
+    ("docs/start.md", "bash", "python examples/"): "tests/docs/test_tour.py",
+    ("docs/start.md", "bash", "te-precision"): "tests/docs/test_tour.py",
+    ("docs/tour/1-coverage.md", "python", ""): "tests/docs/test_tour.py",
+    ("docs/tour/1-coverage.md", "bash", ""): "tests/docs/test_tour.py",
+    ("docs/tour/2-loss.md", "python", ""): "tests/docs/test_tour.py",
+    ("docs/tour/2-loss.md", "yaml", ""): "tests/docs/test_tour.py",
+    ("docs/tour/2-loss.md", "bash", ""): "tests/docs/test_tour.py",
+    ("docs/tour/3-divergence.md", "python", ""): "tests/docs/test_tour.py",
+    ("docs/tour/3-divergence.md", "bash", ""): "tests/docs/test_tour.py",
+    ("docs/tour/4-nan.md", "python", ""): "tests/docs/test_tour.py",
+    ("docs/tour/4-nan.md", "yaml", ""): "tests/docs/test_tour.py",
+    ("docs/tour/4-nan.md", "bash", ""): "tests/docs/test_tour.py",
+    ("docs/tour/5-tensor.md", "python", ""): "tests/docs/test_tour.py",
+    ("docs/tour/5-tensor.md", "yaml", ""): "tests/docs/test_tour.py",
+    ("docs/tour/5-tensor.md", "bash", ""): "tests/docs/test_tour.py",
     ("docs/transformers.md", "python", ""): "tests/transformers/test_page.py",
     ("docs/transformers.md", "yaml", ""): "tests/transformers/test_page.py",
     ("docs/transformers.md", "bash", "python train.py"): "tests/transformers/test_page.py",

@@ -37,5 +37,6 @@ def test_links(page: str) -> None:
 
 def test_the_site_has_every_page() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert re.search(rf" {re.escape(page.name)}$", navigation, re.MULTILINE), f"mkdocs.yml: nav has no {page.name}"
+    for path in (ROOT / "docs").rglob("*.md"):
+        page = path.relative_to(ROOT / "docs").as_posix()
+        assert re.search(rf" {re.escape(page)}$", navigation, re.MULTILINE), f"mkdocs.yml: nav has no {page}"

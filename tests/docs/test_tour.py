@@ -1,0 +1,111 @@
+"""docs/start.md and docs/tour/: the pages run as they are, and what comes out is what they show; pictures too."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from PIL import Image, ImageChops, ImageStat
+
+from tests.docs.pages import ROOT, all_blocks, blocks
+
+PAGES = ["docs/start.md", *sorted(f"docs/tour/{path.name}" for path in (ROOT / "docs" / "tour").glob("*.md"))]
+REMEDY = "if the page should show this now: .venv/bin/python tools/tour.py"
+
+pytestmark = pytest.mark.slow  # ten small trainings
+
+
+@pytest.fixture(scope="module")
+def tour() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("tour", ROOT / "tools" / "tour.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules["tour"] = found  # dataclasses look their module up
+    spec.loader.exec_module(found)
+    yield found
+    del sys.modules["tour"]
+
+
+@pytest.fixture(scope="module")
+def outputs(tour: ModuleType, folder: Path) -> dict[str, list[object]]:
+    """Page -> its outputs: all pages are run once, in their order, since later ones go on with runs of earlier ones."""
+    threads = torch.get_num_threads()
+    with tour.surroundings(folder):
+        found = {page.relative_to(ROOT).as_posix(): tour.run(page) for page in tour.PAGES}
+    torch.set_num_threads(threads)
+    sys.modules.pop("small_model", None)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tour")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_what_comes_out(page: str, outputs: dict[str, list[object]]) -> None:
+    found = outputs[page]
+    assert len(found) == len(blocks(page, "text")) > 0
+    for output in found:
+        assert output.is_true, f"{page} shows\n{output.shown}\nand there came\n{output.renewed}\n{REMEDY}"  # type: ignore[attr-defined]
+
+
+def test_each_page_has_one_screen_and_a_picture(tour: ModuleType) -> None:
+    pictures = tour.pictures()
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        code = sum(block.code.count("\n") + 2 for block in all_blocks(page) if block.language == "text")
+        assert text.count("\n") - code <= 120, page
+        assert text.count("![") == text.count("<!-- picture: ") > 0, page
+    assert len(pictures) == len({picture.file for picture in pictures})
+    for picture in pictures:
+        assert picture.file.parent == ROOT / "docs" / "images"
+        assert picture.file.stat().st_size <= 120_000, picture.file.name
+
+
+def test_pictures_show_the_runs(tour: ModuleType, folder: Path, outputs: dict[str, list[object]]) -> None:
+    """Pictures that are taken now look like those of the pages: fonts differ between machines, plots do not."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("pictures are taken with Chromium, which is not installed: apt-get install chromium")
+    for picture, data in tour.taken(tour.pictures(), folder, chromium):
+        kept, now = (Image.open(source).convert("RGB") for source in (picture.file, io.BytesIO(data)))
+        assert kept.size == now.size
+        # In squares of 32 pixels letters fade, and colours of plots stay.
+        small = [image.resize((image.width // 32, image.height // 32), Image.Resampling.BOX) for image in (kept, now)]
+        difference = sum(ImageStat.Stat(ImageChops.difference(*small)).mean) / 3
+        assert difference < 6, f"{picture.file.name} is of another run, by {difference:.1f} of 255; {REMEDY}"
+
+
+@pytest.mark.parametrize(
+    ("shown", "came", "is_alike"),
+    [
+        ("loss 2.61", "loss  2.58", True),
+        ("loss 2.61", "loss 2.9", False),
+        ("loss 2.61", "lost 2.61", False),
+        ("first at step 10", "first at step 11", False),
+        ("layers.0.fc1 12.5", "layers.1.fc1 12.5", False),
+        ("std 1.44e-03", "std 1.41e-03", True),
+        ("std 1.44e-03", "std 1.44e-04", False),
+        ("[5.6, nan]", "[5.6, 5.6]", False),
+        ("one", "one\ntwo", False),
+    ],
+)
+def test_what_is_alike(tour: ModuleType, shown: str, came: str, is_alike: bool) -> None:
+    assert tour.alike(shown, came) is is_alike
+
+
+def test_lines_that_are_left_out(tour: ModuleType) -> None:
+    came = ["head", "a 1", "noise", "b 1", "b 2", "tail", "end"]
+    assert tour.cut(["head", "...", "b 1", "-", "...", "end"], came) == ["head", "...", "b 1", "b 2", "...", "end"]
+    assert tour.cut(["head"], came) == came
+    with pytest.raises(LookupError, match="gone"):
+        tour.cut(["...", "gone", "..."], came)
