@@ -259,7 +259,7 @@ _MOST_CAUSES = 3
 
 
 def _percent(share: float) -> str:
-    """A share in percent, with which 100 and 0 are only said where it is all or nothing."""
+    """A share in percent: 100 only for everything, and 0 only for nothing."""
     text = f"{100 * share:.1f}"
     if text == "100.0" and share < 1:
         return "99.9"

@@ -1,4 +1,4 @@
-"""What a model and its optimizers keep beside the operands of its products, and in which types.
+"""What a model and its optimizers keep, apart from the operands of its products, and in which types.
 
 for row in session.coverage().state:
     print(row.subject, row.dtype, row.bytes, row.tensors)
