@@ -37,6 +37,7 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import COLUMNWISE, RESULT, ROWWISE
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.collecting import Collected, collected
@@ -377,9 +378,11 @@ class TransformerEngineAPI(UpstreamAPI):
         """Log the statistics of the engine and of Transformer Engine's buffers, and return them by their names."""
         found: list[tuple[Measured, int]] = []
         if self._plain is not None:
-            self.plan(config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs)
+            group = debug_api.get_tensor_reduction_group()
+            if is_distributed(group):
+                self.plan(config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs)
             iteration = TEDebugState.get_iteration() - 1  # it counts before it calls
-            found = self._plain.log(iteration, debug_api.get_tensor_reduction_group())
+            found = self._plain.log(iteration, group)
         by_name = {(m.layer, m.tensor, m.statistic, of): torch.tensor(m.value) for all_of, of in found for m in all_of}
         return {**type(STATS_BUFFERS).log_stats(STATS_BUFFERS), **by_name}
 

@@ -15,10 +15,9 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import PRECISIONS
 from te_precision_callbacks.config.contract import Contract, OnBroken
 from te_precision_callbacks.config.problems import ConfigError, suggestion
-from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, Reason, left_out_in_words
+from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, Reason, StateRow, left_out_in_words
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.shared_products import shared_products, shared_state
-from te_precision_callbacks.coverage.state_row import StateRow
 from te_precision_callbacks.layers.folding import folded
 
 logger = logging.getLogger(__name__)

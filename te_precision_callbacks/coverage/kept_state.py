@@ -10,10 +10,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_precision_callbacks.base.vocabulary import class_names, name_of_format
+from te_precision_callbacks.coverage.coverage import StateRow
 from te_precision_callbacks.coverage.marks import tensors_in
 from te_precision_callbacks.coverage.micro_batches import Call
 from te_precision_callbacks.coverage.precision_audit import format_of
-from te_precision_callbacks.coverage.state_row import StateRow
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Model, named_roots
 

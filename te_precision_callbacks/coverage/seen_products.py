@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.coverage.coverage import Family, Product
+from te_precision_callbacks.coverage.coverage import Family, Product, StateRow
 from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.coverage.matrix_products import Role
 from te_precision_callbacks.coverage.model_watch import ModelWatch
@@ -18,7 +18,6 @@ from te_precision_callbacks.coverage.operator_products import in_backward
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
 from te_precision_callbacks.coverage.seeing import is_seen_by
 from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct, summed
-from te_precision_callbacks.coverage.state_row import StateRow
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.naming import Model, named_roots
 

@@ -12,9 +12,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from te_precision_callbacks.coverage.coverage import Product, Reason
+from te_precision_callbacks.coverage.coverage import Product, Reason, StateRow
 from te_precision_callbacks.coverage.parallel import Ranks
-from te_precision_callbacks.coverage.state_row import StateRow
 
 EntryT = TypeVar("EntryT", bound=Hashable)
 

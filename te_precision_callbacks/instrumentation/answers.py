@@ -100,7 +100,6 @@ class Answers:
 
     def forget(self) -> None:
         """Forget all modules."""
-        self.watched.forget()
         self.unwatched.clear()
         self.current = CurrentForward()
 

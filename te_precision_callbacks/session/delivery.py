@@ -248,12 +248,11 @@ class Delivery:
         ending = self.ending
         return self._inspector.iteration if ending is None or ending.is_remainder else ending.iteration + 1
 
-    def _read(self, ending: Ending) -> StepRecords | None:
-        return self._records(ending) if self._gathered.scalars or self._gathered.measured else None
-
     @without_collections()
-    def _records(self, ending: Ending) -> StepRecords | None:
+    def _read(self, ending: Ending) -> StepRecords | None:
         scalars, measured = self._gathered.scalars, self._gathered.measured
+        if not scalars and not measured:
+            return None
         try:
             for stream, tensors in self._gathered.on_streams.items():
                 follow(stream, tensors)

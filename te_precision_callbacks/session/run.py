@@ -20,7 +20,6 @@ from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
-from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
 from te_precision_callbacks.coverage.shapes import explain_shape
 from te_precision_callbacks.dumps.dump_files import SAFETENSORS
@@ -43,7 +42,7 @@ from te_precision_callbacks.session.log_and_records import LogAndRecords
 from te_precision_callbacks.session.loop import Loop
 from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.overflow_watch import OverflowWatch
-from te_precision_callbacks.session.results import Findings
+from te_precision_callbacks.session.results import Findings, Results
 from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
 from te_precision_callbacks.session.resumed_loss import ResumedLoss
 from te_precision_callbacks.session.signals import Uninterrupted
@@ -340,14 +339,11 @@ class Run:
         ending = self._delivery.ending
         return self.inspector.iteration if ending is None else ending.iteration
 
-    def stop(
-        self, error: BaseException | None, logging_step: int | None, summarize: Callable[[Coverage], None]
-    ) -> None:
+    def stop(self, error: BaseException | None, logging_step: int | None) -> None:
         """Write the statistics gathered since the last step, and undo all changes.
 
         Args:
             error, logging_step: as in ``InspectSession.stop``.
-            summarize: writes the summary, of which it gets the coverage.
         """
         explain_shape(error or sys.exc_info()[1], self.model.layers.modules)
         keeps = self._options.keep_precision and self._findings.changes_precision
@@ -363,7 +359,7 @@ class Run:
             then("leaving", "the other ranks", self.ranks.end)
             then("closing", "the dumps", lambda: self._close_dumps(error, guard))
             then("undoing", "what the session has changed", lambda: self._put_back(keeps=keeps))
-            then("writing", "the summary", lambda: self._write_summary(summarize))
+            then("writing", "the summary", self._write_summary)
             then("writing", "the report", lambda: self._tell_report(error, guard))
             then("telling", "the coverage", self._tell_coverage)
             then("closing", "the sinks", lambda: self._close_sinks(error, guard))
@@ -543,10 +539,13 @@ class Run:
         finally:
             self._failures.listen(None)
 
-    def _write_summary(self, summarize: Callable[[Coverage], None]) -> None:
+    def _write_summary(self) -> None:
         """Write the summary into the log folder, on one rank."""
         if own_rank() == 0 and self.model.attached and not self._hurries:
-            summarize(self._judgement.coverage)
+            from te_precision_callbacks.session.summary import write_summary
+
+            self._findings.iteration = self.inspector.iteration
+            write_summary(Results(self._findings), self._judgement.coverage)
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Close the detector, whose last look may raise, and write all dumps; before a signal ends the process, those

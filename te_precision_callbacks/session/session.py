@@ -16,7 +16,6 @@ from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.instrumentation.upstream import import_transformer_engine, warn_unless_supported
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
@@ -310,7 +309,7 @@ class InspectSession(Results):
         if run is None or not run.live or run.is_forked:
             return
         try:
-            run.stop(error, logging_step, self._write_summary)
+            run.stop(error, logging_step)
         finally:
             if not self.running:  # else Ctrl-C came before anything was undone, and stop() may be called again
                 self._kept = run if run.kept else None
@@ -452,11 +451,6 @@ class InspectSession(Results):
                 f"{what}: the session is not running. Call start() first, or use 'with InspectSession(...)'."
             )
         return self._run
-
-    def _write_summary(self, coverage: Coverage) -> None:
-        from te_precision_callbacks.session.summary import write_summary
-
-        write_summary(self, coverage)
 
 
 def _place_in_script() -> str:

@@ -357,6 +357,23 @@ def test_auto_takes_the_fused_path_where_it_can(
         InspectSession(mine, model=net, log_dir=tmp_path, features=[Mine], observe="fused").start()
 
 
+def test_a_users_feature_with_the_name_of_one_of_ours_is_called_on_the_debug_path(tmp_path: Path) -> None:
+    """Its options have a schema, but its own methods are meant."""
+    seen: list[str] = []
+
+    def note(self: Any, config: Any, layer_name: str, tensor_name: str, **_: Any) -> None:
+        seen.append(tensor_name)
+
+    of_a_user = type("LogTensorStats", (Mine,), {"inspect_tensor": note})
+    net = te.Linear(32, 32, params_dtype=BF16)
+    with InspectSession(statistics(tensors=["weight"]), model=net, log_dir=tmp_path, features=[of_a_user]) as session:
+        net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
+        session.step()
+    assert seen == ["weight"]
+    with pytest.raises(ConfigError, match="LogTensorStats, a feature of your own"):
+        InspectSession(statistics(), model=net, log_dir=tmp_path, features=[of_a_user], observe="fused").start()
+
+
 def test_an_unknown_value() -> None:
     with pytest.raises(OptionError, match="observe= must be one of 'debug', 'fused', 'auto', not 'both'"):
         InspectSession(None, observe="both")
