@@ -43,12 +43,16 @@ from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.collecting import Collected, collected
 from te_precision_callbacks.config.keys import LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema
-from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp
-from te_precision_callbacks.features.base import Feature, StatisticsFeature, matching_options
+from te_precision_callbacks.features.base import (
+    Feature,
+    ScheduledFeature,
+    StatisticsFeature,
+    Watcher,
+    matching_options,
+)
 from te_precision_callbacks.features.plain import PlainObservation
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.statistics.schedule import Schedule, fingerprint
 from te_precision_callbacks.statistics.series import Measured
 
 logger = logging.getLogger("te_precision_callbacks.features")
@@ -78,9 +82,6 @@ _OPTIONAL: Mapping[str, Mapping[str, Any]] = {
     "inspect_tensor_postquantize": {"tensor": None, "rowwise": True, "tp_group": None, "tp_size": 1},
 }
 """Further arguments of the calls, and the value that a feature gets if Transformer Engine does not pass one."""
-
-_ASKED_WITH = frozenset({"tensor_name", "iteration"})
-_SHOWN_WITH = _ASKED_WITH | _OPTIONAL["inspect_tensor"].keys()
 
 _OF_GEMMS = frozenset({"fp8_gemm_enabled", "modify_tensor"})
 """The calls that are about one GEMM."""
@@ -131,36 +132,21 @@ class _Call(NamedTuple):
         )
 
 
-class Observer(NamedTuple):
-    """A feature that looks at a tensor of a layer; layers with the same options share it.
-
-    Attributes:
-        asked: whether it looks at the tensor in an iteration.
-        look: it gets the tensor.
-    """
-
-    asked: _Call
-    look: _Call
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """The same for layers with the same options, while there is an observer with them."""
-        return self.look.feature, self.look.number, id(self.look.options)
-
-
 @Registry.register_namespace_api(namespace=NAMESPACE)
 class TransformerEngineAPI(UpstreamAPI):
     """Routes the calls of Transformer Engine's modules to features.
 
     Attributes:
-        schedules: when statistics are due on any rank; None: as the config of nvidia-dlfw-inspect has it.
+        observation: the run's engine and recorder.
     """
 
     is_own = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.schedules: frozenset[Schedule] | None = None
+        self.observation: Observation
+        self._plain: PlainObservation | None = None
+        self._reduces = True
         self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
         self._read: dict[int, tuple[Any, FeatureSchema | None]] = {}
@@ -202,7 +188,7 @@ class TransformerEngineAPI(UpstreamAPI):
         try:
             self._show(self._due(calls, key), key, arguments)
         finally:
-            self.measure()
+            self.observation.engine.measure()
         return None
 
     def _calls(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
@@ -211,44 +197,14 @@ class TransformerEngineAPI(UpstreamAPI):
             calls = self._api_cache[key] = self._find(key, passed)
         return calls
 
-    def observers(self, layer: str, tensor: str) -> tuple[Observer, ...]:
-        """The features that look at a tensor of a layer: found once, to be asked with :meth:`asked`, and to be called
-        with :meth:`show`."""
-        enabled, inspect_tensor = (
-            (layer, "inspect_tensor_enabled", tensor, None),
-            (layer, "inspect_tensor", tensor, None),
-        )
-        asked = {(call.feature, call.number): call for call in self._calls(enabled, _ASKED_WITH)}
+    def watchers(self, layer: str, tensor: str) -> tuple[Watcher, ...]:
+        """The features of this project that look at a tensor of a layer, for who calls them directly."""
         return tuple(
-            Observer(asked[call.feature, call.number], call)
-            for call in self._calls(inspect_tensor, _SHOWN_WITH)
-            if (call.feature, call.number) in asked
+            Watcher(name, feature, options)
+            for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items()
+            if isinstance(feature := self.namespace_features.get(name), ScheduledFeature)
+            for options in self._matching(name, written, tensor, None)
         )
-
-    def asked(self, observer: Observer, layer: str, tensor: str, iteration: int) -> tuple[bool, int | None]:
-        """Whether a feature looks at a tensor in an iteration, and in which one it is to be asked again; None: never.
-
-        Raises:
-            FeatureError: the feature failed, or answered with something else.
-        """
-        return _answer(observer.asked, layer, {"tensor_name": tensor, "iteration": iteration})
-
-    def show(self, looking: Sequence[Observer], layer: str, tensor: str, arguments: Mapping[str, Any]) -> None:
-        """Show a tensor to features; :meth:`measure` must come before the tensor changes.
-
-        Args:
-            looking: the features.
-            layer, tensor: what is shown.
-            arguments: those of ``inspect_tensor``, all of them.
-
-        Raises:
-            FeatureError: a feature failed; the others have got the tensor.
-        """
-        self._show([observer.look for observer in looking], (layer, "inspect_tensor", tensor, None), arguments)
-
-    def measure(self) -> None:
-        """Compute what features want to know of the tensors that they were shown."""
-        self.observation.engine.measure()
 
     def _find(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
         """The features of a layer that have a call, with their options for the tensor and GEMM."""
@@ -289,7 +245,7 @@ class TransformerEngineAPI(UpstreamAPI):
             if answer[1] is not None:
                 upcoming.append(answer[1])
             if vetoes and not answer[0]:
-                self._note_once(call, key)
+                self.note_once(call.feature, key)
         self._answers[layer, api_name.removesuffix(_ENABLED), tensor, gemm] = answers
         # Every feature must allow quantization; one that wants a tensor is enough.
         decided = all(answers.values()) if vetoes else any(answers.values())
@@ -313,7 +269,7 @@ class TransformerEngineAPI(UpstreamAPI):
                 returned = call(layer, arguments)
                 if returned is not None:
                     raise call.wrong(layer, returned, "nothing")
-                self._note_once(call, key)
+                self.note_once(call.feature, key)
             except FeatureError as error:  # the tensor's other features get it all the same
                 failures.append(error)
         if failures:
@@ -328,7 +284,7 @@ class TransformerEngineAPI(UpstreamAPI):
         call = due[0]
         returned = call(layer, arguments)
         self._refuse_forbidden(call, key, returned if arguments["out"] is None else arguments["out"])
-        self._note_once(call, key)
+        self.note_once(call.feature, key)
         if arguments["out"] is not None:
             if returned is not None:
                 raise call.wrong(layer, returned, "None, after writing into 'out'")
@@ -366,15 +322,20 @@ class TransformerEngineAPI(UpstreamAPI):
                 f" high precision. A GEMM runs in one way only: take {gemm} out of one of the features."
             )
 
-    def _note_once(self, call: _Call, key: tuple[Any, ...]) -> None:
-        """A line in the log of events, the first time that a feature acts on a tensor or a GEMM."""
-        acting = (call.feature, *key)
+    def note_once(self, feature: str, key: tuple[str, str, str | None, str | None]) -> None:
+        """Write a line into the log of events, the first time that a feature acts on a tensor or a GEMM.
+
+        Args:
+            feature: its name.
+            key: the layer, the call, the tensor and the GEMM.
+        """
+        acting = (feature, *key)
         if acting not in self._noted:
             self._noted.add(acting)
             layer, api_name, tensor, gemm = key
             what = ", ".join(name for name in (gemm, tensor) if name) if api_name in _OF_GEMMS else tensor
             # nvidia-dlfw-inspect drops a message with the same arguments and the same calling line as an earlier one.
-            debug_api.log_message(f"Feature={call.feature}, API={api_name}: {what}", layer, extra_cachable_args=acting)
+            debug_api.log_message(f"Feature={feature}, API={api_name}: {what}", layer, extra_cachable_args=acting)
 
     def set_features(self, features: Any) -> None:
         """Called when nvidia-dlfw-inspect starts."""
@@ -382,57 +343,53 @@ class TransformerEngineAPI(UpstreamAPI):
         for name, feature in features.items():
             if not is_upstream(type(feature)):
                 _warn_if_never_called(name, feature)
-        self.begin(PlainObservation())
+        self._plain = plain = PlainObservation()
+        self._observe(plain)
         # Code that asks Transformer Engine's buffers for the statistics of a step gets those of the engine too.
-        STATS_BUFFERS.log_stats = self._log_statistics_by_name
+        STATS_BUFFERS.log_stats = self._log_statistics
 
-    def begin(self, observation: Observation) -> None:
-        """Measure and dump for another run from now on: a session's, instead of plain nvidia-dlfw-inspect's."""
+    def begin(self, observation: Observation, *, reduce: bool) -> None:
+        """Measure and dump for a session from now on, which takes the statistics and writes the dumps itself.
+
+        Args:
+            observation: the session's.
+            reduce: whether statistics are reduced over ranks.
+        """
+        self._plain, self._reduces = None, reduce
+        vars(STATS_BUFFERS).pop("log_stats", None)
+        self._observe(observation)
+
+    def _observe(self, observation: Observation) -> None:
         self.observation = observation
         for feature in self.namespace_features.values():
             if isinstance(feature, Feature):
                 feature.observation = observation
 
     def step(self) -> None:
-        """Hand over the statistics since the last step; all ranks must call this alike if statistics are reduced."""
-        if self.observation.reduce:
-            self._log_statistics()
+        """Log the statistics since the last step; all ranks must call this alike if statistics are reduced."""
+        if self._reduces:
+            STATS_BUFFERS.log_stats()
         else:
-            self.log_local_statistics()
-        self.observation.end_step()
+            self.log_local_buffers()
+        if self._plain is not None:
+            self._plain.end_step()
 
-    def _log_statistics(self) -> tuple[Measured | None, int, dict[tuple[str, str, str, int], torch.Tensor]]:
-        """Hand over the statistics of the engine and of Transformer Engine's buffers, and return them."""
-        engine = self.observation.engine
-        group = debug_api.get_tensor_reduction_group()
-        iteration = TEDebugState.get_iteration() - 1  # it counts before it calls
-        found: Measured | None = None
-        # All ranks must decide alike whether to reduce: by the config, and not by what this rank has run.
-        reduce = is_distributed(group) and self._is_due(iteration)
-        if reduce:
-            self.observation.meet(group)
-        steps = self.observation.optimizer_steps
-        stamp = Stamp(iteration, fingerprint(self._schedules()), steps()) if reduce else NO_STAMP
-        if reduce or engine.has_news:
-            iteration = engine.iteration if engine.has_news else iteration
-            found = engine.collect(reduce=reduce, stamp=stamp)
-            self._hand_over(found, iteration)  # Ctrl-C may come at any line: until here the engine keeps the statistics
-            engine.forget()
-        return found, iteration, type(STATS_BUFFERS).log_stats(STATS_BUFFERS)
+    def _log_statistics(self) -> dict[tuple[str, str, str, int], torch.Tensor]:
+        """Log the statistics of the engine and of Transformer Engine's buffers, and return them by their names."""
+        found: list[tuple[Measured, int]] = []
+        if self._plain is not None:
+            group = debug_api.get_tensor_reduction_group()
+            if is_distributed(group):
+                self.plan(config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs)
+            iteration = TEDebugState.get_iteration() - 1  # it counts before it calls
+            found = self._plain.log(iteration, group)
+        by_name = {(m.layer, m.tensor, m.statistic, of): torch.tensor(m.value) for all_of, of in found for m in all_of}
+        return {**type(STATS_BUFFERS).log_stats(STATS_BUFFERS), **by_name}
 
-    def _log_statistics_by_name(self) -> dict[tuple[str, str, str, int], torch.Tensor]:
-        found, iteration, of_buffers = self._log_statistics()
-        by_name = {(m.layer, m.tensor, m.statistic, iteration): torch.tensor(m.value) for m in found or ()}
-        return {**of_buffers, **by_name}
-
-    def log_local_statistics(self) -> None:
-        """Hand over what this rank has gathered since the last step, without a collective."""
-        engine = self.observation.engine
-        if engine.has_news:
-            self._hand_over(engine.collect(reduce=False), engine.iteration)
-            engine.forget()
+    def log_local_buffers(self) -> None:
+        """Log what features have put into Transformer Engine's own buffers on this rank, without a collective."""
         buffer: Any
-        for buffer in STATS_BUFFERS.buffers.values():  # of features that use Transformer Engine's own
+        for buffer in STATS_BUFFERS.buffers.values():
             if buffer.modified[0]:
                 buffer.skip_reduction = True
                 buffer.log()
@@ -441,29 +398,15 @@ class TransformerEngineAPI(UpstreamAPI):
     def end_debug(self) -> None:
         """Forget everything of the run."""
         super().end_debug()
-        self.observation.part()
-        self.observation.end()
+        if self._plain is not None:
+            self._plain.end()
         vars(STATS_BUFFERS).pop("log_stats", None)
 
-    def _hand_over(self, measured: Measured, iteration: int) -> None:
-        self.observation.deliver(measured, iteration)
-        self.observation.recorder.learn(measured)
-
-    def _schedules(self) -> frozenset[Schedule]:
-        if self.schedules is None:
-            self.schedules = self.schedules_of(
-                config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs
-            )
-        return self.schedules
-
-    def _is_due(self, iteration: int) -> bool:
-        return any(schedule.at(iteration)[0] for schedule in self._schedules())
-
-    def schedules_of(self, sections: Iterable[Mapping[str, Any]]) -> frozenset[Schedule]:
-        """When statistics of the features of a config's sections are due."""
+    def plan(self, sections: Iterable[Mapping[str, Any]]) -> None:
+        """Take from the features of a config's sections when statistics are due."""
         schemas = (schema for features in sections for schema in self._statistics(features))
         held = (target.options for schema in schemas for target in schema.targets)
-        return frozenset(options.schedule for options in held if isinstance(options, LoggedTensor))
+        self.observation.plan(frozenset(options.schedule for options in held if isinstance(options, LoggedTensor)))
 
     def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
         """The statistics that a layer's features collect of a tensor, by the names that were asked for."""

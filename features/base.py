@@ -6,7 +6,7 @@ Nothing here is registered; nvidia-dlfw-inspect executes this file like every ot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from nvdlfw_inspect.registry import api_method
@@ -18,7 +18,6 @@ from te_precision_callbacks.config.levels import FeatureSchema, holding
 from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.layers.watched import Watched
-from te_precision_callbacks.statistics.schedule import Schedule
 
 if TYPE_CHECKING:
     from te_precision_callbacks.observation import Observation
@@ -101,53 +100,68 @@ class ModifyingFeature(Feature):
         return True, iteration + 1
 
 
-class Due(Protocol):
-    """Options with a schedule."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """When the feature acts."""
-
-
 class ScheduledFeature(Feature):
-    """Base class of the features that look at tensors on a schedule."""
+    """Base class of the features that look at tensors on a schedule.
+
+    A session calls :meth:`due` and :meth:`look` itself where a layer runs its fused path. On the debug path, and
+    without a session, Transformer Engine's calls come to the same two.
+    """
+
+    def due(self, options: Any, iteration: int) -> tuple[bool, int | None]:
+        """Whether to look at a tensor in an iteration, and the next iteration in which to ask again; None: never."""
+        due: tuple[bool, int | None] = options.schedule.at(iteration)
+        return due
+
+    def look(self, options: Any, watched: Watched) -> None:
+        """Take what the options want of a tensor, which must not change before the engine has measured it."""
+        raise NotImplementedError
 
     @api_method
     def inspect_tensor_enabled(
-        self, config: Due, layer_name: str, tensor_name: str, iteration: int
+        self, config: Any, layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Whether the tensor is looked at, and in which iteration next."""
-        return config.schedule.at(iteration)
+        """Transformer Engine's question."""
+        return self.due(config, iteration)
+
+    @api_method
+    def inspect_tensor(
+        self,
+        config: Any,
+        layer_name: str,
+        tensor_name: str,
+        iteration: int,
+        tensor: torch.Tensor | None,
+        rowwise_quantized_tensor: Any = None,
+        columnwise_quantized_tensor: Any = None,
+        quantizer: Any = None,
+        tp_group: torch.distributed.ProcessGroup | None = None,
+        tp_size: int = 1,
+    ) -> None:
+        """Transformer Engine's call."""
+        operands = rowwise_quantized_tensor, columnwise_quantized_tensor
+        group = tp_group if tp_size > 1 else None
+        self.look(config, Watched(layer_name, tensor_name, iteration, tensor, *operands, quantizer, group))
+
+
+class Watcher(NamedTuple):
+    """A feature that looks at a tensor of a layer, with its options for that tensor."""
+
+    name: str
+    feature: ScheduledFeature
+    options: Any
 
 
 class StatisticsFeature(ScheduledFeature):
     """Base class of the features that log statistics: they ask the engine for them."""
 
-    @api_method
-    def inspect_tensor(
-        self,
-        config: LoggedTensor[Any],
-        layer_name: str,
-        tensor_name: str,
-        iteration: int,
-        tensor: torch.Tensor | None,
-        tp_group: torch.distributed.ProcessGroup | None = None,
-        rowwise_quantized_tensor: Any = None,
-        columnwise_quantized_tensor: Any = None,
-        quantizer: Any = None,
-        tp_size: int = 1,
-    ) -> None:
-        """Note the statistics that are wanted; the namespace API measures the tensor once every feature was asked."""
-        watched = Watched(
-            layer=layer_name,
-            tensor=tensor_name,
-            iteration=iteration,
-            values=tensor,
-            rowwise=gemm_operand(rowwise_quantized_tensor, columnwise=False),
-            columnwise=gemm_operand(columnwise_quantized_tensor, columnwise=True),
+    def look(self, options: LoggedTensor[Any], watched: Watched) -> None:
+        """Note the statistics that are wanted. The engine measures the tensor once, after all features have looked."""
+        quantizer = watched.quantizer
+        watched = watched._replace(
+            rowwise=gemm_operand(watched.rowwise, columnwise=False),
+            columnwise=gemm_operand(watched.columnwise, columnwise=True),
             quantizer=getattr(quantizer, "rowwise_quantizer", quantizer),  # of a hybrid quantizer
-            tp_group=tp_group if tp_size > 1 else None,
         )
-        requests = config.requests_for(is_quantized=watched.quantized() is not None)
+        requests = options.requests_for(is_quantized=watched.quantized() is not None)
         if requests:
             self.observation.engine.note(watched, requests)

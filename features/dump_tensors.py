@@ -7,9 +7,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from nvdlfw_inspect.registry import api_method
-
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.collecting import Collected
@@ -51,44 +48,21 @@ class DumpTensors(ScheduledFeature):
             return []
         return [Wanted.of(item, options) for item in holding(options.targets, tensor, gemm)]
 
-    @api_method
-    def inspect_tensor_enabled(
-        self, config: Wanted, layer_name: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
+    def due(self, options: Wanted, iteration: int) -> tuple[bool, int | None]:
         """Whether a dump is due, and in which iteration the next one is; never again once the budget is used up.
 
         With several ranks the schedule alone decides: a layer that is looked at gathers its tensors with other
         collectives than one that is not, so a budget that is used up on one rank must not change the answer there.
         """
-        if self.observation.recorder.stopped(config.limits) and not is_distributed(None):
+        if self.observation.recorder.stopped(options.limits) and not is_distributed(None):
             return False, None
-        due: tuple[bool, int | None] = super().inspect_tensor_enabled(config, layer_name, tensor_name, iteration)
+        due: tuple[bool, int | None] = super().due(options, iteration)
         return due
 
-    @api_method
-    def inspect_tensor(
-        self,
-        config: Wanted,
-        layer_name: str,
-        tensor_name: str,
-        iteration: int,
-        tensor: torch.Tensor | None,
-        rowwise_quantized_tensor: Any = None,
-        columnwise_quantized_tensor: Any = None,
-        quantizer: Any = None,
-    ) -> None:
+    def look(self, options: Wanted, watched: Watched) -> None:
         """Take a snapshot, which is written later."""
-        seen = Watched(
-            layer=layer_name,
-            tensor=tensor_name,
-            iteration=iteration,
-            values=tensor,
-            rowwise=rowwise_quantized_tensor,
-            columnwise=columnwise_quantized_tensor,
-            quantizer=quantizer,
-        )
-        collects = functools.partial(_collected, layer_name, tensor_name)
-        self.observation.recorder.note(seen, config, collects)
+        collects = functools.partial(_collected, watched.layer, watched.tensor)
+        self.observation.recorder.note(watched, options, collects)
 
 
 def _collected(layer: str, tensor: str) -> dict[str, Collected]:

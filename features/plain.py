@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch.distributed as dist
 from nvdlfw_inspect.logging import MetricLogger, get_logger
 
+from te_precision_callbacks.base.ranks import is_distributed
+from te_precision_callbacks.base.ranks.messages import Messages
+from te_precision_callbacks.base.ranks.tree import RanksLostError
 from te_precision_callbacks.dumps.dump_files import TORCH
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
@@ -19,12 +23,46 @@ class PlainObservation(Observation):
 
     def __init__(self) -> None:
         super().__init__(StatisticsEngine(), Recorder(Path(get_logger().root_log_dir), file_format=TORCH))
+        self._messages: Messages | None = None
 
-    def deliver(self, measured: Measured, iteration: int) -> None:
-        """Log the numbers, without histograms."""
-        for layer, tensor, statistic, value in measured:
-            if isinstance(value, float):
-                MetricLogger.log_scalar(log_name(layer, tensor, statistic), value, iteration)
+    def log(self, iteration: int, group: dist.ProcessGroup | None) -> list[tuple[Measured, int]]:
+        """Log the numbers since the last step, without histograms. All ranks must call this alike.
+
+        Args:
+            iteration: the debug iteration that ends.
+            group: the ranks that reduce together; None for all ranks.
+
+        Returns:
+            The numbers, with their iteration.
+        """
+        found: list[tuple[Measured, int]] = []
+
+        def receive(measured: Measured, iteration: int) -> None:
+            found.append((measured, iteration))
+            for layer, tensor, statistic, value in measured:
+                if isinstance(value, float):
+                    MetricLogger.log_scalar(log_name(layer, tensor, statistic), value, iteration)
+
+        reduce = is_distributed(group)
+        if reduce and self.is_due(iteration):  # by the config, and not by what this rank has run
+            self._meet(group)
+        self.take(iteration, receive, reduce=reduce)
+        return found
+
+    def _meet(self, group: dist.ProcessGroup | None) -> None:
+        """Meet the ranks that reduce together, if that was not done yet; all of them must call this."""
+        if self._messages is None or self._messages.group is not group:
+            self._part()
+            self._messages = Messages(group, "statistics")
+            self.engine.reduce_over(self._messages)
+            try:
+                self._messages.open("to reduce statistics")
+            except RanksLostError as error:
+                self.engine.on_failure("reducing", "statistics", error)
+
+    def _part(self) -> None:
+        if self._messages is not None:
+            self._messages.close()
 
     def end_step(self) -> None:
         """Wait until the files of the step are on the disk."""
@@ -32,5 +70,6 @@ class PlainObservation(Observation):
         self.recorder.flush()
 
     def end(self) -> None:
-        """Wait until all files are on the disk."""
+        """End the messages to other ranks, and wait until all files are on the disk."""
+        self._part()
         self.recorder.close()

@@ -163,9 +163,9 @@ class PrecisionDebugCallback(Callback):
             sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
             stop_at_sigterm=False,  # the trainer takes it, and calls on_exception
             front_door="lightning",
+            trainer_steps=True,
+            eval_mode_counts=False,  # the trainer says when it evaluates
         )
-        self._session.eval_mode_counts = False  # the trainer says when it evaluates
-        self._session.trainer_steps = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name the layers: the model is complete here, including layers that a precision plugin has replaced."""

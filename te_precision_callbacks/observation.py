@@ -1,66 +1,64 @@
 """The engine and the recorder of a run, which measure and dump tensors for the features.
 
 nvidia-dlfw-inspect makes its features anew at each start, without knowledge of the run. The namespace API
-(``features/api.py``) holds the run's observation, a session's or that of plain nvidia-dlfw-inspect, for each feature.
+(``features/api.py``) gives each feature the observation of the run: a session's, or that of plain nvidia-dlfw-inspect.
 """
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 
-import torch.distributed as dist
-
-from te_precision_callbacks.base.ranks.messages import Messages
-from te_precision_callbacks.base.ranks.tree import RanksLostError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.reduction import NO_STAMP
+from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp
+from te_precision_callbacks.statistics.schedule import Schedule, fingerprint
 from te_precision_callbacks.statistics.series import Measured
 
 
-class Observation(abc.ABC):
+class Observation:
     """The statistics and the dumps of a run.
 
-    Attributes:
+    Args:
         engine: measures the tensors that statistics features note.
         recorder: writes the tensors that DumpTensors notes.
-        reduce: whether a step reduces the statistics over ranks.
-        optimizer_steps: how many optimizer steps this rank has done; negative where nobody counts them.
     """
 
-    def __init__(self, engine: StatisticsEngine, recorder: Recorder, *, reduce: bool = True) -> None:
+    def __init__(self, engine: StatisticsEngine, recorder: Recorder) -> None:
         self.engine = engine
         self.recorder = recorder
-        self.reduce = reduce
-        self._messages: Messages | None = None
-        self.optimizer_steps: Callable[[], int] = lambda: NO_STAMP.optimizer_steps
+        self._schedules: frozenset[Schedule] = frozenset()
 
-    def meet(self, group: dist.ProcessGroup | None) -> None:
-        """Meet the ranks that reduce together, if that was not done yet; all of them must call it."""
-        messages = self._messages
-        if messages is None or messages.group is not group:
-            self.part()
-            messages = self._messages = Messages(group, "statistics")
-            self.engine.reduce_over(messages)
-            try:
-                messages.open("to reduce statistics")
-            except RanksLostError as error:
-                self.engine.on_failure("reducing", "statistics", error)
+    def plan(self, schedules: frozenset[Schedule]) -> None:
+        """Set when statistics are due on any rank."""
+        self._schedules = schedules
 
-    def part(self) -> None:
-        """End the messages to other ranks."""
-        if self._messages is not None:
-            self._messages.close()
+    def is_due(self, iteration: int) -> bool:
+        """Whether statistics are due in an iteration on any rank. All ranks answer alike."""
+        return any(schedule.at(iteration)[0] for schedule in self._schedules)
 
-    @abc.abstractmethod
-    def deliver(self, measured: Measured, iteration: int) -> None:
-        """Take the statistics of an iteration."""
+    def take(
+        self,
+        iteration: int,
+        receive: Callable[[Measured, int], None],
+        *,
+        reduce: bool,
+        optimizer_steps: int = NO_STAMP.optimizer_steps,
+    ) -> None:
+        """Hand over the statistics since the last call, if there are any.
 
-    @abc.abstractmethod
-    def end_step(self) -> None:
-        """Called when nvidia-dlfw-inspect has ended a step."""
-
-    @abc.abstractmethod
-    def end(self) -> None:
-        """Called when nvidia-dlfw-inspect ends."""
+        Args:
+            iteration: the debug iteration that ends.
+            receive: gets the statistics and their iteration. The engine keeps them until it has returned, since Ctrl-C
+                may come at any line.
+            reduce: whether to reduce them over ranks. All ranks must then call this alike.
+            optimizer_steps: how many optimizer steps this rank has done; negative if nobody counts them.
+        """
+        engine = self.engine
+        reduce = reduce and self.is_due(iteration)
+        stamp = Stamp(iteration, fingerprint(self._schedules), optimizer_steps) if reduce else NO_STAMP
+        if reduce or engine.has_news:
+            iteration = engine.iteration if engine.has_news else iteration
+            measured = engine.collect(reduce=reduce, stamp=stamp)
+            receive(measured, iteration)
+            self.recorder.learn(measured)
+            engine.forget()

@@ -116,7 +116,7 @@ def global_state() -> dict[str, Any]:
     from transformer_engine.pytorch import Linear, cpu_offload
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    from te_precision_callbacks.session.uncaught import Uncaught
+    from te_precision_callbacks.session.endings import Uncaught
 
     return {
         "manager": debug_api.DEBUG_MANAGER,

@@ -15,10 +15,9 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import PRECISIONS
 from te_precision_callbacks.config.contract import Contract, OnBroken
 from te_precision_callbacks.config.problems import ConfigError, suggestion
-from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, Reason, left_out_in_words
+from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, Reason, StateRow, left_out_in_words
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.shared_products import shared_products, shared_state
-from te_precision_callbacks.coverage.state_row import StateRow
 from te_precision_callbacks.layers.folding import in_sentence
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 _MOST_OFFENDERS = 5
 
 ASKING = 10
-"""The ranks ask one another in each so-manieth step whether precision has changed, where no statistics are due."""
+"""Every so many steps the ranks ask one another whether precision has changed, if no statistics are due."""
 
 REMEDIES: Mapping[Reason, str] = {
     Reason.SECTION: "take the GEMM or the layer out of that section",
@@ -155,7 +154,7 @@ class ContractKeeper:
             self._judged, own = changes, coverage_at(iteration)
         else:
             self._judged, own = self._changes, coverage_at(judges)
-        products = (shared.product for shared in shared_products(own, ranks, "products to judge"))
+        products = shared_products(own, ranks, "products to judge")
         coverage = Coverage(products, state=shared_state(own.state, ranks, "types to judge"))
         if ranks.several and not ranks.are_together:
             return None
@@ -236,12 +235,12 @@ def left_out(contract: Contract, coverage: Coverage, not_planned: Sequence[str] 
     """
     texts = left_out_in_words(coverage)
     if not_planned:
-        texts.append(f"modules whose classes do not tell what they multiply ({in_sentence(*not_planned, most=4)})")
+        texts.append(f"modules of classes whose products are unknown ({in_sentence(*not_planned, most=4)})")
     if not contract.shares or not texts:
         return ""
     return (
-        f"The shares of the precision contract (require=) leave out what is not counted: {'; '.join(texts)}. If that"
-        " multiplies matrices, the run may be in another precision than the contract says."
+        f"The shares of the precision contract (require=) leave out what is not counted: {'; '.join(texts)}. If these"
+        " products exist, the run may be in another precision than the contract demands."
     )
 
 

@@ -6,6 +6,8 @@ coverage.share("fp8", gemm="wgrad")
 print(coverage)                                # FP8 in 91.4 % of the multiply-adds (fprop 94.2, ...); ...
 for product in coverage:
     print(product.layer, product.gemm, product.precision, product.macs, product.reason)
+for row in coverage.state:
+    print(row.subject, row.dtype, row.bytes, row.tensors)
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from typing import Any, Literal
 
 from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.vocabulary import GEMMS, LOW_PRECISION, PRECISIONS
-from te_precision_callbacks.coverage.state_row import StateRow
 from te_precision_callbacks.layers.folding import in_sentence
 
 ProductName = Literal["fprop", "dgrad", "wgrad", "qk", "pv", "other", "lookup"]
@@ -141,6 +142,23 @@ def precision_of(text: str) -> str:
     return max(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
 
+@dataclass(frozen=True)
+class StateRow:
+    """The tensors of one subject and type that a model and its optimizers keep, apart from the operands of products.
+
+    Attributes:
+        subject: one of :data:`te_precision_callbacks.base.vocabulary.SUBJECTS`.
+        dtype: their type, as torch names it: ``float32``; of quantized parameters the format: ``FP8 E4M3``.
+        tensors: how many there are; of ``reduce``, ``norm``, ``softmax``, ``residual`` and ``logits`` in a step.
+        bytes: the memory of all of them; of ``reduce`` that of the reduced buffers; 0 of ``norm`` and ``softmax``.
+    """
+
+    subject: str
+    dtype: str
+    tensors: int
+    bytes: int
+
+
 class Coverage(tuple[Product, ...]):
     """All matrix products of a model in a step, in the order in which they ran first.
 
@@ -259,7 +277,7 @@ _MOST_CAUSES = 3
 
 
 def _percent(share: float) -> str:
-    """A share in percent, with which 100 and 0 are only said where it is all or nothing."""
+    """A share in percent: 100 only for everything, and 0 only for nothing."""
     text = f"{100 * share:.1f}"
     if text == "100.0" and share < 1:
         return "99.9"

@@ -91,63 +91,12 @@ class GemmEvent:
         return self.a, self.b
 
     @functools.cached_property
-    def call(self) -> GemmCall:
-        """The facts of the call, to be read in the listener first."""
-        taken = self.arguments
+    def sizes(self) -> tuple[int, int, int]:
+        """n, m and k. The result has n rows of m elements, each a sum of k products. A listener reads them first."""
+        layout = self.arguments["layout"]
         rows, columns = (_matrix(operand.data) for operand in self.operands)
-        layout = taken["layout"]
         m, k = rows if layout[0] == "T" else rows[::-1]
-        n = columns[1] if layout[1] == "T" else columns[0]
-        return GemmCall(
-            layout=layout,
-            m=m,
-            n=n,
-            k=k,
-            alpha=taken.get("alpha", 1.0),
-            beta=taken.get("beta"),
-            accumulate=bool(taken.get("accumulate", False)),
-            bias=taken.get("bias") is not None and bool(taken.get("use_bias", True)),
-            gelu=bool(taken.get("gelu", False)),
-            grad=bool(taken.get("grad", False)),
-            split_accumulator=bool(taken.get("use_split_accumulator", False)),
-            output_quantizer=_own_quantizer(taken.get("quantization_params")),
-            userbuffers=taken.get("ub") is not None,
-            debug_path=any(operand.on_debug_path for operand in self.operands),
-        )
-
-
-class GemmCall(NamedTuple):
-    """The facts of a GEMM's call.
-
-    Attributes:
-        layout: of A and B, ``T`` or ``N`` each, as BLAS has it.
-        m, n, k: the result has n rows of m, each a sum of k products.
-        alpha, beta: the factors of the product and of what it is added to; beta is None where it follows from
-            ``accumulate``.
-        accumulate: whether the result is added to what is there.
-        bias: whether a bias is added, or with ``grad`` its gradient made.
-        gelu: whether GELU or its derivative is applied.
-        grad: whether it belongs to a backward.
-        split_accumulator: whether FP8 products are accumulated in more than the tensor core's own precision.
-        output_quantizer: what quantizes the result, or None.
-        userbuffers: whether communication overlaps with it.
-        debug_path: whether Transformer Engine's debug path ran it.
-    """
-
-    layout: str
-    m: int
-    n: int
-    k: int
-    alpha: float
-    beta: float | None
-    accumulate: bool
-    bias: bool
-    gelu: bool
-    grad: bool
-    split_accumulator: bool
-    output_quantizer: Any
-    userbuffers: bool
-    debug_path: bool
+        return columns[1] if layout[1] == "T" else columns[0], m, k
 
 
 class AttentionSizes(NamedTuple):
@@ -208,7 +157,7 @@ class AttentionEvent:
 
 
 class AttentionListener(Protocol):
-    """Is told of attention as Transformer Engine computes it, by whatever kernel."""
+    """Receives the events of attention as Transformer Engine computes it, by whatever kernel."""
 
     def enter_attention(self, layer: str, kind: ForwardKind) -> None:
         """A forward begins."""
@@ -231,10 +180,3 @@ def _matrix(data: Any) -> tuple[int, int]:
     for extent in shape[:-1]:
         rows *= extent
     return rows, shape[-1] if shape else 1
-
-
-def _own_quantizer(given: Any) -> Any:
-    """The quantizer of a result, which Transformer Engine's debug path wraps."""
-    if isinstance(given, list):
-        given = given[0] if given else None
-    return getattr(given, "parent_quantizer", given)

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
-from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, is_low
+from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, StateRow, is_low
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
-from te_precision_callbacks.coverage.state_row import StateRow
 
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 

@@ -1,4 +1,4 @@
-"""Finds in which types a model and its optimizers keep what is beside the operands of products, in one step."""
+"""Finds in which types a model and its optimizers keep everything but the operands of products, in one step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_precision_callbacks.base.vocabulary import class_names, name_of_format
+from te_precision_callbacks.coverage.coverage import StateRow
 from te_precision_callbacks.coverage.marks import tensors_in
 from te_precision_callbacks.coverage.micro_batches import Call
 from te_precision_callbacks.coverage.precision_audit import format_of
-from te_precision_callbacks.coverage.state_row import StateRow
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Model, named_roots
 
@@ -52,7 +52,7 @@ class KeptState:
 
     Args:
         report: receives failures.
-        call_now: tells to which call of the model belongs what runs in this thread.
+        call_now: gives the call of the model that runs in this thread.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class KeptState:
         """Count what one of :data:`REDUCING` sums over ranks in a backward, if that are gradients of parameters.
 
         These are reduced behind the nodes of autograd that sum them up; what a layer of tensor parallelism reduces, in
-        a node of its own.
+        a separate node.
         """
         node = torch._C._current_autograd_node()
         if node is None or node.name() in _NODES_OF_PARAMETERS:
@@ -135,7 +135,7 @@ class KeptState:
         return any(subject == "reduce" for _, subject, _ in self._results)
 
     def rows(self) -> tuple[StateRow, ...]:
-        """What was seen, in all calls of the model that one stands for; of the model what it has now."""
+        """What was seen, counted for all calls of the model that are alike; of the model what it has now."""
         self._add("parameter", self._parameters)
         results, seen_sizes = Counter(self._results), Counter(self._sizes)
         if not any(subject == "logits" for _, subject, _ in results):

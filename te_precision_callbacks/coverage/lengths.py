@@ -50,9 +50,9 @@ class Lengths:
         if not self._said:
             self._said = True
             logger.warning(
-                "The first step captures a CUDA graph. How long the sequences are that its attention takes together is"
-                " then unknown, and they count as one: coverage has too many multiply-adds of attention. Capture after"
-                " the first step, and the lengths are counted."
+                "The first step captures a CUDA graph. The lengths of the sequences that its attention takes together"
+                " are then unknown. The sequences count as one, so coverage has too many multiply-adds of attention."
+                " Capture after the first step to have the lengths counted."
             )
 
     def read(self) -> dict[int, Sequence[int]]:

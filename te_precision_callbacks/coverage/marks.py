@@ -114,7 +114,7 @@ def _storage(tensor: torch.Tensor) -> Any:
     local = getattr(tensor, "_local_tensor", tensor)  # a DTensor holds its shard (torch 2.13)
     try:
         return local.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a tensor without memory of its own, such as a quantized one
+    except (NotImplementedError, RuntimeError):  # a tensor without own memory, such as a quantized one
         return None
 
 

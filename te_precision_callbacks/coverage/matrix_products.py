@@ -21,7 +21,7 @@ import torch
 from te_precision_callbacks.coverage.marks import tensors_in
 
 Role = Literal["", "fprop", "dgrad", "wgrad", "qk", "pv", "lookup"]
-"""What a product is for, where its operator tells it: attention multiplies the queries by the keys (``qk``), and the
+"""What a product is for, where its operator shows it: attention multiplies the queries by the keys (``qk``), and the
 probabilities by the values (``pv``)."""
 
 
@@ -127,16 +127,6 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
         return ""
     matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1 and tensor.is_floating_point()]
     return UNKNOWN_OPERATOR if len(matrices) > 1 else ""
-
-
-def by_values(operator: str, arguments: Sequence[Any]) -> bool:
-    """Whether the sizes of the products depend on the values of arguments: on the bounds of sequences.
-
-    Args:
-        operator, arguments: as in :func:`products_of`.
-    """
-    bounds = _BOUNDS.get(operator)
-    return bounds is not None and len(arguments) > bounds and arguments[bounds] is not None
 
 
 _N, _M, _K = range(3)
@@ -270,18 +260,20 @@ def _flex_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProd
     yield from _gradients_of_attention(tensors, rows, columns, query.shape[-1], value.shape[-1], batch)
 
 
-def _by_result(a: int, b: int, inner: Callable[[torch.Tensor, torch.Tensor], int]) -> _Find:
+def _by_result(a: int, b: int, *, dense: bool = False) -> _Find:
     """A product whose packed operand does not have its size: the result has.
 
     Args:
         a, b: the numbers of the arguments.
-        inner: gives k.
+        dense: whether the second operand has its size, and the first one is packed.
     """
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
         left, right = arguments[a], arguments[b]
         columns = result.shape[-1]
-        yield MatrixProduct(left, right, result.numel() // max(1, columns), columns, inner(left, right))
+        yield MatrixProduct(
+            left, right, result.numel() // max(1, columns), columns, right.shape[-2] if dense else left.shape[-1]
+        )
 
     return find
 
@@ -374,14 +366,6 @@ _FUSED = (
 )
 
 
-def _of_dense(left: torch.Tensor, right: torch.Tensor) -> int:
-    return right.shape[-2]
-
-
-def _of_left(left: torch.Tensor, right: torch.Tensor) -> int:
-    return left.shape[-1]
-
-
 _PRODUCTS = ("mm", "bmm", "mv", "dot", "vdot", "_scaled_mm", "_scaled_mm_v2", "_int_mm")
 _PACKED = ("_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm_with_scales_and_zeros")
 
@@ -400,11 +384,11 @@ _OF_ATEN: Mapping[str, _Find] = {
     "mkldnn_linear_backward_input": _linear_backward_input,
     "mkldnn_linear_backward_weights": _linear_backward(0, 1, None, None),
     **dict.fromkeys((*_PACKED, "_weight_int8pack_mm", "_mixed_dtypes_linear", "_dyn_quant_matmul_4bit"),
-                    _by_result(0, 1, _of_left)),
-    "_cslt_sparse_mm": _by_result(0, 1, _of_dense),
-    "_sparse_semi_structured_mm": _by_result(0, 2, _of_dense),
-    "_sparse_semi_structured_addmm": _by_result(1, 3, _of_dense),
-    "_sparse_semi_structured_linear": _by_result(0, 1, _of_left),
+                    _by_result(0, 1)),
+    "_cslt_sparse_mm": _by_result(0, 1, dense=True),
+    "_sparse_semi_structured_mm": _by_result(0, 2, dense=True),
+    "_sparse_semi_structured_addmm": _by_result(1, 3, dense=True),
+    "_sparse_semi_structured_linear": _by_result(0, 1),
     "convolution": _convolution,
     "convolution_overrideable": _convolution,
     "convolution_backward": _convolution_backward,
@@ -440,18 +424,6 @@ _OPERATORS: Mapping[str, _Find] = {
     "flash_attn_3::_flash_attn_forward": _attention(backward=False, heads_first=False, bounds=7),
     "flash_attn_3::_flash_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
 }
-
-_BOUNDS: Mapping[str, int] = {
-    "aten::_flash_attention_forward": 3,
-    "aten::_flash_attention_forward_no_dropout_inplace": 4,
-    "aten::_efficient_attention_forward": 4,
-    "aten::_cudnn_attention_forward": 4,
-    "torch_attn::_varlen_attn": 3,
-    "torch_attn::_varlen_attn_out": 4,
-    "flash_attn::_flash_attn_varlen_forward": 3,
-    "flash_attn_3::_flash_attn_forward": 7,
-}
-"""Forward of attention over several sequences -> the number of the argument with the bounds of the queries."""
 
 _ELEMENTWISE = "multiplies no matrices"
 _COPIES = "changes how a tensor is kept, and multiplies nothing"
@@ -551,4 +523,4 @@ _NO_PRODUCTS = frozenset(
         *("te_kv_cache", "te_attention", "te_softmax", "tex", "transformer_engine"),
     }
 )
-"""Namespaces without products, and Transformer Engine's own, of which the tap tells."""
+"""Namespaces without products, and Transformer Engine's own, which the tap sees."""

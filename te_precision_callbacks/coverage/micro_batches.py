@@ -19,10 +19,10 @@ from te_precision_callbacks.coverage.nodes import found_in_graph, made_in_thread
 _DEEPEST = 8
 
 NOT_CALLED = (
-    "all products of torch: the session's model was not called itself with gradients in this step (only modules in it"
-    " were, or a checkpoint with use_reentrant=True is around it), so what torch has computed between them is not seen"
+    "all products of torch: in this step the script has not called the session's model itself with gradients (it has"
+    " only called modules in it, or a checkpoint with use_reentrant=True is around it), so these products are not seen"
 )
-"""What is said of a step in which layers ran, and the model was not called."""
+"""The text for a step in which layers ran, and the model was not called."""
 
 
 class _Mark:

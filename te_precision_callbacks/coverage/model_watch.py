@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
 from te_precision_callbacks.coverage.micro_batches import Call, leaves
 from te_precision_callbacks.coverage.operator_products import OperatorProducts, in_backward
 from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
-from te_precision_callbacks.coverage.surrounding import CallOfOneModule, TrainingStepOfOneModule
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
@@ -31,8 +31,8 @@ class ModelWatch:
 
     Args:
         report: receives failures.
-        is_paused: tells whether the front door evaluates.
-        in_gemm_layer: tells whether a layer of Transformer Engine runs its GEMMs, of which there are events.
+        is_paused: whether the front door evaluates.
+        in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, of which there are events.
 
     Attributes:
         active: whether the model is watched.
@@ -55,7 +55,7 @@ class ModelWatch:
         self._is_paused = is_paused
         self._in_gemm_layer = in_gemm_layer
         self._is_muted = False
-        self._put_back: list[Callable[[], None]] = []
+        self._replaced = Replaced(yields=True)
 
     def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
         """Watch a model, after :meth:`close`.
@@ -70,14 +70,13 @@ class ModelWatch:
         for _, root in named_roots(model) or ():
             self._surround_calls(root)
         engine: Any = torch.autograd
-        self._replace(engine, "_engine_run_backward", self._around_backward(engine._engine_run_backward))
+        self._replaced.replace(engine, "_engine_run_backward", self._around_backward(engine._engine_run_backward))
 
     def close(self) -> None:
         """Look no longer, leave torch as it was, and forget what was seen."""
         self.active = False
         self.state.close()
-        while self._put_back:
-            self._put_back.pop()()
+        self._replaced.put_back()
         self.failure = ""
         self.operators = OperatorProducts({}, self.state)
 
@@ -95,10 +94,10 @@ class ModelWatch:
         own = root._compiled_call_impl
         around = CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, tells_result=True))
         setattr(around, SURROUNDS, own)
-        self._replace(root, "_compiled_call_impl", around)
+        self._replaced.replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
             step = self._around_call(root, root.training_step, tells_result=False)
-            self._replace(root, "training_step", TrainingStepOfOneModule(step, root))
+            self._replaced.replace(root, "training_step", TrainingStepOfOneModule(step, root))
 
     def _around_call(self, root: Any, upstream: Callable[..., Any], *, tells_result: bool) -> Callable[..., Any]:
         """Around a call of a model: look at it if it is to be counted."""
@@ -179,25 +178,10 @@ class ModelWatch:
         if first:
             self._report("counting the matrix products of", "a step", error)
 
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an object or a Python module itself, until :meth:`close`."""
-        attributes = vars(owner)
-        missing = object()
-        before = attributes.get(name, missing)
-        attributes[name] = value  # OptimizedModule would set the attribute of what it wraps
-
-        def put_back() -> None:
-            if attributes.get(name) is not value:
-                return  # somebody has put theirs around it
-            if before is missing:
-                del attributes[name]
-            else:
-                attributes[name] = before
-
-        self._put_back.append(put_back)
-
-    def before(self, arguments: Sequence[Any], *, of_shards: bool) -> None:
+    def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
         """As of :class:`~te_precision_callbacks.coverage.seeing.Watcher`."""
+        if by_values:
+            self.operators.note_sizes_by_values()
         self.operators.nodes.bind(arguments)
         if of_shards:
             self.operators.nodes.enter_outer(arguments)
@@ -207,6 +191,31 @@ class ModelWatch:
         if not self._is_muted and not self._in_gemm_layer():
             self.operators.look(operator, arguments, result)
 
-    def note_sizes_by_values(self) -> None:
-        """As of :class:`~te_precision_callbacks.coverage.seeing.Watcher`."""
-        self.operators.note_sizes_by_values()
+
+class CallOfOneModule:
+    """The ``_compiled_call_impl`` of a module; a copy of the module has none."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, call)
+        self._call = call
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._call(*arguments, **keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class TrainingStepOfOneModule(CallOfOneModule):
+    """The ``training_step`` of a module; a copy of the module has its class's."""
+
+    def __init__(self, call: Callable[..., Any], module: Any) -> None:
+        super().__init__(call)
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_training_step_of_its_class, self._module)
+
+
+def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -> Any:
+    return type(module).training_step(module, *arguments, **keywords)

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from te_precision_callbacks.coverage.marks import tensors_in
 from te_precision_callbacks.layers.forwards import running_functions
-
-SeenT = TypeVar("SeenT")
 
 _PRODUCTS = "te_precision_products"
 _CALL = "te_precision_call"
@@ -42,7 +40,7 @@ class _OfThread(threading.local):
         self.outer = -1
 
 
-class NodesOfProducts(Generic[SeenT]):
+class NodesOfProducts:
     """The products of nodes."""
 
     def __init__(self) -> None:
@@ -50,9 +48,9 @@ class NodesOfProducts(Generic[SeenT]):
 
     def enter_outer(self, arguments: Iterable[Any]) -> None:
         """Note that an operator of a DTensor begins, which runs others on its shards."""
-        self._here.outer = _last_number() if _has_node(arguments) else -1
+        self._here.outer = made_in_thread() - 1 if _has_node(arguments) else -1
 
-    def note(self, seen: SeenT, arguments: Iterable[Any], result: Any) -> None:
+    def note(self, seen: object, arguments: Iterable[Any], result: Any) -> None:
         """Note a product of the forward that has just run.
 
         Args:
@@ -61,12 +59,12 @@ class NodesOfProducts(Generic[SeenT]):
             result: that of its operator.
         """
         self.note_running(seen)
-        number = _last_number()
+        number = made_in_thread() - 1
         if _has_node(arguments) or self._here.outer == number:
             self._here.waiting.setdefault(number, []).append(seen)
             self._here.results = list(tensors_in([result]))
 
-    def note_running(self, seen: SeenT) -> None:
+    def note_running(self, seen: object) -> None:
         """Note a product with the autograd Functions whose forwards run; the outermost of them has gradients."""
         for function in filter(None, running_functions()):
             function.metadata.setdefault(_PRODUCTS, []).append(seen)  # type: ignore[attr-defined]
@@ -78,7 +76,7 @@ class NodesOfProducts(Generic[SeenT]):
             return
         with torch._C.DisableTorchFunctionSubclass():
             nodes: list[Any] = [tensor.grad_fn for tensor in (*here.results, *tensors_in(values))]
-        for _ in range(_FURTHEST):  # a DTensor's result may have become a plain tensor, through nodes of its own
+        for _ in range(_FURTHEST):  # a DTensor's result may have become a plain tensor, through more nodes
             nodes = list(dict.fromkeys(filter(None, nodes)))
             for node in nodes:
                 number = node._sequence_nr()
@@ -132,10 +130,6 @@ def found_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[A
 def made_in_thread() -> int:
     """How many nodes this thread has made so far."""
     return torch._C._autograd._get_sequence_nr()
-
-
-def _last_number() -> int:
-    return made_in_thread() - 1
 
 
 def _has_node(arguments: Iterable[Any]) -> bool:

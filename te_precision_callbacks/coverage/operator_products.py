@@ -23,7 +23,6 @@ from te_precision_callbacks.coverage.marks import Marks, Weight, Weights, tensor
 from te_precision_callbacks.coverage.matrix_products import (
     MatrixProduct,
     Role,
-    by_values,
     is_product,
     products_of,
     why_not_counted,
@@ -44,7 +43,7 @@ class OperatorProducts:
 
     Args:
         modules: id -> path and module, of the modules of the model.
-        state: is told in which type results are kept.
+        state: receives the types in which results are kept.
 
     Attributes:
         seen: the products, in their order.
@@ -57,7 +56,7 @@ class OperatorProducts:
     def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState) -> None:
         self.seen: list[SeenProduct] = []
         self.told: set[str] = set()
-        self.nodes = NodesOfProducts[SeenProduct]()
+        self.nodes = NodesOfProducts()
         self.calls = Calls()
         self.lengths = Lengths()
         self._modules = modules
@@ -112,9 +111,10 @@ class OperatorProducts:
             if not of_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
                 self._follow(operator, arguments, result)
             return
-        products = self.lengths.keep(products_of(operator, arguments, result))
-        if by_values(operator, arguments):
+        products = products_of(operator, arguments, result)
+        if any(product.bounds is not None for product in products):
             self.note_sizes_by_values()
+        products = self.lengths.keep(products)
         if not of_backward:
             if not in_evaluation():
                 self._note_forward(operator, products, arguments, result, left=left)
@@ -259,7 +259,7 @@ class OperatorProducts:
             seen = SeenProduct(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, call=of.call)
             seen.bounds = product.bounds
             self.seen.append(seen)
-            if torch.is_grad_enabled():  # with create_graph=True it has a node of its own
+            if torch.is_grad_enabled():  # with create_graph=True it has a node, too
                 self.nodes.note(seen, arguments, result)
 
     def _is_again(self, product: MatrixProduct, of: SeenProduct) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError, SessionError
 from te_precision_callbacks.base.ranks import in_words, is_distributed
@@ -31,6 +32,7 @@ from te_precision_callbacks.layers.naming import NamedModule
 logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry", bound=Hashable)
+Found = TypeVar("Found")
 
 _MLP_MODES = {"fc1": "column", "fc2": "row"}
 """The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
@@ -69,7 +71,8 @@ def placements(
 class OptimizerSteps:
     """Counts the optimizer steps of this process: those of the optimizer that has made the most steps.
 
-    Ranks that train together make the same number of steps. Each rank may have other optimizers.
+    Ranks that train together make the same number of steps. Each rank may have other optimizers. Counts from
+    :meth:`begin` on.
 
     Args:
         on_step: called after each step, with the optimizer.
@@ -79,7 +82,12 @@ class OptimizerSteps:
         self._on_step = on_step
         self._of: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._most = 0
-        self._hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
+        self._hook: RemovableHandle | None = None
+
+    def begin(self) -> None:
+        """Begin to count, if that was not done yet."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
 
     def __call__(self) -> int:
         """The number of steps; negative if there was none, as on a rank without parameters."""
@@ -87,7 +95,8 @@ class OptimizerSteps:
 
     def remove(self) -> None:
         """Stop counting."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of an optimizer."""
@@ -104,6 +113,11 @@ def _after_step(counter: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
             found.note(optimizer)
 
     return note
+
+
+def leads(group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> bool:
+    """As :attr:`Ranks.leads`, for who needs no ranks."""
+    return not (reduce and is_distributed(group)) or torch.distributed.get_rank(group) == 0
 
 
 class Ranks:
@@ -148,7 +162,7 @@ class Ranks:
     @property
     def leads(self) -> bool:
         """Whether this rank writes and speaks for all; each does that reduces nothing."""
-        return not self.several or torch.distributed.get_rank(self._group) == 0
+        return leads(self._group, reduce=self._reduce)
 
     # ------------------------------------------------------------------ together, and apart
 
@@ -248,13 +262,8 @@ class Ranks:
             kind: what they are, equal on all ranks.
         """
         own = list(entries)
-        if self.messages is None or not self.messages.is_open:
-            return own
-        try:
-            return self.messages.pooled(own, kind, f"to tell them: {kind}")
-        except RanksLostError as error:
-            self._lost(f"exchanging {kind}", error)
-            return own
+        why = f"to tell them: {kind}"
+        return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
         """The sums of numbers over all ranks; as they are where this rank is alone.
@@ -263,22 +272,25 @@ class Ranks:
             numbers: this rank's, as many as on the others.
             kind: what they are, equal on all ranks.
         """
-        if self.messages is None or not self.messages.is_open:
-            return list(numbers)
-        found = np.array(numbers, np.float64)
-        try:
-            self.messages.merge(kind, f"to add them up: {kind}", found, len(numbers))
-        except RanksLostError as error:
-            self._lost(f"exchanging {kind}", error)
-            return list(numbers)
-        return [float(number) for number in found]
+
+        def added(messages: Messages) -> list[float]:
+            found = np.array(numbers, np.float64)
+            messages.merge(kind, f"to add them up: {kind}", found, len(numbers))
+            return [float(number) for number in found]
+
+        return self._exchange(f"exchanging {kind}", added, list(numbers))
 
     def any(self, kind: str, doing: str, *, own: bool) -> bool:
         """Whether something holds on any rank; on this one where it is alone."""
+        holds = (1.0,)
+        return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", float(own)) == holds, own)
+
+    def _exchange(self, doing: str, exchange: Callable[[Messages], Found], own: Found) -> Found:
+        """What the ranks find together; what this rank has where it is alone, and where a rank is lost."""
         if self.messages is None or not self.messages.is_open:
             return own
         try:
-            return self.messages.largest(kind, f"in {doing}", float(own)) == (1.0,)
+            return exchange(self.messages)
         except RanksLostError as error:
             self._lost(doing, error)
             return own

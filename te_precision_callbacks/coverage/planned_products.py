@@ -105,8 +105,7 @@ def plan_products(
         ran: the products of a step, in place of its tokens.
         unconverted: layers that a trainer's conversion left without Transformer Engine, and why.
     """
-    planner = _Planner(model, modules, acting, recipe, tokens, ran, unconverted or {})
-    return planner.planned() if ran is None else planner.planned_of(ran)
+    return _Planner(model, modules, acting, recipe, tokens, ran, unconverted or {}).planned()
 
 
 class _Planner:
@@ -129,7 +128,9 @@ class _Planner:
         self._recipe = recipe
         self._tokens = tokens
         self._unconverted = unconverted
+        self._ran = ran
         self._recipes = {} if ran is None else ran.recipes
+        self._reached = set() if ran is None else {product.layer for product in ran.products}
         self._products: list[Product] = []
         self._precision: list[GemmPrecision] = []
         self._facts: dict[str, LayerFacts] = {}
@@ -139,59 +140,56 @@ class _Planner:
         roots = [root for _, root in named_roots(self._model) or ()]
         below = {id(module): module for root in roots for module in root.modules()}
         self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
-        others: dict[str, torch.nn.Module] = {}
+        others: dict[str, torch.nn.Module | None] = {}
         counted: set[int] = set()
         for key, path in module_names(self._model).items():
             module = below[key]
-            if key in self._named:
-                self._plan_module(module, [layer.name for layer in self._named[key].layers])
-            elif key in self._operations:
-                self._plan_operation(module, self._operations[key])
-            elif not self._plan_torch(path, module):
+            layers = self._plan_te(key, module)
+            if not layers and not self._knows(path, module):
                 others[path] = module
                 continue
+            if self._ran is not None:
+                others |= dict.fromkeys(layer for layer in layers if layer not in self._reached)
             counted.update(map(id, module.parameters(recurse=False)))
         # A te.ops.Linear holds the weight of an operation in it, too.
-        not_counted = (
-            path
-            for path, module in others.items()
-            if any(p.ndim > 1 and id(p) not in counted for p in module.parameters(recurse=False))
+        left = tuple(
+            name
+            for name, module_or_none in others.items()
+            if module_or_none is None
+            or any(p.ndim > 1 and id(p) not in counted for p in module_or_none.parameters(recurse=False))
         )
+        if self._ran is not None:
+            return PlannedProducts(Coverage(self._products_of(self._ran)), not_reached=left)
         products = in_precision(self._products, self._facts, self._precision, self._unconverted)
-        return PlannedProducts(Coverage(products), tuple(not_counted))
+        return PlannedProducts(Coverage(products), not_counted=left)
 
-    def planned_of(self, ran: Ran) -> PlannedProducts:
-        """Plan the formats of a step whose products are known."""
-        roots = [root for _, root in named_roots(self._model) or ()]
-        below = {id(module): module for root in roots for module in root.modules()}
-        self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
-        reached = {product.layer for product in ran.products}
-        not_reached: list[str] = []
-        counted: set[int] = set()
-        for key, path in module_names(self._model).items():
-            module = below[key]
-            named = self._named[key].layers if key in self._named else ()
-            layers = [layer.name for layer in named] or list(self._operations.get(key, ()))
+    def _plan_te(self, key: int, module: torch.nn.Module) -> Sequence[str]:
+        """Plan the products of a module of Transformer Engine, and return its layers; none of any other module."""
+        if key in self._named:
+            layers: Sequence[str] = [layer.name for layer in self._named[key].layers]
+            self._plan_module(module, layers)
+        else:
+            layers = self._operations.get(key, ())
             if layers:
-                missing = [layer for layer in layers if layer not in reached]
-                not_reached += missing
-                if key in self._named:
-                    self._plan_module(module, layers)
-                else:
-                    self._plan_operation(module, layers)
-            elif not any(layer == path or layer.startswith(f"{path}.") for layer in reached) and any(
-                p.ndim > 1 and id(p) not in counted for p in module.parameters(recurse=False)
-            ):
-                not_reached.append(path)
-            counted.update(map(id, module.parameters(recurse=False)))
+                self._plan_operation(module, layers)
+        return layers
+
+    def _knows(self, path: str, module: torch.nn.Module) -> bool:
+        """Plan the products of a module of torch; whether they are known."""
+        if self._ran is None:
+            return self._plan_torch(path, module)
+        return any(layer == path or layer.startswith(f"{path}.") for layer in self._reached)
+
+    def _products_of(self, ran: Ran) -> list[Product]:
+        """The products of a step, in the planned formats, and those that it has left out."""
         seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
         products = list(in_precision(seen, self._facts, self._precision, self._unconverted))
         have = {(product.layer, product.gemm) for product in products}
         for layer, family, gemm in ((planned.layer, planned.family, planned.gemm) for planned in self._products):
             if (layer, gemm) not in have:
                 why = ran.left_out.get(Gemm(layer, cast(GemmName, gemm)), NO_BACKWARD)
-                products.append(Product.left_out(layer, family, gemm, why if layer in reached else NOT_REACHED))
-        return PlannedProducts(Coverage(products), not_reached=tuple(not_reached))
+                products.append(Product.left_out(layer, family, gemm, why if layer in self._reached else NOT_REACHED))
+        return products
 
     # ------------------------------------------------------------------ Transformer Engine
 

@@ -3,8 +3,8 @@
     for entry in session.precision:
         print(entry.layer, entry.gemm, entry.operands)        # fc1 fprop {'activation': 'BF16', 'weight': 'BF16'}
 
-The log of nvidia-dlfw-inspect tells a plan ("Quantize", "High Precision", "modify_tensor()"). What counts is the type
-of the two tensors that the GEMM was handed, which the tap (``tap.py``) sees in the steps in which a layer is asked. For
+The log of nvidia-dlfw-inspect has a plan ("Quantize", "High Precision", "modify_tensor()"). What counts is the type of
+the two tensors that the GEMM was handed, which the tap (``tap.py``) sees in the steps in which a layer is asked. For
 a step in which nothing of the session runs in a layer, it is the format of the quantizers that the layer then has. A
 GEMM that a backward leaves out, as the wgrad of a frozen weight, has no formats, but the reason in ``not_run``.
 
@@ -14,7 +14,6 @@ none of them is named and not guessed.
 
 from __future__ import annotations
 
-import enum
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,11 +73,9 @@ class Gemm(NamedTuple):
     gemm: GemmName
 
 
-class _Told(enum.Enum):
-    """What a format of an operand is known by."""
-
-    SEEN = "a GEMM was handed it"
-    ASSUMED = "the quantizers of a step in which nothing is seen make it"
+_Told = dict[Format, bool]
+"""Format of an operand -> whether a GEMM was handed it. If not, the quantizers of a step in which nothing is seen make
+it."""
 
 
 @dataclass
@@ -86,7 +83,7 @@ class _Notes:
     """The notes on one layer in an iteration: the formats of its operands, the GEMMs that are going to run, and those
     that are left out."""
 
-    told: dict[Operand, dict[Format, _Told]] = field(default_factory=dict)
+    told: dict[Operand, _Told] = field(default_factory=dict)
     expected: dict[Gemm, None] = field(default_factory=dict)
     left_out: dict[Gemm, str] = field(default_factory=dict)
 
@@ -99,7 +96,7 @@ class PrecisionAudit:
     """
 
     def __init__(self, iterations: Iterations) -> None:
-        self._told: dict[Operand, dict[Format, _Told]] = {}
+        self._told: dict[Operand, _Told] = {}
         self._expected: dict[Gemm, None] = {}
         self._left_out: dict[Gemm, str] = {}
         self._unseen: dict[str, dict[Operand, Format]] = {}  # what the fused path makes, of layers asked in this step
@@ -188,7 +185,7 @@ class PrecisionAudit:
         """Note the formats that quantizers make, of the operands of GEMMs that run unseen."""
         for operand, made in formats.items():
             for found in self._formats(operand):
-                found.setdefault(made, _Told.ASSUMED)
+                found.setdefault(made, False)
 
     def expect(self, gemms: Iterable[Gemm]) -> None:
         """Note GEMMs that are going to be seen; those that are never seen have not run."""
@@ -214,9 +211,9 @@ class PrecisionAudit:
             text = format_of(operand.data, columnwise=operand.columnwise)
             text += MODIFIED if _is_modified(operand) else ""
             for found in self._formats(Operand(event.layer, event.gemm, operand.tensor)):
-                found[Format(text, event.recipe)] = _Told.SEEN
+                found[Format(text, event.recipe)] = True
 
-    def _formats(self, operand: Operand) -> tuple[dict[Format, _Told], dict[Format, _Told]]:
+    def _formats(self, operand: Operand) -> tuple[_Told, _Told]:
         """The formats noted of an operand: in the run, and in this iteration."""
         return self._told.setdefault(operand, {}), self._now[operand.layer].told.setdefault(operand, {})
 
@@ -248,7 +245,7 @@ class PrecisionAudit:
 
     def __iter__(self) -> Iterator[GemmPrecision]:
         self._write()
-        told: defaultdict[tuple[str, str], dict[str, dict[Format, _Told]]] = defaultdict(dict)
+        told: defaultdict[tuple[str, str], dict[str, _Told]] = defaultdict(dict)
         for (layer, name, tensor), found in self._told.items():
             told[layer, name][tensor] = found
         texts: dict[_Formats, tuple[dict[str, str], str]] = {}  # of thousands of layers they are few
@@ -273,12 +270,12 @@ class PrecisionAudit:
 _Formats = tuple[tuple[str, tuple[Format, ...]], ...]
 """Tensor and its formats, of each operand of a GEMM."""
 
-_OfGemm = Mapping[str, Mapping[Format, _Told]]
+_OfGemm = Mapping[str, Mapping[Format, bool]]
 """Tensor -> format -> what the format is known by: of the two tensors of a GEMM."""
 
 
-def _of_gemm(gemm: Gemm, told: Mapping[Operand, Mapping[Format, _Told]]) -> _OfGemm:
-    """What is told of the operands of a GEMM."""
+def _of_gemm(gemm: Gemm, told: Mapping[Operand, Mapping[Format, bool]]) -> _OfGemm:
+    """What is noted of the operands of a GEMM."""
     return {tensor: told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
 
 
@@ -302,11 +299,11 @@ def _has_run(of_gemm: _OfGemm) -> bool:
 
 def _is_seen(of_gemm: _OfGemm) -> bool:
     """Whether every format of both operands is that of a tensor that was seen."""
-    return all(found and all(told is _Told.SEEN for told in found.values()) for found in of_gemm.values())
+    return all(found and all(found.values()) for found in of_gemm.values())
 
 
 def _is_left_out(fact: GemmFact | None) -> bool:
-    """Whether a backward leaves a GEMM out, which a forward tells; that none has come does not."""
+    """Whether a backward leaves a GEMM out, as its forward shows. A backward that has not come leaves nothing out."""
     return fact is not None and fact.not_run not in ("", NO_BACKWARD)
 
 
@@ -473,7 +470,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _known(thing: Any) -> str | None:
     if getattr(thing, "custom", False):
-        return None  # a user's own, whatever it derives from: it has a GEMM of its own
+        return None  # a user's own, whatever it derives from: it has another GEMM
     name = name_of_format(thing)
     return name if name in (None, "NVFP4") else f"{name} {fp8_format(thing).name}"
 
@@ -486,5 +483,5 @@ def _named(tensor: Any) -> str:
         return dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
     if getattr(tensor, "custom", False):
         return type(tensor).__name__
-    # Transformer Engine hands its GEMM what such a tensor stands for.
+    # Transformer Engine hands its GEMM the decoded tensor.
     return f"{dtype_name(tensor.dequantize().dtype)} (of {type(tensor).__name__})"

@@ -46,17 +46,8 @@ def _arrow(texts: Iterable[str]) -> str:
     return " -> ".join(dict.fromkeys(texts))
 
 
-class _Told(NamedTuple):
-    """What is told of a GEMM of a layer: the fields of :class:`GemmPrecision` behind the layer."""
-
-    gemm: GemmName
-    operands: Mapping[str, str]
-    seen: bool
-    not_run: str
-    since: int
-    until: int | None
-    recipe: str
-
+_Told = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str]
+"""What is known of a GEMM of a layer: the fields of :class:`GemmPrecision` after the layer."""
 
 LayerFacts = tuple[GemmFact | None, ...]
 """A fact for each of :data:`GEMMS`; None of a GEMM that nothing is known of."""
@@ -85,7 +76,7 @@ class _Entries:
 
     @property
     def history(self) -> tuple[bytes, bytes, bytes]:
-        """Equal for layers of which the same is told."""
+        """Equal for layers with equal entries."""
         return self.since.tobytes(), self.facts.tobytes(), bytes(self.seen)
 
     def cut(self, iteration: int) -> None:
@@ -171,7 +162,7 @@ class PrecisionHistory:
         return self._of_layers(told)
 
     def _of_layers(self, told: Callable[[_Entries], Iterable[_Told]]) -> Iterator[GemmPrecision]:
-        """What is told of all layers; of thousands most have the same history, of which it is found once."""
+        """What is known of all layers. Most of thousands have the same history, which is read once."""
         known: dict[tuple[bytes, bytes, bytes], list[_Told]] = {}
         for layer, entries in self._layers.items():
             history = entries.history
@@ -200,7 +191,7 @@ class PrecisionHistory:
                 seen = any(bits >> column & 1 for bits in entries.seen[first + begin : first + end])
                 operands, recipe = joined(fact.operands)
                 until = None if after is None else after - 1
-                yield _Told(gemm, operands, seen, fact.not_run, begun, until, recipe)
+                yield gemm, operands, seen, fact.not_run, begun, until, recipe
 
     def _entry(self, gemm: GemmName, entries: _Entries, number: int) -> Iterator[_Told]:
         column = GEMMS.index(gemm)
@@ -216,7 +207,7 @@ class PrecisionHistory:
         seen = any(bits >> column & 1 for bits in entries.seen[first:after]) and not entries.seen[number] & _DOUBT
         until = entries.since[after] - 1 if after < len(facts) else None
         operands, recipe = joined(fact.operands)
-        yield _Told(gemm, operands, seen, fact.not_run, entries.since[first], until, recipe)
+        yield gemm, operands, seen, fact.not_run, entries.since[first], until, recipe
 
     def _number(self, before: LayerFacts, facts: Mapping[GemmName, GemmFact]) -> int:
         """The number of the facts of a layer, where some of them are new."""

@@ -1,6 +1,6 @@
-"""A dispatch mode that tells of torch's operators, and that training never notices.
+"""A dispatch mode that reports torch's operators, and that training never notices.
 
-An operator runs exactly once, whatever happens in what is told; the exceptions of operators are training's own, and
+An operator runs exactly once, whatever happens in the watcher. The exceptions of operators are training's own, and
 pass. Read from torch 2.13: ``TorchDispatchMode.ignore_compile_internals``, by which ``torch.compile`` compiles under
 the mode instead of leaving the code uncompiled for ever; ``supports_higher_order_operators``, without which an operator
 such as ``flex_attention`` raises under the mode; and ``_get_current_dispatch_mode_stack``,
@@ -24,28 +24,26 @@ from torch.utils._python_dispatch import (
 
 
 class Watcher(Protocol):
-    """What a mode tells."""
+    """What a mode reports to."""
 
-    def before(self, arguments: Sequence[Any], *, of_shards: bool) -> None:
-        """An operator is about to run; ``of_shards`` if it is one of a DTensor, which runs others on its shards."""
+    def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
+        """An operator is about to run; ``of_shards`` if it is one of a DTensor, which runs others on its shards;
+        ``by_values`` if the sizes of its result depend on the values of its operands."""
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """An operator has run: its name with its namespace, its positional arguments and its result."""
 
-    def note_sizes_by_values(self) -> None:
-        """An operator runs the sizes of whose result depend on the values of its operands."""
-
     def fail(self, error: Exception) -> None:
-        """What it was told of has failed; it is told of nothing any more."""
+        """A call of the watcher has failed; it gets no more calls."""
 
 
 class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells a watcher of each operator.
+    """Reports each operator to a watcher.
 
     Args:
-        watcher: is told.
-        is_over: whether it wants to be told no longer.
-        only: the operators to be told of; None for all of them.
+        watcher: gets the calls.
+        is_over: whether it wants no more calls.
+        only: the operators to report; None for all of them.
     """
 
     supports_higher_order_operators = True
@@ -65,7 +63,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         name = self._enter(operator, types, arguments)
         if name is NotImplemented:
-            return NotImplemented  # a DTensor's runs operators on its shards, which are told of
+            return NotImplemented  # a DTensor's runs operators on its shards, which are reported
         result = operator(*arguments, **(keywords or {}))
         if name is not None:
             try:
@@ -75,7 +73,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _enter(self, operator: Any, types: Iterable[type], arguments: Sequence[Any]) -> Any:
-        """The name of an operator of which is told; None if it only runs, NotImplemented if others do its work."""
+        """The name of an operator that is reported; None if it only runs, NotImplemented if others do its work."""
         if self._is_over():
             return None
         try:
@@ -84,10 +82,9 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = NotImplemented if of_shards else _name_of(operator)
             if "FakeTensor" in kinds or (self._only is not None and name not in self._only):
                 return NotImplemented if of_shards else None  # by a FakeTensor, a DTensor learns the shape of a result
-            if self._only is None and _goes_by_values(operator, arguments):
-                self.watcher.note_sizes_by_values()
             if self._only is None:
-                self.watcher.before(arguments, of_shards=of_shards)
+                by_values = _goes_by_values(operator, arguments)
+                self.watcher.before(arguments, of_shards=of_shards, by_values=by_values)
         except Exception as error:
             self.watcher.fail(error)
             return None
@@ -95,7 +92,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_seen_by(watcher: Watcher) -> bool:
-    """Whether a watcher is told of all operators of this thread, at least of those outside of others."""
+    """Whether a watcher gets all operators of this thread, at least those outside of others."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
 
@@ -106,7 +103,7 @@ modes_are_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Tell of no operator of this thread. Where a mode of the script was entered later, they pass as before."""
+    """Report no operator of this thread. If the script has entered a mode later, operators pass as before."""
     if isinstance(_get_current_dispatch_mode(), SeeingMode):
         with _pop_mode_temporarily():
             yield

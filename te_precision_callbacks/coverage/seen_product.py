@@ -82,7 +82,7 @@ class SeenProduct:
 
     @property
     def reason(self) -> Reason | None:
-        """Why it does not run in low precision, as far as its place tells."""
+        """Why it does not run in low precision, as far as its place shows."""
         if self.family in ("te", "te_ops", "lookup"):
             return None
         return Reason.ATTENTION if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL) else Reason.NOT_TE

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.coverage.coverage import Family, Product
+from te_precision_callbacks.coverage.coverage import Family, Product, StateRow
 from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.coverage.matrix_products import Role
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.operator_products import in_backward
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
-from te_precision_callbacks.coverage.recomputed import Recomputed
 from te_precision_callbacks.coverage.seeing import is_seen_by
 from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct, summed
-from te_precision_callbacks.coverage.state_row import StateRow
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.naming import Model, named_roots
 
@@ -32,12 +30,14 @@ class ModelProducts:
 
     Args:
         report: receives failures.
-        is_paused: tells whether the front door evaluates.
-        in_gemm_layer: tells whether a layer of Transformer Engine runs its GEMMs, of which there are events.
+        is_paused: whether the front door evaluates.
+        in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, of which there are events.
 
     Attributes:
         attentions: id of a module of Transformer Engine's attention -> its path.
-        recomputed: knows which layers a checkpoint has computed again outside of autocast.
+        recomputed_outside: the layers that a reentrant checkpoint has computed again without a recipe, though their
+            first forward had one. Such a checkpoint of torch keeps no autocast of Transformer Engine. If the autocast
+            is around the checkpointed part, as in Accelerate, the backward belongs to a forward in high precision.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class ModelProducts:
         in_gemm_layer: Callable[[], bool],
     ) -> None:
         self.attentions: Mapping[int, str] = {}
-        self.recomputed = Recomputed()
+        self.recomputed_outside: set[str] = set()
+        self._first_in_recipe: set[str] = set()
         self._report = report
         self._watch = ModelWatch(report, is_paused, in_gemm_layer)
         self._operations: frozenset[str] = frozenset()
@@ -92,7 +93,7 @@ class ModelProducts:
     def close(self) -> None:
         """Count no longer, and leave torch as it was."""
         self._watch.close()
-        self.attentions, self.recomputed = {}, Recomputed()
+        self.attentions, self.recomputed_outside, self._first_in_recipe = {}, set(), set()
         self._operations, self._root = frozenset(), ""
 
     @property
@@ -138,12 +139,20 @@ class ModelProducts:
         """Count a GEMM of a layer of Transformer Engine; a listener of the tap."""
         if not self.counting:
             return
-        self.recomputed.note(event)
+        if event.gemm == "fprop":
+            self._note_recomputed(event)
         if event.kind is not ForwardKind.OBSERVED:
             return
-        call = event.call
         b, a = (format_of(operand.data, columnwise=operand.columnwise) for operand in (event.b, event.a))
-        self.see_gemm(event.layer, event.gemm, (call.n, call.m, call.k), (b, a))
+        self.see_gemm(event.layer, event.gemm, event.sizes, (b, a))
+
+    def _note_recomputed(self, event: GemmEvent) -> None:
+        """Compare the two forwards of reentrant checkpoints."""
+        if event.kind is ForwardKind.SILENT and event.recipe and not in_backward():
+            self._first_in_recipe.add(event.layer)
+        again = event.kind is ForwardKind.OBSERVED and not event.recipe and in_backward()
+        if again and event.layer in self._first_in_recipe:
+            self.recomputed_outside.add(event.layer)
 
     def see_gemm(
         self, layer: str, gemm: GemmName, sizes: tuple[int, int, int], formats: tuple[str, str] = ("", "")
@@ -171,7 +180,7 @@ class ModelProducts:
             self.see_attention(event.layer, event.sizes, (query, key), (probabilities, value), FUSED)
 
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
-        """Count the products of attention that no operator and no event has told of, by their sizes."""
+        """Count the products of attention that no operator and no event has shown, by their sizes."""
         if not self.counting or not is_seen_by(self._watch):
             return
         call = self._watch.operators.call_of_forward()
@@ -236,7 +245,7 @@ class ModelProducts:
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:
-    """The format that attention rounds a tensor of its own to; without a quantizer, as in MXFP8, that of an operand."""
+    """The format that attention rounds an inner tensor to; without a quantizer, as in MXFP8, that of an operand."""
     return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from te_precision_callbacks.coverage.coverage import Product, Reason
+from te_precision_callbacks.coverage.coverage import Product, Reason, StateRow
 from te_precision_callbacks.coverage.parallel import Ranks
-from te_precision_callbacks.coverage.state_row import StateRow
 
 EntryT = TypeVar("EntryT", bound=Hashable)
 
@@ -22,23 +21,6 @@ logger = logging.getLogger(__name__)
 
 MOST_PRODUCTS = 1 << 16
 """The products of a rank that the others hear of: those with the most multiply-adds."""
-
-
-class Shared(NamedTuple):
-    """A product of some ranks.
-
-    Attributes:
-        product: with the sizes of the first rank that has it, and the multiply-adds of all.
-        ranks: how many ranks have it.
-    """
-
-    product: Product
-    ranks: int
-
-    @property
-    def of_one(self) -> Product:
-        """The product with the multiply-adds of one rank, on average."""
-        return replace(self.product, macs=round(self.product.macs / max(self.ranks, 1)))
 
 
 @dataclass(frozen=True)
@@ -56,20 +38,27 @@ class _Entry:
     product: Product = field(compare=False)
 
 
-def shared_products(own: Iterable[Product], ranks: Ranks, kind: str) -> list[Shared]:
+def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: bool = False) -> list[Product]:
     """The products of all ranks; all must call it alike. Where this rank is alone, its own.
 
     Args:
         own: the products of this rank.
         ranks: those that reduce together.
         kind: what the products are, equal on all ranks.
+        of_one: whether a product gets the multiply-adds of one rank, on average, and not those of all ranks.
+
+    Returns:
+        Each product with the sizes of the first rank that has it.
     """
     macs: dict[_Entry, int] = {}
     for product in _largest(list(own)):
         entry = _entry(product)
         macs[entry] = macs.get(entry, 0) + product.macs
     added = _added({entry: (each, 1) for entry, each in macs.items()}, ranks, kind)
-    return [Shared(replace(entry.product, macs=of_all), count) for entry, (of_all, count) in added.items()]
+    return [
+        replace(entry.product, macs=round(of_all / max(count, 1)) if of_one else of_all)
+        for entry, (of_all, count) in added.items()
+    ]
 
 
 def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:

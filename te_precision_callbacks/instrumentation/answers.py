@@ -7,6 +7,7 @@ Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.is_debug_iter
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
-from te_precision_callbacks.instrumentation.current_forward import CurrentForward
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.forward_notes import ForwardNotes
 from te_precision_callbacks.instrumentation.refusals import (
@@ -27,8 +29,11 @@ from te_precision_callbacks.instrumentation.refusals import (
     is_captured,
     refusal_of,
 )
+from te_precision_callbacks.instrumentation.running import CurrentForward
 from te_precision_callbacks.instrumentation.watched import WatchedModules
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
+
+logger = logging.getLogger(__name__)
 
 MOST_FORWARDS = 100
 """The number of training forwards of a module in one iteration at which the loop has probably forgotten to step."""
@@ -36,17 +41,14 @@ MOST_FORWARDS = 100
 
 @dataclass(frozen=True)
 class ToldOfForwards:
-    """Who is told of what forwards show.
+    """Who receives what forwards show.
 
     Attributes:
-        renamed: called with the name of a module and the other name that the script has given to it; the module has its
-            own name again.
         many_forwards: called in the :data:`MOST_FORWARDS`-th training forward of a module without a step in between.
         refused: called in each forward that is left as it is because Transformer Engine would refuse it, with the
             module and the reason.
     """
 
-    renamed: Callable[[str, str], None]
     many_forwards: Callable[[torch.nn.Module], None]
     refused: Callable[[torch.nn.Module, DebugRefusal], None]
 
@@ -58,7 +60,8 @@ class Answers:
         classify: decides the kind of a forward.
         failures: receives failures in observation.
         audit: receives the GEMMs that are going to run.
-        told: is told of what forwards show.
+        told: receives what forwards show.
+        notices: the messages that the run has logged once.
 
     Attributes:
         watched: the modules that are watched.
@@ -73,6 +76,7 @@ class Answers:
         failures: ObservationFailures,
         audit: PrecisionAudit,
         told: ToldOfForwards,
+        notices: Notices,
     ) -> None:
         self.watched = WatchedModules(self.is_debug_iter, classify, audit, failures)
         self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -80,6 +84,7 @@ class Answers:
         self.current = CurrentForward()
         self._classify = classify
         self._told = told
+        self._notices = notices
         self._own_is_debug_iter: Callable[[Any], bool] = bool
         self._forwards: dict[int, int] = {}
         self._idle_in_evaluation: dict[int, int] = {}
@@ -95,7 +100,6 @@ class Answers:
 
     def forget(self) -> None:
         """Forget all modules."""
-        self.watched.forget()
         self.unwatched.clear()
         self.current = CurrentForward()
 
@@ -107,7 +111,7 @@ class Answers:
         name = self.watched.names[id(module)]
         if module.name != name:
             other, module.__dict__["name"] = module.name, name
-            self._told.renamed(name, str(other))
+            self._say_renamed(name, str(other))
         kind = self._classify(module)
         self.current.kind = kind
         self.current.module = module
@@ -131,6 +135,17 @@ class Answers:
         if kind is ForwardKind.EVALUATION:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
         return bool(self._own_is_debug_iter(module))
+
+    def _say_renamed(self, name: str, other: str) -> None:
+        if own_rank() == 0 and self._notices.first("renamed"):
+            logger.warning(
+                "The script has renamed a layer while the session is running: %s was named %r. The layer has the"
+                " session's name again, and no statistics were lost. To select layers by names of your own, assign them"
+                " before attach(). layer_names='upstream' uses the names of nvidia-dlfw-inspect's"
+                " infer_and_assign_layer_names.",
+                name,
+                other,
+            )
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
         """Instead of Transformer Engine's: that of modules that are not watched."""

@@ -21,7 +21,7 @@ class AttentionTap:
         classify: decides the kind of a forward.
         report: receives failures of the listener.
         running: what threads run.
-        listener: is told; None for nobody.
+        listener: receives the events; None for nobody.
 
     Attributes:
         names: id of a module of attention -> its name.
@@ -69,7 +69,7 @@ class AttentionTap:
             self._report("looking at the forward of", entered.layers[0], error)
 
     def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of fused attention that tells the listener of its products."""
+        """A function of fused attention that reports its products to the listener."""
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)

@@ -26,7 +26,7 @@ FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 
 
 class EventLog(logging.Handler):
-    """The handler of nvidia-dlfw-inspect's logger, in place of its own, whose every line waits for the disk.
+    """Replaces the handler of nvidia-dlfw-inspect's logger, whose every line waits for the disk.
 
     Lines wait in memory until :meth:`begin` says which ones this rank writes: the ranks may not be known before.
 

@@ -12,17 +12,21 @@ class ExecutionOrder:
     Attributes:
         forward: layer -> the place of its first forward among those of all layers.
         backward: layer -> the place of its first backward.
-        grown: whether layers have come since it was set to False.
     """
 
     def __init__(self) -> None:
         self.forward: dict[str, int] = {}
         self.backward: dict[str, int] = {}
-        self.grown = False
+        self._has_grown = False
 
     def __call__(self, event: GemmEvent) -> None:
         """Note a GEMM of training."""
         places = self.forward if event.gemm == "fprop" else self.backward
         if event.layer not in places and event.kind in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             places[event.layer] = len(places)
-            self.grown = True
+            self._has_grown = True
+
+    def take_grown(self) -> bool:
+        """Whether layers have come since the last call."""
+        grown, self._has_grown = self._has_grown, False
+        return grown

@@ -36,20 +36,23 @@ class ObservationFailures:
     Args:
         strict: raise the first failure as :class:`ObservationError` instead of reporting it.
         rank: named in the report.
+        leads: whether this rank speaks for all that reduce statistics together.
     """
 
-    def __init__(self, *, strict: bool, rank: int) -> None:
+    def __init__(self, *, strict: bool, rank: int, leads: Callable[[], bool] = lambda: True) -> None:
         self._strict = strict
         self._rank = rank
+        self._leads = leads
         self._count = 0
         self._lost = False
         self._lost_folder: Path | None = None
-        self._lost_by: OSError | None = None  # until it is said
+        self._lost_by: OSError | None = None  # until it is reported
         self._reported: set[tuple[object, ...]] = set()
-        self.on_report: Callable[[str], None] | None = None
-        """Called with the text of each failure that is reported."""
-        self.leads: Callable[[], bool] = lambda: True
-        """Whether this rank speaks for all that reduce statistics together."""
+        self._listener: Callable[[str], None] | None = None
+
+    def listen(self, listener: Callable[[str], None] | None) -> None:
+        """Have a function called with the text of each failure that is reported, or none any more."""
+        self._listener = listener
 
     def report(self, doing: str, of: str, error: BaseException) -> None:
         """Note a failure.
@@ -64,7 +67,7 @@ class ObservationFailures:
             ObservationError: with ``strict=True``.
             RuntimeError: with ``strict=True``, the exception itself if the GPU is lost.
 
-        A lost GPU is no failure of observation: it is said once, and the next operation of training raises it.
+        A lost GPU is no failure of observation. It is reported once, and the next operation of training raises it.
         """
         where = f"{doing} {of}"
         if self._lost_folder is not None and _is_below(self._lost_folder, error):
@@ -89,8 +92,8 @@ class ObservationFailures:
                 logger.warning("%s cannot be observed: %s. Training goes on without it.", where, text)
             return
         self._count += 1
-        if not known and self.on_report is not None:
-            self.on_report(f"{where}: {_text(error)}")
+        if not known and self._listener is not None:
+            self._listener(f"{where}: {_text(error)}")
         if isinstance(error, (RanksLostError, RanksDifferError)):
             if not known:
                 self._say_apart(where, error)
@@ -133,7 +136,7 @@ class ObservationFailures:
     def _say_apart(self, where: str, error: BaseException) -> None:
         """Say that the ranks are apart: on the first of them, which goes on writing."""
         text = str(error).removesuffix(".")
-        if self.leads():
+        if self._leads():
             logger.error(
                 "%s: the ranks exchange no statistics any more. %s. Training goes on. Until the ranks have met again,"
                 " rank %d alone writes its own numbers, which are marked as such. If a rank has ended, its output says"

@@ -18,23 +18,24 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.errors import SessionError
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.coverage.gemm_events import Listener
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
+from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.answers import Answers, ToldOfForwards
-from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.running import Running
-from te_precision_callbacks.instrumentation.seams import Seams, require
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
@@ -47,9 +48,12 @@ class ForwardHooks:
         classify: decides the kind of a forward.
         failures: receives failures in observation.
         audit: receives the precision that each GEMM operand really had.
-        told: is told of what forwards show.
+        told: receives what forwards show.
+        engine: measures what features note.
+        notices: the messages that the run has logged once.
 
     Attributes:
+        answers: what modules answer in each forward.
         order: in which order layers run.
         products: the matrix products of the model's first step.
     """
@@ -60,14 +64,16 @@ class ForwardHooks:
         failures: ObservationFailures,
         audit: PrecisionAudit,
         told: ToldOfForwards,
+        engine: StatisticsEngine,
+        notices: Notices,
     ) -> None:
         self._classify = classify
         self._failures = failures
         self._audit = audit
-        self._answers = Answers(classify, failures, audit, told)
-        self._watched = self._answers.watched
+        self.answers = Answers(classify, failures, audit, told, notices)
+        self._watched = self.answers.watched
         self._regions = AutocastRegions()
-        self._fused_observation = FusedObservation(failures.report)
+        self._fused_observation = FusedObservation(engine, failures.report)
         self.order = ExecutionOrder()
         running = Running()
         self.products = ModelProducts(failures.report, lambda: classify.paused, running.in_layer)
@@ -79,21 +85,7 @@ class ForwardHooks:
             silent=self.products.note_silent,
             attention=self.products,
         )
-        self._seams = Seams()
-
-    @property
-    def unwatched(self) -> weakref.WeakSet[torch.nn.Module]:
-        """The modules that are not watched, and ran a forward with gradients in training."""
-        return self._answers.unwatched
-
-    @property
-    def delayed_scaling(self) -> DelayedScalingLayers:
-        """The layers that have run delayed scaling without a scale."""
-        return self._answers.notes.delayed_scaling
-
-    def forget_forwards(self) -> None:
-        """Count the forwards of each module anew."""
-        self._answers.forget_forwards()
+        self._seams = Replaced()
 
     def watch(
         self,
@@ -111,7 +103,7 @@ class ForwardHooks:
             fused: the ids of modules that are observed on their fused path.
         """
         self._release()
-        self._answers.forget_modules()
+        self.answers.forget_modules()
         self._watched.watch(modules, refused, fused)
         self._tap.watch(self._watched.layers, operations)
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
@@ -129,7 +121,7 @@ class ForwardHooks:
 
     def begin(self, iteration: int) -> None:
         """Arm the modules on which a feature may act in an iteration; the others rest."""
-        self._answers.forget_forwards()
+        self.answers.forget_forwards()
         other_regions = self._regions.end_step()
         self._watched.begin(iteration, all_at_once=other_regions)
         self._classify.was_paused = False
@@ -163,7 +155,7 @@ class ForwardHooks:
         if id(module) not in self._watched.fused or kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return False
         iteration = TEDebugState.get_iteration()
-        notes, current = self._answers.notes, self._answers.current
+        notes, current = self.answers.notes, self.answers.current
         notes.note_plan(
             module,
             (),
@@ -212,16 +204,16 @@ class ForwardHooks:
         from te_precision_callbacks.instrumentation.quantizer import OVERRIDDEN, quantizer_of
 
         require(debug_quantization.DebugQuantizer, *OVERRIDDEN)
-        self._seams.replace(module_class, "is_debug_iter", self._answers.make_is_debug_iter(module_class.is_debug_iter))
+        self._seams.replace(module_class, "is_debug_iter", self.answers.make_is_debug_iter(module_class.is_debug_iter))
         self._seams.replace(
             module_class,
             "no_debug_features_active",
-            self._answers.make_no_debug_features_active(module_class.no_debug_features_active),
+            self.answers.make_no_debug_features_active(module_class.no_debug_features_active),
         )
         manager = quantization.FP8GlobalStateManager
         self._seams.replace(manager, "autocast_enter", staticmethod(self._regions.around(manager.autocast_enter)))
         self._install_for_refusals()
-        quantizer = quantizer_of(self._answers.current, self._failures)
+        quantizer = quantizer_of(self.answers.current, self._failures)
         self._seams.replace(debug_quantization, "DebugQuantizer", quantizer)
         for name in ("layernorm_linear", "layernorm_mlp", "linear", "grouped_linear"):
             module = sys.modules.get(f"transformer_engine.pytorch.module.{name}")
@@ -238,9 +230,7 @@ class ForwardHooks:
             self._seams.replace(module, "TEDebugState", _NotDebugging)
         for module_class in (te.Linear, te.LayerNormLinear, te.LayerNormMLP):
             require(module_class, "onnx_forward")
-            self._seams.replace(
-                module_class, "onnx_forward", self._answers.make_onnx_forward(module_class.onnx_forward)
-            )
+            self._seams.replace(module_class, "onnx_forward", self.answers.make_onnx_forward(module_class.onnx_forward))
         if hasattr(torch.cuda.CUDAGraph, "capture_begin"):  # the reference backend has no graphs
             self._seams.replace(torch.cuda.CUDAGraph, "capture_begin", self._make_capture_begin(torch.cuda.CUDAGraph))
 
@@ -259,12 +249,26 @@ class ForwardHooks:
         """Restore Transformer Engine's own methods."""
         self._release()
         self._seams.put_back()
-        self._answers.forget()
+        self.answers.forget()
 
     def _release(self) -> None:
         self._watched.release()
         self.products.close()
         self._tap.listen()
+
+
+def require(owner: Any, *names: str) -> None:
+    """Raise an error if an object lacks an attribute on which the session relies.
+
+    Raises:
+        SessionError: it does.
+    """
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise SessionError(
+            f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, on which the session relies."
+            " Install Transformer Engine 2.20, or a te-precision-callbacks made for your version."
+        )
 
 
 class _NotDebugging:

@@ -62,7 +62,7 @@ class ForwardNotes:
                 )
                 return
         except Exception as error:
-            self._failures.report("telling the precision of", str(module.name), error)
+            self._failures.report("reading the precision of", str(module.name), error)
         without_effect = [quantizer for quantizer in quantizers if quantizer.is_left_out()]
         if without_effect:
             self._report_left_out(module, without_effect)

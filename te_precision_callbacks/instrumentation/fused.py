@@ -12,10 +12,8 @@ GEMM. :data:`HIGH_PRECISION_ON_FUSED_PATH` is the list of those that do exist. R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe, class_names
@@ -26,11 +24,16 @@ from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import LayerPlan, Plan
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.gemm_events import GemmEvent
+from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.table import OF_SCALES
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.features.base import Watcher
 
 _ALL = frozenset(TENSORS)
 HIGH_PRECISION_ON_FUSED_PATH: Mapping[str, tuple[frozenset[str], ...]] = {
@@ -65,12 +68,15 @@ class NotFused(NamedTuple):
         return f"{self.layer}: {self.reason}" if self.layer else self.reason
 
 
-def why_not_fused(named: NamedModule, planned: Mapping[str, LayerPlan]) -> NotFused | None:
+def why_not_fused(
+    named: NamedModule, planned: Mapping[str, LayerPlan], only_looks: Callable[[str], bool]
+) -> NotFused | None:
     """Why a module cannot be observed on its fused path by the features of its layers; None if it can.
 
     Args:
         named: the module.
         planned: layer -> its features, for the layers that have any.
+        only_looks: whether a feature is one of this project's that look at tensors.
     """
     module: Any = named.module
     if getattr(module, "sequence_parallel", False) and getattr(module, "tp_size", 1) > 1:
@@ -90,7 +96,7 @@ def why_not_fused(named: NamedModule, planned: Mapping[str, LayerPlan]) -> NotFu
         has = parts[min(number, len(parts) - 1)]
         for name, options in entry.features.get(NAMESPACE, {}).items():
             if options.get("enabled", False):
-                reason = _why_not(name, options, has, module)
+                reason = _why_not(name, options, has, module, only_looks)
                 if reason:
                     return NotFused(reason, layer.name)
     return None
@@ -100,9 +106,9 @@ def _parts(module: Any) -> tuple[frozenset[str], ...] | None:
     return next((parts for name in class_names(module) if (parts := HIGH_PRECISION_ON_FUSED_PATH.get(name))), None)
 
 
-def _why_not(name: str, options: Any, has: frozenset[str], module: Any) -> str:
+def _why_not(name: str, options: Any, has: frozenset[str], module: Any, only_looks: Callable[[str], bool]) -> str:
     schema = options.schema if isinstance(options, ReadOptions) else None
-    if schema is None:
+    if schema is None or (isinstance(schema, ObservingFeature) and not only_looks(name)):
         return f"Transformer Engine calls {name}, a feature of your own, on its debug path only"
     if not isinstance(schema, ObservingFeature):
         return f"{name} changes precision, which Transformer Engine does on its debug path only"
@@ -129,8 +135,19 @@ def _needs_high_precision(request: Request) -> bool:
     return request.recipe != OWN_RECIPE or request.statistic.of not in OF_SCALES
 
 
-def choose(observe: Observe, modules: Sequence[NamedModule], plan: Plan) -> tuple[frozenset[int], dict[str, NotFused]]:
+def choose(
+    observe: Observe,
+    modules: Sequence[NamedModule],
+    plan: Plan,
+    only_looks: Callable[[str], bool] = lambda name: True,
+) -> tuple[frozenset[int], dict[str, NotFused]]:
     """The ids of the modules that are observed on their fused path, and of the others with features: name -> why not.
+
+    Args:
+        observe: the option.
+        modules: the modules.
+        plan: the features of their layers.
+        only_looks: whether a feature is one of this project's that look at tensors.
 
     Raises:
         ConfigError: with ``"fused"``, if a module with features cannot be observed so.
@@ -139,7 +156,7 @@ def choose(observe: Observe, modules: Sequence[NamedModule], plan: Plan) -> tupl
         return frozenset(), {}
     planned = {entry.layer.name: entry for entry in plan.layers}
     watched = [named for named in modules if any(layer.name in planned for layer in named.layers)]
-    why = [(named, why_not_fused(named, planned)) for named in watched]
+    why = [(named, why_not_fused(named, planned, only_looks)) for named in watched]
     refused = {named.name: reason for named, reason in why if reason is not None}
     if observe == "fused" and refused:
         name, reason = next(iter(refused.items()))
@@ -172,45 +189,47 @@ def paths_in_words(fused: int, not_fused: Mapping[str, NotFused]) -> str:
 
 
 class _Due(NamedTuple):
-    """What is looked at in an iteration; layers with the same options share it.
+    """What is looked at in an iteration. Layers with the same options share it.
 
     Attributes:
-        observers: tensor -> the features that look at it.
+        watchers: tensor -> the features that look at it.
         upcoming: the next iteration in which one of the features is to be asked again; None: never.
     """
 
-    observers: Mapping[str, tuple[Any, ...]]
+    watchers: Mapping[str, Sequence[Watcher]]
     upcoming: int | None
 
 
-_Observers = tuple[tuple[str, tuple[Any, ...]], ...]
+_Watchers = tuple[tuple[str, tuple["Watcher", ...]], ...]
 """The tensors of a layer that features may look at, each with these features."""
 
 
 class FusedObservation:
-    """A listener of the tap that calls the features of layers on their fused path.
+    """A listener of the tap that shows tensors to the features of layers on their fused path.
 
-    Which features a layer has is found once, and what they look at is asked once an iteration for all layers with the
-    same options: the features that only look answer for every layer alike.
+    The features of a layer are found once. They are asked once an iteration for all layers with the same options, since
+    they answer for every layer alike.
 
     Args:
+        engine: measures what the features note.
         report: receives failures.
     """
 
-    def __init__(self, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
+        self._engine = engine
         self._report = report
         self._api: Any = None
         self._iteration = -1
         self._modules: dict[str, Any] = {}
-        self._observers: dict[str, _Observers] = {}
-        self._shared: dict[tuple[object, ...], _Observers] = {}
+        self._watchers: dict[str, _Watchers] = {}
+        self._shared: dict[tuple[object, ...], _Watchers] = {}
         self._answers: dict[int, _Due] = {}
-        self._due: dict[str, tuple[int, _Due]] = {}
+        self._due: dict[str, _Due] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        """Set the modules, of which some are observed on their fused path."""
+        """Set the modules that are observed on their fused path."""
         self._modules = {layer.name: named.module for named in modules for layer in named.layers}
-        for found in (self._observers, self._shared, self._answers, self._due):
+        for found in (self._watchers, self._shared, self._answers, self._due):
             found.clear()
 
     def ask(self, layers: Sequence[str], iteration: int) -> int | None:
@@ -225,97 +244,77 @@ class FusedObservation:
         if iteration != self._iteration:
             self._iteration = iteration
             self._answers.clear()
-        upcoming: list[int] = []
         for layer in layers:
-            found = self._answer(layer, iteration)
-            self._due[layer] = iteration, found
-            upcoming += [] if found.upcoming is None else [found.upcoming]
-        return min(upcoming, default=None)
+            self._due[layer] = self._answer(layer, iteration)
+        return min((due.upcoming for layer in layers if (due := self._due[layer]).upcoming is not None), default=None)
 
     def _answer(self, layer: str, iteration: int) -> _Due:
-        observers = self._observers.get(layer)
-        if observers is None:
+        watchers = self._watchers.get(layer)
+        if watchers is None:
             try:
-                found = tuple((tensor, self._api.observers(layer, tensor)) for tensor in TENSORS)
+                found = tuple((tensor, self._api.watchers(layer, tensor)) for tensor in TENSORS)
             except Exception as error:
                 self._report("finding what to observe of", layer, error)
                 return _Due({}, None)
-            key = tuple((tensor, *(observer.key for observer in of_tensor)) for tensor, of_tensor in found)
-            observers = self._observers[layer] = self._shared.setdefault(key, found)
-        answer = self._answers.get(id(observers))
+            key = tuple((tensor, *((one.name, id(one.options)) for one in of_tensor)) for tensor, of_tensor in found)
+            watchers = self._watchers[layer] = self._shared.setdefault(key, found)
+        answer = self._answers.get(id(watchers))
         if answer is None:
-            answer = self._answers[id(observers)] = self._asked(observers, layer, iteration)
+            answer = self._answers[id(watchers)] = _asked(watchers, iteration)
         return answer
-
-    def _asked(self, observers: _Observers, layer: str, iteration: int) -> _Due:
-        looking: dict[str, tuple[Any, ...]] = {}
-        upcoming: list[int] = []
-        for tensor, of_tensor in observers:
-            wanted: list[Any] = []
-            for observer in of_tensor:
-                try:
-                    is_wanted, again = self._api.asked(observer, layer, tensor, iteration)
-                except Exception as error:
-                    self._report("asking what to observe of", f"{layer} {tensor}", error)
-                    is_wanted, again = False, iteration + 1
-                wanted += [observer] if is_wanted else []
-                upcoming += [] if again is None else [again]
-            if wanted:
-                looking[tensor] = tuple(wanted)
-        return _Due(looking, min(upcoming, default=None))
 
     def wants(self, layers: Sequence[str]) -> bool:
         """Whether anything is looked at in the iteration that was asked for last."""
-        return any(self._due[layer][1].observers for layer in layers if layer in self._due)
+        return any(self._due[layer].watchers for layer in layers)
 
     def looks_at_activation(self, layers: Sequence[str]) -> bool:
         """Whether the first layer's activation is looked at in the iteration that was asked for last."""
-        return "activation" in self._due[layers[0]][1].observers
+        return "activation" in self._due[layers[0]].watchers
 
     def __call__(self, event: GemmEvent) -> None:
-        """Call the features that look at a tensor of a GEMM."""
-        asked = self._due.get(event.layer)
-        if asked is None or not asked[1].observers or event.kind is not ForwardKind.OBSERVED:
+        """Show the tensors of a GEMM to the features that look at them."""
+        due = self._due.get(event.layer)
+        if due is None or not due.watchers or event.kind is not ForwardKind.OBSERVED:
             return
-        iteration, (observers, _) = asked
-        for tensor, given in _tensors(event, observers):
-            try:
-                if tensor == RESULT[event.gemm] and is_quantized(event.out):
-                    raise QuantizationError(
-                        "its GEMM writes it quantized (fp8_output, fp8_grad or FP8 attention), so it never exists in"
-                        " high precision"
-                    )
-                module = self._modules[event.layer]
-                arguments = {
-                    "tensor_name": tensor,
-                    "iteration": iteration,
-                    "tp_group": getattr(module, "tp_group", None),
-                    "tp_size": getattr(module, "tp_size", 1),
-                    **given,
-                }
-                self._api.show(observers[tensor], event.layer, tensor, arguments)
-            except Exception as error:
-                self._report("observing", f"{event.layer} {tensor}", error)
+        module = self._modules[event.layer]
+        group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
+        for tensor, high, given in _tensors(event):
+            for name, feature, options in due.watchers.get(tensor, ()):
+                try:
+                    if tensor == RESULT[event.gemm] and is_quantized(high):
+                        raise QuantizationError(
+                            "its GEMM writes it quantized (fp8_output, fp8_grad or FP8 attention), so it never exists"
+                            " in high precision"
+                        )
+                    quantizer = getattr(given, "_quantizer", None)
+                    watched = Watched(event.layer, tensor, self._iteration, high, given, given, quantizer, group)
+                    feature.look(options, watched)
+                    self._api.note_once(name, (event.layer, "inspect_tensor", tensor, None))
+                except Exception as error:
+                    self._report("observing", f"{event.layer} {tensor}", error)
         try:
-            self._api.measure()
+            self._engine.measure()
         except Exception as error:
             self._report("observing", f"{event.layer} {event.gemm}", error)
 
 
-def _tensors(event: GemmEvent, due: Container[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The tensors of a GEMM that are looked at: each operand in the first GEMM that reads it, and the result."""
+def _asked(watchers: _Watchers, iteration: int) -> _Due:
+    looking: dict[str, list[Watcher]] = {}
+    upcoming: list[int] = []
+    for tensor, of_tensor in watchers:
+        for watcher in of_tensor:
+            is_wanted, again = watcher.feature.due(watcher.options, iteration)
+            if is_wanted:
+                looking.setdefault(tensor, []).append(watcher)
+            upcoming += [] if again is None else [again]
+    return _Due(looking, min(upcoming, default=None))
+
+
+def _tensors(event: GemmEvent) -> Iterator[tuple[str, Any, Any]]:
+    """The tensors of a GEMM, in high precision and as they were handed over: each operand in the first GEMM that reads
+    it, and the result."""
     for operand in event.operands:
-        if operand.first and operand.tensor in due:
-            yield operand.tensor, _arguments(operand.high, operand.given)
-    result = RESULT[event.gemm]
-    if result in due and event.out is not None:
-        yield result, _arguments(event.out, None)
-
-
-def _arguments(high: torch.Tensor | None, given: Any) -> Mapping[str, Any]:
-    return {
-        "tensor": high,
-        "rowwise_quantized_tensor": given,
-        "columnwise_quantized_tensor": given,
-        "quantizer": getattr(given, "_quantizer", None),
-    }
+        if operand.first:
+            yield operand.tensor, operand.high, operand.given
+    if event.out is not None:
+        yield RESULT[event.gemm], event.out, None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.instrumentation.running import UNHEARD, Forward, Running
@@ -17,26 +17,20 @@ from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.layers.turns import Turns
 
 
-class TellSilent(Protocol):
-    """Tells of layers that have run without an event, and of what has run."""
-
-    def __call__(self, forward: Forward, what: str, *, backward: bool) -> None: ...
-
-
 class OperationsTap:
     """Knows the layer of a GEMM of ``te.ops``.
 
     Args:
         classify: decides the kind of a forward.
         running: what threads run.
-        tell_silent: is told of forwards and backwards without an event.
+        tell_silent: called with each forward that had no event, what has run, and whether it was the backward.
 
     Attributes:
         has_new: whether operations have been given, or run in another recipe, since the last iteration: in the other
             modules the session notices that by itself.
     """
 
-    def __init__(self, classify: Classify, running: Running, tell_silent: TellSilent) -> None:
+    def __init__(self, classify: Classify, running: Running, tell_silent: Callable[[Forward, str, bool], None]) -> None:
         self.has_new = False
         self._classify = classify
         self._running = running
@@ -92,7 +86,7 @@ class OperationsTap:
             before = forward.events
             result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
-                self._tell_silent(forward, type(operation).__name__, backward=False)
+                self._tell_silent(forward, type(operation).__name__, False)
             return result
 
         return fuser_forward
@@ -110,7 +104,7 @@ class OperationsTap:
             before = forward.events
             result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
-                self._tell_silent(forward, type(operation).__name__, backward=True)
+                self._tell_silent(forward, type(operation).__name__, True)
             return result
 
         return fuser_backward

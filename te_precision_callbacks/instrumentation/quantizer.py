@@ -1,7 +1,7 @@
 """Transformer Engine's DebugQuantizer, with the kind of the forward that it was built in.
 
-Each forward in debug mode builds one for each tensor. :func:`quantizer_of` makes the class of a run, which stands in
-the place of Transformer Engine's. Read from Transformer Engine 2.20.2, ``debug/pytorch/debug_quantization.py``. Only
+Each forward in debug mode builds one for each tensor. :func:`quantizer_of` makes the class of a run, which
+replaces Transformer Engine's. Read from Transformer Engine 2.20.2, ``debug/pytorch/debug_quantization.py``. Only
 for use once Transformer Engine is loaded.
 """
 
@@ -16,8 +16,8 @@ from transformer_engine.debug.pytorch import debug_quantization
 
 from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.coverage.precision_audit import backward_override
-from te_precision_callbacks.instrumentation.current_forward import CurrentForward
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.running import CurrentForward
 from te_precision_callbacks.layers.forwards import ForwardKind, outside_of_dynamo
 
 OVERRIDDEN = (
@@ -31,7 +31,7 @@ OVERRIDDEN = (
     "process_gemm_output",
     "quantize",
 )
-"""The methods of Transformer Engine's class that these classes stand on."""
+"""The methods of Transformer Engine's class that these classes need."""
 
 _FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 

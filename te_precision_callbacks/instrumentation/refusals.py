@@ -78,14 +78,6 @@ class DebugRefusal:
         return f"{self.what}: {self.why}"
 
 
-def _delays_wgrad(module: Any) -> bool:
-    return module.wgrad_store is not None and bool(module.wgrad_store.delay_wgrad_compute())
-
-
-def _has_single_grouped_parameters(module: Any) -> bool:
-    return bool(getattr(module, "single_grouped_weight", False) or getattr(module, "single_grouped_bias", False))
-
-
 def _has_quantized_weights(module: torch.nn.Module) -> bool:
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 
@@ -117,10 +109,6 @@ def _is_as_without_features(quantizer: Any) -> bool:
     return quantizer.parent_quantizer is None or plans == {STANDARD_QUANTIZE}
 
 
-def _quantizes_output(forward: DebugForward) -> bool:
-    return any(quantizer.output_tensor and quantizer.parent_quantizer is not None for quantizer in forward.quantizers)
-
-
 def _mixes_quantized_input(forward: DebugForward) -> bool:
     if not forward.has_quantized_input:
         return False
@@ -149,18 +137,10 @@ def has_quantized_input(module: Any, tensor: Any) -> bool:
     return isinstance(module, Linear) and isinstance(tensor, QuantizedTensorStorage)
 
 
-def _calibrates(forward: DebugForward) -> bool:
-    return bool(forward.module.fp8_calibration and not forward.module.fp8)
-
-
 def _offloads(forward: DebugForward) -> bool:
     from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
 
     return bool(is_cpu_offload_enabled())
-
-
-def _is_captured(forward: DebugForward) -> bool:
-    return is_captured()
 
 
 def is_captured() -> bool:
@@ -178,7 +158,7 @@ CUDA_GRAPH = DebugRefusal(
     "a replay runs no Python, so no feature is called, and updating a cached weight raises in debug mode",
     "debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_",
     "CUDA Graphs are not supported with debug=True!",
-    of_forward=_is_captured,
+    of_forward=lambda forward: is_captured(),
     lasts=True,
 )
 ONNX_EXPORT = DebugRefusal(
@@ -193,14 +173,16 @@ REFUSALS = (
         "the wgrad GEMM runs after the backward, which raises in debug mode",
         "pytorch.module.base:TransformerEngineBaseModule.is_debug_iter",
         "Delayed wgrad compute is not supported in debug mode.",
-        of_module=_delays_wgrad,
+        of_module=lambda module: module.wgrad_store is not None and module.wgrad_store.delay_wgrad_compute(),
     ),
     DebugRefusal(
         "single_grouped_weight or single_grouped_bias",
         "the debug path takes each GEMM's own parameters, and raises if they are one tensor",
         "pytorch.module.grouped_linear:GroupedLinear.forward",
         "TE debug features do not support single grouped parameters.",
-        of_module=_has_single_grouped_parameters,
+        of_module=lambda module: any(
+            getattr(module, name, False) for name in ("single_grouped_weight", "single_grouped_bias")
+        ),
     ),
     CUDA_GRAPH,
     DebugRefusal(
@@ -218,7 +200,9 @@ REFUSALS = (
         " FP8 ask for one too",
         "debug.pytorch.debug_quantization:DebugQuantizer.process_gemm_output",
         "Quantized output is not supported for debug=True.",
-        of_forward=_quantizes_output,
+        of_forward=lambda forward: any(
+            quantizer.output_tensor and quantizer.parent_quantizer is not None for quantizer in forward.quantizers
+        ),
     ),
     DebugRefusal(
         "quantized input",
@@ -235,7 +219,7 @@ REFUSALS = (
         "calibration raises in debug mode",
         "debug.pytorch.debug_quantization:DebugQuantizer.calibrate",
         "Calibration with debug is not supported",
-        of_forward=_calibrates,
+        of_forward=lambda forward: forward.module.fp8_calibration and not forward.module.fp8,
     ),
     DebugRefusal(
         "get_cpu_offload_context",

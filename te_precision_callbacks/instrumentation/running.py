@@ -21,7 +21,7 @@ class Forward:
         kind: the kind of the forward.
         recipe: its recipe.
         is_heard: whether its GEMMs have events: those of an operation that several layers are fused in have none, since
-            nothing tells which layer's GEMM one is.
+            nobody knows which layer a GEMM belongs to.
         events: how many events there have been.
         half: the layer of a LayerNormMLP whose GEMM ran last; -1 at the begin of a forward, 2 at that of a backward.
         high: (number of the layer, tensor) -> the tensor before its quantization, of the forward or backward that runs;
@@ -42,12 +42,6 @@ class Forward:
         self._halves = halves
         self.half = 0
         self._read: set[tuple[int, str]] = set()
-
-    def begin_forward(self) -> None:
-        self.half = -1
-
-    def begin_backward(self) -> None:
-        self.half = 2
 
     def operand(self, number: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
         """An operand of a GEMM of one of the layers."""
@@ -86,8 +80,8 @@ class _Here(threading.local):
         entered: the forward of a module that is being run; None outside of them.
         running: the forward or backward of an autograd Function that runs; None outside of them.
         inside: whether a GEMM runs, which may call another one.
-        kind: the kind of the forward of operations that is being run. They run in an autograd Function, where nothing
-            tells training from evaluation any more.
+        kind: the kind of the forward of operations that is being run. They run in an autograd Function, where
+            training and evaluation look the same.
     """
 
     entered: Forward | None = None
@@ -131,3 +125,21 @@ class Running:
                 return function(*arguments, **keywords)
         finally:
             here.running = before
+
+
+class CurrentForward(threading.local):
+    """The forward of an armed module that was asked last in this thread.
+
+    Attributes:
+        kind: its kind.
+        module: its module.
+        input_needs_gradient: whether its backward is going to run dgrad, judged by its input.
+        has_quantized_input: whether its input is quantized already.
+        dgrad: the quantizer of the dgrad that was built last, until it is paired with another one.
+    """
+
+    kind: ForwardKind
+    module: Any
+    input_needs_gradient: bool = True
+    has_quantized_input: bool = False
+    dgrad: Any = None

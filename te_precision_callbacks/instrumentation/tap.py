@@ -21,8 +21,8 @@ over all micro-batches so far. The product itself exists nowhere, and a differen
 feature is about to look at the product, the same GEMM runs once before, into a separate tensor of the type of
 ``main_grad``, without any effect on training.
 
-How many rows an expert has stands on the device where a GEMM is that of grouped tensors. It is read on the host only in
-steps in which something looks at the GEMM.
+If a GEMM takes grouped tensors, the number of rows of each expert is on the device. The host reads it only in steps in
+which something looks at the GEMM.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, class_names
 from te_precision_callbacks.coverage.gemm_events import (
     OUTSIDE,
@@ -62,7 +63,6 @@ from te_precision_callbacks.instrumentation.handed import (
 )
 from te_precision_callbacks.instrumentation.operations_tap import OperationsTap
 from te_precision_callbacks.instrumentation.running import OF_NO_LAYER, UNHEARD, Forward, Running
-from te_precision_callbacks.instrumentation.seams import YieldingSeams
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedOperation
 
@@ -79,8 +79,8 @@ class GemmTap:
         enter: called in each forward of a module of which there are events, behind its preparation, with the module and
             the kind of the forward; returns whether listeners want the tensors before their quantization.
         silent: called with layers, what has run, and whether it was the backward, behind a forward or backward of
-            training that has GEMMs and of which there was no event, as where they are in a kernel of their own.
-        attention: is told of attention.
+            training that has GEMMs and had no event, for example because a separate kernel runs them.
+        attention: receives the events of attention.
 
     Attributes:
         operations: the operations of ``te.ops``.
@@ -107,7 +107,7 @@ class GemmTap:
         self._layers: Mapping[int, Sequence[str]] = {}
         self._heard: Mapping[int, Any] = {}
         self._callers = Callers()
-        self._seams = YieldingSeams()
+        self._seams = Replaced(yields=True)
         self._said_captured = False
 
     @property
@@ -167,9 +167,11 @@ class GemmTap:
 
         self._running.forget()
         around_functions = {
-            "general_gemm": self._around_gemm,
-            "general_grouped_gemm": self._around_grouped,
-            "general_grouped_gemm_for_grouped_tensor": self._around_grouped_tensors,
+            "general_gemm": lambda found: self._around(_with_own_wgrad(found), GEMM, of_one),
+            "general_grouped_gemm": lambda found: self._around(found, GROUPED_GEMM, of_experts, grouped=True),
+            "general_grouped_gemm_for_grouped_tensor": lambda found: self._around(
+                found, GROUPED_TENSOR_GEMM, of_grouped_tensors, grouped=True
+            ),
         }
         wrapped: dict[int, Any] = {}
         around_attention = {"fused_attn_fwd": self._attention.around, "fused_attn_bwd": self._attention.around}
@@ -251,7 +253,7 @@ class GemmTap:
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
             entered = self._running.here.entered or UNHEARD
-            entered.begin_forward()
+            entered.half = -1
             if ctx is not None:
                 ctx.te_precision_forward = entered
             if high is None:
@@ -264,7 +266,7 @@ class GemmTap:
             finally:
                 entered.high = None if entered.high is None else {}
             if entered.events == before:
-                self._tell_silent(entered, upstream.__qualname__.partition(".")[0].lstrip("_"), backward=False)
+                self._tell_silent(entered, upstream.__qualname__.partition(".")[0].lstrip("_"), False)
             return result
 
         return forward
@@ -273,7 +275,7 @@ class GemmTap:
         @functools.wraps(upstream)
         def backward(ctx: Any, *arguments: Any) -> Any:
             entered = getattr(ctx, "te_precision_forward", UNHEARD)
-            entered.begin_backward()
+            entered.half = 2
             if entered.high is None:
                 return self._running.call(entered, upstream, ctx, *arguments)
             entered.high = self._sources(entered, lambda: gradients(ctx, arguments[0], len(entered.layers)))
@@ -305,44 +307,21 @@ class GemmTap:
 
         return put
 
-    def _tell_silent(self, forward: Forward, what: str, *, backward: bool) -> None:
-        """Tell of layers that have run without an event."""
+    def _tell_silent(self, forward: Forward, what: str, backward: bool) -> None:
+        """Report layers that have run without an event."""
         if self._silent is None or not forward.layers or forward.kind is not ForwardKind.OBSERVED:
             return
         try:
-            self._silent(forward.layers, f"the GEMMs of {what}, which runs them in a kernel of its own", backward)
+            self._silent(forward.layers, f"the GEMMs of {what}, which runs them in a separate kernel", backward)
         except Exception as error:
             self._report("noting what is not seen of", forward.layers[0], error)
 
     # ------------------------------------------------------------------ the GEMMs
 
-    def _around_gemm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        return self._around(self._with_own_wgrad(upstream), GEMM, of_one)
-
-    @staticmethod
-    def _with_own_wgrad(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """``general_gemm``, beside which a quantizer that needs it gets the wgrad of a micro-batch alone."""
-
-        @functools.wraps(upstream)
-        def general_gemm(*operands: Any, **keywords: Any) -> Any:
-            take = getattr(keywords.get("quantization_params"), "take_own_wgrad", None)
-            if take is not None and keywords.get("accumulate"):
-                alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
-                take(lambda: upstream(*operands, **{**keywords, **alone})[0])
-            return upstream(*operands, **keywords)
-
-        return general_gemm
-
-    def _around_grouped(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        return self._around(upstream, GROUPED_GEMM, of_experts, grouped=True)
-
-    def _around_grouped_tensors(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        return self._around(upstream, GROUPED_TENSOR_GEMM, of_grouped_tensors, grouped=True)
-
     def _around(
         self, upstream: Callable[..., Any], names: Sequence[str], gemms: Gemms, *, grouped: bool = False
     ) -> Callable[..., Any]:
-        """A function of GEMMs that tells the listeners of them.
+        """A function of GEMMs that reports them to the listeners.
 
         Args:
             upstream: the function.
@@ -376,8 +355,8 @@ class GemmTap:
         if not self._said_captured:
             self._said_captured = True
             logger.warning(
-                "The GEMMs of %s and of other layers with grouped tensors are not observed in a CUDA graph: how many"
-                " rows each expert has is unknown while it is captured. Capture after the first step.",
+                "The GEMMs of %s and of other layers with grouped tensors are not observed in a CUDA graph: the number"
+                " of rows of each expert is unknown during the capture. Capture after the first step.",
                 OUTSIDE if forward is None else forward.layers[0],
             )
 
@@ -389,7 +368,7 @@ class GemmTap:
         *,
         grouped: bool,
     ) -> None:
-        """Tell the listeners of the GEMMs of a call: A, B and result of each."""
+        """Report the GEMMs of a call to the listeners: A, B and result of each."""
         try:
             layout = arguments["layout"]
             gemm = GEMM_OF_LAYOUT[layout]
@@ -418,3 +397,17 @@ class GemmTap:
         except Exception as error:
             of_layer = OUTSIDE if forward is None else forward.layers[0]
             self._report("looking at the GEMMs of", of_layer, error)
+
+
+def _with_own_wgrad(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``general_gemm``, which in addition gives a quantizer that needs it the wgrad of a micro-batch alone."""
+
+    @functools.wraps(upstream)
+    def general_gemm(*operands: Any, **keywords: Any) -> Any:
+        take = getattr(keywords.get("quantization_params"), "take_own_wgrad", None)
+        if take is not None and keywords.get("accumulate"):
+            alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
+            take(lambda: upstream(*operands, **{**keywords, **alone})[0])
+        return upstream(*operands, **keywords)
+
+    return general_gemm

@@ -175,7 +175,7 @@ class Snapshot:
 
 
 def _copied(namespace_data: Any) -> Any:
-    """A copy of a namespace's registry entry, with dictionaries and lists of its own."""
+    """A copy of a namespace's registry entry, with copied dictionaries and lists."""
     entry = copy.copy(namespace_data)
     entry.features = dict(entry.features)
     entry.feat_api_to_features = copy.deepcopy(entry.feat_api_to_features)
@@ -209,6 +209,9 @@ class Inspector:
         report: called for each failure, with what was done, with which subject, and the exception.
         lose_folder: called if nothing can be written to the folder.
         strict: refuse to start then.
+
+    Attributes:
+        events: upstream's log of events.
     """
 
     def __init__(
@@ -226,22 +229,25 @@ class Inspector:
         self._lose_folder = lose_folder
         self._strict = strict
         self._log_dir = log_dir
+        self.events = EventLog(log_dir)
         self._feature_dirs = feature_dirs
         self._features = features
         self._process_group = process_group
         self._snapshot: Snapshot | None = None
         self._manager: Any = None
         self._stray_calls: StrayCalls | None = None
-        self._events: EventLog | None = None
         self._last_iteration = 0
 
-    def start(self, observation: Observation, receive: ScalarReceiver, before_end: Callable[[], None]) -> None:
+    def start(
+        self, observation: Observation, receive: ScalarReceiver, before_end: Callable[[], None], *, reduce: bool
+    ) -> None:
         """Start upstream with every feature and no config yet.
 
         Args:
             observation: the observation of the run.
             receive: called with each scalar that a user's feature logs: name, and value (a number or a 0-d tensor).
             before_end: called before the script itself ends upstream.
+            reduce: whether statistics are reduced over ranks.
 
         Raises:
             SessionError: upstream is running already, started here or by the script; or with ``strict``, nothing can be
@@ -270,13 +276,13 @@ class Inspector:
         self._manager = manager
         self._stray_calls = StrayCalls(manager, before_end)
         manager._tensor_reduction_group = self._process_group
-        self._api.begin(observation)
+        self._api.begin(observation, reduce=reduce)
         # Modules that are built from now on must not conclude that debugging was started too late; modules that were
         # built before take part as well, since the state is an attribute of the class.
         TEDebugState.debug_enabled = True
 
     def _make_folder(self) -> None:
-        """Make the log folder, where scripts may put files of their own. Where it cannot be made or written to, a
+        """Make the log folder, where scripts may also put files. Where it cannot be made or written to, a
         strict run does not start. Where the disk does not answer, what writes a file reports that it is lost."""
         folder = self._log_dir / EVENTS_FOLDER if self._strict else self._log_dir
 
@@ -300,12 +306,11 @@ class Inspector:
         import nvdlfw_inspect.logging as inspect_logging
 
         inspect_logging.LOGGER = inspect_logging.FileLogger(_PYTHON_LOGGERS[0], str(self._log_dir))
-        self._events = EventLog(self._log_dir)
         on_terminal = logging.StreamHandler()
         on_terminal.setLevel(logging.WARNING)
         on_terminal.setFormatter(logging.Formatter(f"NVDLFW INSPECT - {FORMAT}"))
         found = logging.getLogger(_PYTHON_LOGGERS[0])
-        for handler in (self._events, on_terminal):
+        for handler in (self.events, on_terminal):
             handler.handleError = self._report_log_failure  # type: ignore[method-assign]
             found.addHandler(handler)
         found.propagate = False
@@ -316,20 +321,11 @@ class Inspector:
         if error is not None:
             self._report("writing", _EVENTS, error)
 
-    def write_events(self, *, in_full: bool) -> None:
-        """Begin to write the log of events; see :meth:`EventLog.begin`."""
-        if self._events is not None:
-            self._events.begin(in_full=in_full)
-
     def report_events(self) -> None:
         """Report that the log of events could not be written, once."""
-        failure = None if self._events is None else self._events.take_failure()
+        failure = self.events.take_failure()
         if failure is not None:
             self._report("writing", _EVENTS, failure)
-
-    def hurry_events(self) -> list[Callable[[], bool]]:
-        """Have the log of events written at once; see :meth:`WriterThread.hurry`."""
-        return [] if self._events is None else [self._events.hurry()]
 
     def _initialize(self, debug_api: Any, receive: ScalarReceiver) -> None:
         """Start upstream."""
@@ -382,6 +378,14 @@ class Inspector:
         manager: Any = debug_api.DEBUG_MANAGER
         return manager._namespace_apis[registration.NAMESPACE]
 
+    def only_looks(self, name: str) -> bool:
+        """Whether a registered feature is one of this project's that look at tensors, as they do."""
+        from te_precision_callbacks.features.base import ScheduledFeature
+
+        feature: Any = self._api.namespace_features.get(name)
+        own = isinstance(feature, ScheduledFeature)
+        return own and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
+
     def that_change_precision(self, features: NamespacedFeatures) -> tuple[str, ...]:
         """The names of the features of a layer that can change what a GEMM gets."""
         from nvdlfw_inspect.registry import Registry
@@ -413,7 +417,7 @@ class Inspector:
             ConfigManager._load_config(dict(config), Registry.data)
         for data in Registry.data.values():
             data.api._api_cache.clear()
-        self._api.schedules = self._api.schedules_of(section.get(self._api.name, {}) for section in sections)
+        self._api.plan(section.get(self._api.name, {}) for section in sections)
         self.log(f"Reading config from {source}.")
 
     def log(self, message: str) -> None:
@@ -455,18 +459,18 @@ class Inspector:
         type(self._manager).initialize_training_step(self._manager, value)  # see stray_calls.py
 
     def step(self) -> None:
-        """Count the iteration and log the gathered statistics; with collectives, unless ``reduce=False``."""
+        """Count the iteration, and let users' features log what they have gathered; with collectives, unless
+        ``reduce=False``."""
         type(self._manager).step(self._manager)  # see stray_calls.py
 
     @property
-    def has_news(self) -> bool:
-        """Whether statistics were gathered since the last step."""
-        return self._manager is not None and not self.ended and bool(self._api.observation.engine.has_news)
+    def runs(self) -> bool:
+        """Whether upstream was started, and has not ended."""
+        return self._manager is not None and not self.ended
 
-    def log_local_statistics(self) -> None:
-        """Log the gathered statistics of this rank, without a collective. Does nothing if upstream never started."""
-        if self._manager is not None and not self.ended:
-            self._api.log_local_statistics()
+    def log_local_buffers(self) -> None:
+        """Let users' features log what they have gathered on this rank, without a collective."""
+        self._api.log_local_buffers()
 
     def stop(self) -> None:
         """End upstream and put everything back. Does nothing if upstream was not started."""
@@ -489,7 +493,6 @@ class Inspector:
             self._snapshot = None
             with contextlib.suppress(ObservationError):  # with strict=True; the session has ended
                 self.report_events()
-            self._events = None
 
 
 def reset_schedule(module: torch.nn.Module) -> None:

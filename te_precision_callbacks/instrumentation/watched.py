@@ -71,14 +71,11 @@ class WatchedModules:
             self.leave_alone(self.modules[key])
 
     def release(self) -> None:
-        """Let all modules run as without a session."""
+        """Let all modules run as without a session, and watch none."""
         for module in self.modules.values():
             module.__dict__.pop("is_debug_iter", None)
         self.armed.clear()
         self._waiting.clear()
-
-    def forget(self) -> None:
-        """Watch no module any more, after :meth:`release`."""
         self.modules = {}
 
     def arm_all(self) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
@@ -29,13 +26,6 @@ from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity
 
 _MOST_KEPT, _LONGEST = 256, 1.0
 """The tensors, and the seconds, after which the trainer's numbers are copied to the host."""
-
-
-@dataclass
-class Verdict:
-    """What the judgement of a contract has found: empty if it holds; None if it was not judged."""
-
-    text: str | None = None
 
 
 class Chronicle:
@@ -143,10 +133,6 @@ class Chronicle:
             event = Event("nonfinite", str(error), iteration, "error", phase=phase, layer=error.path, data=data)
             self._sinks.tell(event)
 
-    def tell_failure(self, text: str, iteration: int) -> None:
-        """Tell that something could not be observed."""
-        self._sinks.tell(Event("observation_failed", text, iteration, "error"))
-
     def tell_dumps(self, written: Iterable[Header]) -> None:
         """Tell which tensors were dumped."""
         for header in written:
@@ -154,26 +140,11 @@ class Chronicle:
             event = Event("dump_written", text, header.iteration or 0, layer=header.layer, tensor=header.tensor)
             self._sinks.tell(event)
 
-    def tell_checkpoint(self, iteration: int) -> None:
-        """Tell that a checkpoint has taken the state."""
-        text = f"A checkpoint has taken the state before debug iteration {iteration}."
-        self._sinks.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint"))
-
-    @contextmanager
-    def judging(self, iteration: int) -> Iterator[Verdict]:
-        """Surrounds the judgement of a contract, and tells what it has found."""
-        verdict = Verdict()
-        try:
-            yield verdict
-        except PrecisionContractError as error:
-            verdict.text = str(error)
-            raise
-        finally:
-            if verdict.text is not None:
-                held = "The run holds its precision contract."
-                severity: Severity = "warning" if verdict.text else "info"
-                text = verdict.text or held
-                self._sinks.tell(Event("contract_judged", text, iteration, severity, phase="step"))
+    def tell_judgement(self, broken: str, iteration: int) -> None:
+        """Tell what the judgement of a contract has found; empty if the contract holds."""
+        severity: Severity = "warning" if broken else "info"
+        text = broken or "The run holds its precision contract."
+        self._sinks.tell(Event("contract_judged", text, iteration, severity, phase="step"))
 
     def _tell_of_resume(self, iteration: int) -> None:
         report = self._findings.resume

@@ -17,14 +17,12 @@ import torch
 from te_precision_callbacks.base.devices import current_stream, follow
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.coverage.parallel import Ranks
-from te_precision_callbacks.dumps.recording import Recorder
-from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks
 from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.session.observed_model import ObservedModel
+from te_precision_callbacks.session.named_layers import NamedLayers
 from te_precision_callbacks.session.results import Findings
 from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
@@ -69,15 +67,17 @@ class _Gathered:
     scalars: list[tuple[str, Any]] = field(default_factory=list)
     on_streams: dict[torch.cuda.Stream | None, list[torch.Tensor]] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
-    local: bool = False
 
 
 class Delivery:
     """Takes the measurements of a step, makes records of them, and hands the records to the sinks.
 
     Args:
-        inspector: the source of the numbers.
-        model: the model that the numbers belong to.
+        inspector: the source of users' numbers.
+        observation: has the engine, the source of the statistics.
+        ranks: those that reduce statistics together.
+        optimizer_steps: counts the optimizer steps of this rank.
+        layers: the layers that the numbers belong to.
         findings: get each step's numbers.
         sinks: get each step's records.
         failures: get failures.
@@ -85,28 +85,33 @@ class Delivery:
 
     Attributes:
         ending: the step whose records not all sinks have yet; None if there is none.
-        ranks: those that reduce statistics together.
+        last_logging_step: the logging step of the last step; None before the first one.
     """
 
     def __init__(
         self,
         inspector: Inspector,
-        model: ObservedModel,
+        observation: Observation,
+        ranks: Ranks,
+        optimizer_steps: OptimizerSteps,
+        layers: NamedLayers,
         findings: Findings,
         sinks: Sinks,
         failures: ObservationFailures,
         delayed_scaling: DelayedScalingLayers,
     ) -> None:
         self.ending: Ending | None = None
-        self.ranks: Ranks | None = None
         self._inspector = inspector
-        self._model = model
+        self._observation = observation
+        self._ranks = ranks
+        self._optimizer_steps = optimizer_steps
+        self._layers = layers
         self._findings = findings
         self._sinks = sinks
         self._failures = failures
         self._gathered = _Gathered()
         self._delayed_scaling = delayed_scaling
-        self._last_logging_step: int | None = None
+        self.last_logging_step: int | None = None
 
     # ------------------------------------------------------------------ during a step
 
@@ -122,13 +127,17 @@ class Delivery:
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it must be one number, not {what}"))
 
-    def take_statistics(self, measured: Measured) -> None:
-        """Take the measurements of the engine."""
+    def _receive(self, measured: Measured, iteration: int) -> None:
         if measured:
             self._gathered.measured.append(measured)
-            self._gathered.local |= measured.local
 
     # ------------------------------------------------------------------ at its end
+
+    def begin(self, ending: Ending) -> None:
+        """Begin to end a step, once the sinks have the records of one that was interrupted."""
+        if self.ending is not None:
+            self.hand_over(self.ending)
+        self.ending = ending
 
     def hand_over(self, ending: Ending) -> StepRecords | None:
         """Turn the received numbers into records for the sinks. This may be repeated after an interruption."""
@@ -141,26 +150,33 @@ class Delivery:
             if ending.records is not None:
                 self._sinks.write(ending.records)
         except Exception:  # with strict=True
-            self._last_logging_step, self.ending = ending.logging_step, None
+            self.last_logging_step, self.ending = ending.logging_step, None
             raise
-        self._last_logging_step, self.ending = ending.logging_step, None
+        self.last_logging_step, self.ending = ending.logging_step, None
         return ending.records
 
+    def take(self, ending: Ending) -> None:
+        """Take the statistics of a step, reduced over the ranks; all ranks must call this alike."""
+        steps = self._optimizer_steps()
+        self._observation.take(ending.iteration, self._receive, reduce=self._ranks.several, optimizer_steps=steps)
+
+    def take_own(self) -> None:
+        """Take what this rank has gathered since the last step, without a collective."""
+        if self._inspector.runs:
+            self._observation.take(self._inspector.iteration, self._receive, reduce=False)
+            self._inspector.log_local_buffers()
+
     def take_local(self, ending: Ending) -> None:
-        """Take this rank's statistics, unless those of the step were handed over already."""
+        """Take this rank's statistics, unless those of the step were taken already."""
         received = list(self._gathered.measured)
         try:
-            self._inspector.log_local_statistics()
+            self.take_own()
         except Exception as error:
             logger.error("The statistics gathered since the last step cannot be read, and are lost.", exc_info=error)
         if received and not self._inspector.ended:
             self._gathered.measured = received
         else:  # also what was taken when the script ended upstream
-            ending.local = self._reduces
-
-    @property
-    def _reduces(self) -> bool:
-        return self.ranks is not None and self.ranks.several
+            ending.local = self._ranks.several
 
     def read_local(self, ending: Ending, *, from_device: bool = True) -> None:
         """Read the records of a step without the other ranks, if there are none yet.
@@ -169,6 +185,7 @@ class Delivery:
             ending: the step.
             from_device: whether to read what is not on the host.
         """
+        self.ending = ending
         if not ending.is_read:
             if from_device:
                 self.take_local(ending)
@@ -183,8 +200,8 @@ class Delivery:
         """Do without what is not on the host."""
         scalars = self._gathered.scalars
         self._gathered.scalars = [(name, value) for name, value in scalars if is_on_host(value)]
-        ending.local = self._reduces and not self._gathered.measured
-        if self._inspector.has_news or len(self._gathered.scalars) < len(scalars):
+        ending.local = self._ranks.several and not self._gathered.measured
+        if (self._inspector.runs and self._observation.engine.has_news) or len(self._gathered.scalars) < len(scalars):
             logger.warning(
                 "The statistics of iteration %d are not written: they are on the GPU, which is not asked before a"
                 " signal ends the process.",
@@ -193,7 +210,7 @@ class Delivery:
 
     def forget_logging_step(self) -> None:
         """Count logging steps anew, since the debug iteration was set."""
-        self._last_logging_step = None
+        self.last_logging_step = None
 
     def hand_over_remainder(
         self, logging_step: int | None, guard: Uninterrupted, *, counts_from: int, from_device: bool = True
@@ -214,9 +231,9 @@ class Delivery:
                     self.hand_over(self.ending)
             iteration = self._inspector.iteration
             if logging_step is None:
-                last = self._last_logging_step
+                last = self.last_logging_step
                 logging_step = iteration + counts_from if last is None else last + 1
-            self.ending = ending = Ending(iteration, logging_step, is_remainder=True)
+            ending = Ending(iteration, logging_step, is_remainder=True)
             self.read_local(ending, from_device=from_device)
             with guard.interruptible():
                 self.hand_over(ending)
@@ -226,28 +243,22 @@ class Delivery:
             )
 
     @property
-    def last_logging_step(self) -> int | None:
-        """The logging step of the last step; None before the first one."""
-        return self._last_logging_step
-
-    @property
     def completed(self) -> int:
         """The first iteration that was not run to its end."""
         ending = self.ending
         return self._inspector.iteration if ending is None or ending.is_remainder else ending.iteration + 1
 
-    def _read(self, ending: Ending) -> StepRecords | None:
-        return self._records(ending) if self._gathered.scalars or self._gathered.measured else None
-
     @without_collections()
-    def _records(self, ending: Ending) -> StepRecords | None:
+    def _read(self, ending: Ending) -> StepRecords | None:
         scalars, measured = self._gathered.scalars, self._gathered.measured
+        if not scalars and not measured:
+            return None
         try:
             for stream, tensors in self._gathered.on_streams.items():
                 follow(stream, tensors)
             values = to_floats([value for _, value in scalars])
             table = self._findings.series
-            own = [table.intern(*parsed_log_name(name, self._model.layer_names)) for name, _ in scalars]
+            own = [table.intern(*parsed_log_name(name, self._layers.names)) for name, _ in scalars]
             series = np.concatenate([*(found.series for found in measured), np.array(own, dtype=np.int32)])
             numbers = np.concatenate([*(found.values for found in measured), np.array(values)])
             histograms = {number: counts for found in measured for number, counts in found.histograms.items()}
@@ -255,10 +266,10 @@ class Delivery:
             self._gathered = _Gathered()
             self._failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
-        ending.local |= self._gathered.local
+        ending.local |= any(found.local for found in measured)
         # Where ranks are apart the first one alone writes its numbers; each one those that are left at the end.
-        left_to_first = ending.local and not ending.is_remainder and self.ranks is not None and not self.ranks.leads
-        reduced = len(series) - len(own) if left_to_first or (self._reduces and not ending.local) else 0
+        left_to_first = ending.local and not ending.is_remainder and not self._ranks.leads
+        reduced = len(series) - len(own) if left_to_first or (self._ranks.several and not ending.local) else 0
         layers = {table[number].layer for number in series.tolist()}
         records = StepRecords(
             iteration=ending.iteration,
@@ -269,32 +280,11 @@ class Delivery:
             histograms=histograms,
             local=ending.local,
             own=[False] * reduced + [True] * (len(series) - reduced),
-            unscaled=self._delayed_scaling.unscaled(ending.iteration, self._model.modules, layers),
+            unscaled=self._delayed_scaling.unscaled(ending.iteration, self._layers.modules, layers),
             observe_seconds=time.perf_counter() - ending.begun,
         )
         self._findings.statistics.add(records)
         return records
-
-
-class SessionObservation(Observation):
-    """The statistics and the dumps of a session, which ends both itself."""
-
-    def __init__(self, engine: StatisticsEngine, recorder: Recorder, delivery: Delivery, *, reduce: bool) -> None:
-        super().__init__(engine, recorder, reduce=reduce)
-        self._delivery = delivery
-
-    def meet(self, group: torch.distributed.ProcessGroup | None) -> None:
-        """Nothing: the ranks have met when the model was attached."""
-
-    def deliver(self, measured: Measured, iteration: int) -> None:
-        """Take the measurements of the engine."""
-        self._delivery.take_statistics(measured)
-
-    def end_step(self) -> None:
-        """Nothing: the session goes on with the sinks, overflow detection and the dumps."""
-
-    def end(self) -> None:
-        """Nothing."""
 
 
 def is_number(value: object) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.util import Finalize
+from types import TracebackType
 from typing import Any
 
 from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.session.signals import Termination
-from te_precision_callbacks.session.uncaught import Uncaught
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,13 @@ class ProcessEnds:
         self._release = release
         # Runs also at the end of a spawned process, which calls no atexit function, and whose trainer calls no hook.
         self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
-        self.termination = Termination(self._stop_at_sigterm, flush, ends=at_sigterm)
+        self.termination = Termination(
+            lambda: self._stop_before_the_end(
+                Terminated("The process was ended by SIGTERM while the session was running.")
+            ),
+            flush,
+            ends=at_sigterm,
+        )
         self._uncaught = Uncaught(self._stop_before_the_end)
 
     def forget_exceptions(self) -> None:
@@ -58,9 +66,6 @@ class ProcessEnds:
         self._release()
         self._stop(SessionError("The process ended while the session was running."))
 
-    def _stop_at_sigterm(self) -> None:
-        self._stop_before_the_end(Terminated("The process was ended by SIGTERM while the session was running."))
-
     def _stop_before_the_end(self, error: BaseException) -> None:
         """Stop because an error ends the process; a failure here must not hide that error."""
         try:
@@ -71,3 +76,33 @@ class ProcessEnds:
                 type(error).__name__,
                 exc_info=failure,
             )
+
+
+class Uncaught:
+    """Calls a function before Python shows an exception that ends the process.
+
+    A function that runs at the exit of the process would log its messages below the traceback, which has been shown by
+    then. At an interactive prompt the process continues after an exception, and the function is not called.
+
+    Args:
+        before: called with the exception; it must not raise.
+    """
+
+    def __init__(self, before: Callable[[BaseException], None]) -> None:
+        self._before: Callable[[BaseException], None] | None = before
+        self._shown_by = sys.excepthook
+        sys.excepthook = self._show
+
+    def remove(self) -> None:
+        """Stop acting; a hook that other code has set around this one since then stays."""
+        if sys.excepthook == self._show:
+            sys.excepthook = self._shown_by
+        self._before = None
+
+    def _show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        prompted = bool(sys.flags.interactive) or hasattr(sys, "ps1")
+        try:
+            if self._before is not None and not prompted and threading.current_thread() is threading.main_thread():
+                self._before(error)
+        finally:
+            self._shown_by(kind, error, trace)

@@ -13,6 +13,7 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.instrumentation.answers import MOST_FORWARDS
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.session.loop import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class ForgottenSteps:
 
     Args:
         notices: the messages of the run that have been logged once.
-        front_door: gives what has started the session.
+        loop: the front door's facts about the training loop.
         is_of_model: whether an optimizer steps a parameter of the session's model.
         iteration: gives the debug iteration.
 
@@ -52,13 +53,13 @@ class ForgottenSteps:
     def __init__(
         self,
         notices: Notices,
-        front_door: Callable[[], str],
+        loop: Loop,
         is_of_model: Callable[[torch.optim.Optimizer], bool],
         iteration: Callable[[], int],
     ) -> None:
         self.has_stepped = False
         self._notices = notices
-        self._front_door = front_door
+        self._loop = loop
         self._is_of_model = is_of_model
         self._iteration = iteration
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -85,7 +86,7 @@ class ForgottenSteps:
         self._steps.clear()
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of an optimizer, whose steps are said at the tenth."""
+        """Count a step of an optimizer, and warn at the tenth."""
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if count == MOST_OPTIMIZER_STEPS:
             self._say(optimizer, count, "Ignore this warning if one debug iteration is to hold so many of them.")
@@ -97,14 +98,9 @@ class ForgottenSteps:
                 if count > 1:
                     self._say(optimizer, count, "")
 
-    def note_forwards(self, name: str, *, trainer_steps: bool) -> None:
-        """Note that a module has run :data:`MOST_FORWARDS` training forwards.
-
-        Args:
-            name: of the module.
-            trainer_steps: whether a trainer calls ``step()``.
-        """
-        if not trainer_steps and own_rank() == 0 and self._notices.first("forgotten"):
+    def note_forwards(self, name: str) -> None:
+        """Note that a module, which has this name, has run :data:`MOST_FORWARDS` training forwards."""
+        if not self._loop.trainer_steps and own_rank() == 0 and self._notices.first("forgotten"):
             logger.warning(
                 "%s has run %d forwards in training without a step(). A debug iteration lasts from step() to step(),"
                 " called after each step of the optimizer: without it every forward belongs to iteration %d, and no"
@@ -122,6 +118,6 @@ class ForgottenSteps:
                 type(optimizer).__name__,
                 count,
                 self._iteration(),
-                _REMEDIES.get(self._front_door(), _REMEDY),
+                _REMEDIES.get(self._loop.front_door, _REMEDY),
                 f" {ignored}" if ignored else "",
             )

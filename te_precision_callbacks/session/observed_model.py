@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
-from te_precision_callbacks.base.errors import ObservationError, SessionError
+from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.config.differences import FlatConfig, config_hash, flat_config
+from te_precision_callbacks.config.differences import FlatConfig, flat_config
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.idle import idle_in_words
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
@@ -25,26 +24,17 @@ from te_precision_callbacks.coverage.parallel import Ranks, placements
 from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
+from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.fused import NotFused, choose, paths_in_words
 from te_precision_callbacks.instrumentation.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.layers.naming import (
-    Layer,
-    Model,
-    ModuleTree,
-    NamedModule,
-    NamedOperation,
-    by_given_name,
-    different_at_one_path,
-    module_names,
-    named_operations,
-    named_roots,
-    named_te_modules,
-)
+from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.session.model_changes import ModelChanges
+from te_precision_callbacks.session.named_layers import NamedLayers
 from te_precision_callbacks.session.results import Findings
 from te_precision_callbacks.sinks.step_records import LayerInfo
 
@@ -58,10 +48,24 @@ _FOR_TRAINER = (
 """What makes a checkpoint of the Hugging Face Trainer compute again in low precision."""
 
 
-class ObservedModel:
-    """Names the Transformer Engine modules of a model, plans the config on their layers, and follows changes.
+class _Planned(NamedTuple):
+    """What the config does with the layers of this rank.
 
-    Half of its attributes are the parts of the run that the class works on.
+    Attributes:
+        plan: the features of each layer, without refused layers.
+        sections: the features of all sections.
+        fused: the ids of the modules that are observed on their fused path.
+        not_fused: the other modules with features -> why not.
+    """
+
+    plan: Plan
+    sections: list[NamespacedFeatures]
+    fused: frozenset[int]
+    not_fused: Mapping[str, NotFused]
+
+
+class ObservedModel:
+    """Plans the config on the layers of a model, has the modules watched, and follows changes of the model.
 
     Args:
         options: the session's options.
@@ -71,14 +75,11 @@ class ObservedModel:
         findings: get the facts about each layer.
         failures: get errors.
         notices: the messages that the run has logged once.
-        front_door: gives what has started the session.
+        front_door: what has started the session.
 
     Attributes:
-        modules: the Transformer Engine modules of this rank.
-        layer_names: the names of the layers of these modules.
+        layers: the layers and their names.
         attached: whether there is a model.
-        given_names: layer -> the name that the script gave to it and to no other layer.
-        config_hash: of the config with its registered features; empty before the attach.
         flat_config: the config with its registered features; empty before the attach.
         overrides: layer -> the features that can change the precision of its GEMMs, if it has any.
     """
@@ -92,13 +93,10 @@ class ObservedModel:
         findings: Findings,
         failures: ObservationFailures,
         notices: Notices,
-        front_door: Callable[[], str],
+        front_door: str,
     ) -> None:
-        self.modules: tuple[NamedModule, ...] = ()
-        self.layer_names: frozenset[str] = frozenset()
+        self.layers = NamedLayers(options)
         self.attached = False
-        self.given_names: dict[str, str] = {}
-        self.config_hash = ""
         self.flat_config: FlatConfig = {}
         self.overrides: Mapping[str, tuple[str, ...]] = {}
         self._options = options
@@ -110,20 +108,8 @@ class ObservedModel:
         self._notices = notices
         self._front_door = front_door
         self._refused = RefusedLayers(strict=options.strict)
-        self._by_number = False
-        self._operations: Sequence[NamedOperation] = ()
-        self._fused: frozenset[int] = frozenset()
-        self._not_fused: Mapping[str, NotFused] = {}
+        self._changes = ModelChanges(hooks.answers.unwatched)
         self._model: Model = ()
-        self._tree: ModuleTree | None = None
-        self._registrations: RemovableHandle | None = None
-        self._known_outside = 0
-        self._layers_of_all: tuple[Layer, ...] = ()
-
-    @property
-    def config_source(self) -> str:
-        """The source of the config, a path or ``<mapping>``."""
-        return self._options.config.name
 
     # ------------------------------------------------------------------ a model that is given
 
@@ -135,74 +121,35 @@ class ObservedModel:
             ConfigError, SessionError: as in ``InspectSession.attach``.
         """
         options, inspector = self._options, self._inspector
-        layers = self._find_layers(model)
-        layers_of_all = ranks.pool(layers, "layers")
-        if alike := different_at_one_path(layers_of_all):
-            self._name_by_number(alike)
-            layers = self._find_layers(model)
-            layers_of_all = ranks.pool(layers, "numbered layers")
-        plan, sections = self._plan(model, layers, layers_of_all)
-        config = {"layer_names": repr(options.layer_names), **flat_config(options.config.enabled_sections, sections)}
+        inspector.forget_names()
+        self.layers.attach(model, ranks)
+        planned = self._plan(model)
+        sections = flat_config(options.config.enabled_sections, planned.sections)
+        config = {"layer_names": repr(options.layer_names), **sections}
         agreed = {"strict": options.strict, "debug": options.debug, "require": options.require}
         ranks.require_alike({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration)
-        self.flat_config, self.config_hash = config, config_hash(config)
-        self._take_names(layers_of_all, plan)
+        self.flat_config = config
         watched = ACTIVATION_OVERFLOW in options.debug
         goes_on = "with activation overflow detection alone" if watched else "without precision debugging"
-        for text in idle_in_words(options.config, sections):
+        for text in idle_in_words(options.config, planned.sections):
             logger.warning("%s", text)
-        if not layers_of_all:
-            logger.warning("%s", without_layers(goes_on, self._front_door()))
-        self._observe(layers, plan, sections)
-        self._model, self._tree = model, ModuleTree(model)
-        if self._registrations is None:
-            self._registrations = register_module_module_registration_hook(self._note_registration)
+        if not self.layers.of_all:
+            logger.warning("%s", without_layers(goes_on, self._front_door))
+        self._observe(planned)
+        self._model = model
+        self._changes.watch(model)
         self._count_products()
         self.attached = True
 
     def release(self) -> None:
         """No longer follow what is registered in modules."""
-        if self._registrations is not None:
-            self._registrations.remove()
-            self._registrations = None
+        self._changes.release()
 
-    def _note_registration(self, module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        if self._tree is not None:
-            self._tree.note_registration(module)
-
-    def _find_layers(self, model: Model) -> list[Layer]:
-        if named_roots(model) is None:
-            raise SessionError(f"The model must be a torch.nn.Module, or a list or mapping of them, not {model!r}.")
-        self._inspector.forget_names()
-        names = self._options.layer_names or "path"
-        scope = self._options.scope
-        self.modules = named_te_modules(model, names, by_number=self._by_number, scope=scope)
-        self._operations = named_operations(model, by_number=self._by_number, scope=scope)
-        layers = [layer for module in self.modules for layer in module.layers]
-        self.layer_names = frozenset(layer.name for layer in layers)
-        return layers
-
-    def _name_by_number(self, alike: Mapping[str, Sequence[str]]) -> None:
-        """Name layers by their number in the whole model, since different layers would share a name."""
-        self._by_number = True
-        if own_rank() == 0:
-            name, numbered = next(iter(alike.items()))
-            logger.warning(
-                "Ranks have different layers at one path, as in pipeline and expert parallelism: %r, for example, is"
-                " %s. Layers are therefore named by the layer_number of their block, counted from 0; experts by the"
-                " first and the last of their numbers; layers without a number by their stage and their rank among the"
-                " experts.",
-                name,
-                " or ".join(map(repr, numbered)),
-            )
-
-    def _plan(
-        self, model: Model, layers: Sequence[Layer], layers_of_all: Sequence[Layer]
-    ) -> tuple[Plan, list[NamespacedFeatures]]:
-        """Plan the features of this rank's layers without refused layers, and list the features of all sections."""
-        config, registered = self._options.config, self._inspector.registered
+    def _plan(self, model: Model) -> _Planned:
+        """Plan the features of this rank's layers, and warn of ambiguous names."""
+        config, registered, modules = self._options.config, self._inspector.registered, self.layers.modules
         plan = config.plan(
-            layers_of_all,
+            self.layers.of_all,
             registered,
             allow_unmatched=self._options.allow_unmatched,
             layer_names=self._options.layer_names,
@@ -210,51 +157,35 @@ class ObservedModel:
         check_conditions(plan, config.enabled_sections, detects_overflow=ACTIVATION_OVERFLOW in self._options.debug)
         planned = {entry.layer: entry for entry in plan.layers}
         sections = [resolve_features(section, registered) for section in config.enabled_sections]
-        own = tuple(planned[layer] for layer in layers if layer in planned)
         effects = {section.name: tuple(section.effects.values()) for section in config.enabled_sections}
-        own_plan = replace(plan, layers=own)
-        fused, not_fused = choose(self._options.observe, self.modules, own_plan)
-        own_plan = self._refused.leave(own_plan, model, self.modules, effects, fused)
+        own_plan = replace(plan, layers=tuple(planned[layer] for layer in self.layers.own if layer in planned))
+        fused, not_fused = choose(self._options.observe, modules, own_plan, self._inspector.only_looks)
+        own_plan = self._refused.leave(own_plan, model, modules, effects, fused)
         refused = self._refused.modules
-        left = {named.name for named in self.modules if id(named.module) in refused}
-        self._fused = fused.difference(refused)
-        self._not_fused = {name: why for name, why in not_fused.items() if name not in left}
-        return own_plan, sections
-
-    def _take_names(self, layers: Sequence[Layer], plan: Plan) -> None:
-        """Collect the names that the script gave to layers on all ranks, and warn of ambiguous names."""
-        self._layers_of_all = tuple(layers)
-        named = by_given_name(layers)
-        self.given_names.clear()
-        self.given_names.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
-        if own_rank() != 0:
-            return
-        for text, what in ((alike_in_words(layers), "alike"), (plan.otherwise_upstream, "otherwise_upstream")):
-            if text and self._notices.first(what):
+        left = {named.name for named in modules if id(named.module) in refused}
+        not_fused = {name: why for name, why in not_fused.items() if name not in left}
+        for text, what in ((alike_in_words(self.layers.of_all), "alike"), (plan.otherwise_upstream, "upstream")):
+            if text and own_rank() == 0 and self._notices.first(what):
                 logger.warning("%s", text)
+        return _Planned(own_plan, sections, fused.difference(refused), not_fused)
 
-    def _observe(self, layers: Sequence[Layer], plan: Plan, sections: Sequence[NamespacedFeatures]) -> None:
+    def _observe(self, planned: _Planned) -> None:
         """Name and watch this rank's modules; without a collective."""
-        inspector = self._inspector
-        infos = _layer_infos(layers, plan, self.given_names, self._refused)
-        self._hooks.order.grown = True
+        inspector, plan, modules = self._inspector, planned.plan, self.layers.modules
+        infos = _layer_infos(self.layers, plan, self._refused, self._hooks.order)
         self._findings.layers.put(inspector.iteration, infos)
-        inspector.configure(plan.as_inspect_config(), self.config_source, sections)
+        inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
         overrides = {entry.layer.name: inspector.that_change_precision(entry.features) for entry in plan.layers}
         self.overrides = {layer: features for layer, features in overrides.items() if features}
         self._findings.changes_precision |= bool(self.overrides)
-        self._engine.placements = placements(self.modules, self._options.process_group)
-        for module in self.modules:
+        self._engine.placements = placements(modules, self._options.process_group)
+        for module in modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(self.modules, self._refused.modules, self._operations, self._fused)
+        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused)
         self.say_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
-            self._say_paths()
-
-    def _say_paths(self) -> None:
-        """Tell how many modules are observed on their own path, and why the others are not."""
-        logger.info('observe="auto": %s', paths_in_words(len(self._fused), self._not_fused))
+            logger.info('observe="auto": %s', paths_in_words(len(planned.fused), planned.not_fused))
 
     # ------------------------------------------------------------------ what changes in it
 
@@ -263,36 +194,28 @@ class ObservedModel:
 
         Runs no collective, since other ranks may have nothing new: sections that matched at the attach still match.
         """
-        if self._has_changed():
-            before = {id(module.module): module.name for module in self.modules}
+        if self._changes.found():
+            before = {id(module.module): module.name for module in self.layers.modules}
             try:
-                layers = self._find_layers(self._model)
-                layers_of_all = [*dict.fromkeys([*self._layers_of_all, *layers])]
-                plan, sections = self._plan(self._model, layers, layers_of_all)
-                self._take_names(layers_of_all, plan)
-                self._observe(layers, plan, sections)
+                self._inspector.forget_names()
+                self.layers.follow(self._model)
+                self._observe(self._plan(self._model))
                 self._count_products()
             except ObservationError:
                 raise
             except Exception as error:
                 self._failures.report("following", "the changed model", error)
-            self._tree = ModuleTree(self._model)
+            self._changes.watch(self._model)
             self._say_changed(before)
-        elif self._hooks.unwatched and self._notices.first("unwatched"):
+        elif self._hooks.answers.unwatched and self._notices.first("unwatched"):
             logger.warning(
                 "%s trains outside the model that the session was given, so nothing watches it. A module is found as"
                 " an attribute of another module or in a torch.nn.ModuleList or ModuleDict, not in a plain list or"
                 " dict. model= also takes several models.",
-                ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in self._hooks.unwatched)),
+                ", ".join(
+                    sorted(f"{type(module).__name__} {module.name!r}" for module in self._hooks.answers.unwatched)
+                ),
             )
-
-    def _has_changed(self) -> bool:
-        """Whether the model is another one, looked at as a whole only where something suggests it."""
-        outside, self._known_outside = self._known_outside, len(self._hooks.unwatched)
-        tree = self._tree
-        if tree is None or not (tree.seems_changed() or self._known_outside != outside):
-            return False
-        return tree.changed()
 
     def holds(self, *modules: torch.nn.Module | None) -> bool:
         """Whether one of these is a module of the model, of Transformer Engine or not."""
@@ -307,43 +230,34 @@ class ObservedModel:
     def note_order(self) -> None:
         """Note in which order layers ran for the first time, if any has since the last call."""
         order = self._hooks.order
-        if order.grown:
-            order.grown = False
-            forward, backward = order.forward, order.backward
+        if order.take_grown():
             infos = [
-                replace(info, exec_fwd=forward.get(info.name), exec_bwd=backward.get(info.name))
+                replace(info, exec_fwd=order.forward.get(info.name), exec_bwd=order.backward.get(info.name))
                 for info in self._findings.layers.now
             ]
             self._findings.layers.put(self._inspector.iteration, infos)
 
     @property
-    def _module_names(self) -> dict[int, str]:
-        return module_names(self._model, by_number=self._by_number, scope=self._options.scope)
-
-    @property
     def all_names(self) -> list[str]:
         """The names of all modules of this rank and of their layers."""
-        return [*dict.fromkeys([*self._module_names.values(), *sorted(self.layer_names)])]
-
-    @property
-    def layers_of_other_ranks(self) -> list[Layer]:
-        """The layers that other ranks alone have, where ranks reduce together."""
-        return [layer for layer in self._layers_of_all if layer.name not in self.layer_names]
+        return [*dict.fromkeys([*self.layers.paths(self._model).values(), *sorted(self.layers.names)])]
 
     def _count_products(self) -> None:
         """Count the matrix products of the next step."""
-        self._hooks.count_products(self._model, self._module_names)
+        self._hooks.count_products(self._model, self.layers.paths(self._model))
 
     def note_products(self) -> None:
         """Note the matrix products of the step, if they were counted."""
-        outside = self._hooks.products.recomputed.outside
+        outside = self._hooks.products.recomputed_outside
         found = self._hooks.products.end_step()
         if found is not None:
             self._say_recomputed(outside)
             products, state = found
             sections = {section.name: section for section in self._options.config.enabled_sections}
             overrides = {
-                layer.name: backward_override(named.module) or "" for named in self.modules for layer in named.layers
+                layer.name: backward_override(named.module) or ""
+                for named in self.layers.modules
+                for layer in named.layers
             }
             facts = {
                 info.name: LayerFacts(
@@ -358,18 +272,18 @@ class ObservedModel:
     def _say_recomputed(self, layers: Collection[str]) -> None:
         """Warn of layers whose backward is not in low precision, though their forward is."""
         if layers and own_rank() == 0 and self._notices.first("recomputed"):
-            named = [layer.name for module in self.modules for layer in module.layers if layer.name in layers]
+            named = [layer.name for module in self.layers.modules for layer in module.layers if layer.name in layers]
             logger.warning(
                 "Gradient checkpointing (use_reentrant=True) computes the forward of %d layer%s again outside of"
                 " te.autocast: %s. Only the first forward runs in low precision; the backward does not. %s",
                 len(named),
                 "" if len(named) == 1 else "s",
                 " and ".join(folded(named, most=2)),
-                _FOR_TRAINER if self._front_door() == "transformers" else remedy(Reason.RECOMPUTED, ""),
+                _FOR_TRAINER if self._front_door == "transformers" else remedy(Reason.RECOMPUTED, ""),
             )
 
     def _say_changed(self, before: dict[int, str]) -> None:
-        now = {id(module.module): module.name for module in self.modules}
+        now = {id(module.module): module.name for module in self.layers.modules}
         news = [f"{name} is new" for key, name in now.items() if key not in before]
         news += [f"{before[key]} is now {name}" for key, name in now.items() if before.get(key, name) != name]
         news += [f"{name} has left" for key, name in before.items() if key not in now and name not in now.values()]
@@ -386,7 +300,7 @@ class ObservedModel:
 
     def note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         """Note a forward that is left as it is."""
-        names = {layer.name for named in self.modules if named.module is module for layer in named.layers}
+        names = {layer.name for named in self.layers.modules if named.module is module for layer in named.layers}
         acting = [info.name for info in self._findings.layers.now if info.name in names and info.features]
         self._refused.note(acting, refusal)
 
@@ -398,7 +312,7 @@ class ObservedModel:
 
 
 def _layer_infos(
-    layers: Sequence[Layer], plan: Plan, given_names: Mapping[str, str], refused: RefusedLayers
+    layers: NamedLayers, plan: Plan, refused: RefusedLayers, order: ExecutionOrder
 ) -> tuple[LayerInfo, ...]:
     planned = {entry.layer.name: entry for entry in plan.layers}
     return tuple(
@@ -408,8 +322,10 @@ def _layer_infos(
             sections=planned[layer.name].sections if layer.name in planned else (),
             features=planned[layer.name].features if layer.name in planned else {},
             scope=layer.scope,
-            given=given_names.get(layer.name, ""),
+            given=layers.given.get(layer.name, ""),
             refused=refused.why(layer.name),
+            exec_fwd=order.forward.get(layer.name),
+            exec_bwd=order.backward.get(layer.name),
         )
-        for layer in layers
+        for layer in layers.own
     )

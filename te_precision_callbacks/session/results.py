@@ -101,8 +101,8 @@ class Results:
         """Every matrix product of the model in a step: its multiply-adds, its precision, and why that is not low.
 
         The products and their sizes are those of the first step of the model, with all of its micro-batches; the
-        precision of Transformer Engine's layers is that of the iteration. Where ranks reduce together, the layers that
-        other ranks alone have, as in a pipeline, stand behind this rank's, as they ran in the first step.
+        precision of Transformer Engine's layers is that of the iteration. Where ranks reduce together, layers that
+        exist only on other ranks, as in a pipeline, come last, as they ran in the first step.
 
         Args:
             at: a debug iteration; None for the last one.

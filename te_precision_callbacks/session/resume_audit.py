@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_precision_callbacks.base.errors import ResumeAuditError
 from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
@@ -127,8 +128,8 @@ class ResumeAudit:
         """End a comparison that has not come to its end, and let the model go."""
         self._forget()
         if self._model is not None:
-            self._config, self._overrides = self._model.config_hash, dict(self._model.overrides)
-            self._left = [(weakref.ref(named.module), named.name, named.layers) for named in self._model.modules]
+            self._config, self._overrides = config_hash(self._model.flat_config), dict(self._model.overrides)
+            self._left = [(weakref.ref(named.module), named.name, named.layers) for named in self._model.layers.modules]
             self._model = None
 
     def _take(self, iteration: int) -> Fingerprint | None:
@@ -148,14 +149,14 @@ class ResumeAudit:
             run=self.run_id,
             rank=own_rank(),
             world_size=world_size(),
-            config=self._config if model is None else model.config_hash,
+            config=self._config if model is None else config_hash(model.flat_config),
             versions=dict(versions()),
         )
         return with_layers(facts, self._modules(), self._overrides if model is None else model.overrides)
 
     def _modules(self) -> Sequence[NamedModule]:
         if self._model is not None:
-            return self._model.modules
+            return self._model.layers.modules
         there = ((reference(), name, layers) for reference, name, layers in self._left)
         return [NamedModule(module, name, layers) for module, name, layers in there if module is not None]
 

@@ -1,4 +1,4 @@
-"""What a resume did to the loss, as far as the trainer, or the script, tells the loss.
+"""What a resume did to the loss, if the trainer or the script logs the loss.
 
 loss = ResumedLoss()
 loss.note(2, {"loss": 0.31})           # what is logged in a step; reads nothing of a tensor

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -18,65 +19,46 @@ from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
-from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.coverage.contract_keeper import ContractKeeper, PrecisionContractError, require_layers
-from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
-from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks
+from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
+from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
 from te_precision_callbacks.coverage.shapes import explain_shape
-from te_precision_callbacks.coverage.shared_products import shared_products
 from te_precision_callbacks.dumps.dump_files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.answers import ToldOfForwards
 from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
-from te_precision_callbacks.instrumentation.refusals import DebugRefusal
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
-from te_precision_callbacks.options import SessionOptions, read_statistics_log
-from te_precision_callbacks.runs.limits import record_limit
-from te_precision_callbacks.runs.sink import RecordSink
+from te_precision_callbacks.observation import Observation
+from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.session.chronicle import Chronicle
-from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
+from te_precision_callbacks.session.delivery import Delivery, Ending
 from te_precision_callbacks.session.endings import ProcessEnds, Terminated
 from te_precision_callbacks.session.forgotten import ForgottenSteps, is_in_evaluation
+from te_precision_callbacks.session.judgement import Judgement
+from te_precision_callbacks.session.log_and_records import LogAndRecords
+from te_precision_callbacks.session.loop import Loop
 from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.overflow_watch import OverflowWatch
 from te_precision_callbacks.session.results import Findings, Results
 from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
 from te_precision_callbacks.session.resumed_loss import ResumedLoss
-from te_precision_callbacks.session.run_page import tell_command, write_page
 from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
-from te_precision_callbacks.sinks.statistics_log import StatisticsLog
-from te_precision_callbacks.sinks.step_records import RunInfo, Sink, StepRecords
+from te_precision_callbacks.sinks.step_records import Event, RunInfo, Sink, StepRecords
 from te_precision_callbacks.sinks.writer_thread import all_within
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Loop:
-    """The facts that a front door gives about the training loop.
-
-    Attributes:
-        trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
-        counts_from: the step under which iteration 0 is logged, unless ``step`` gets another one.
-        front_door: what has started the session, for records: ``lightning``, ``accelerate``, ``transformers``.
-        has_left: whether the loop has ended without stopping the session; None if it always stops it.
-    """
-
-    trainer_steps: bool = False
-    counts_from: int = 0
-    front_door: str = "session"
-    has_left: Callable[[], bool] | None = None
-
-
 class Run:
     """Observes a model from the start of a session to its stop, and undoes all changes then.
 
-    The run has an attribute for each of its parts, which reach each other through the run.
+    Besides :attr:`live`, :attr:`kept` and what ends the process, each attribute is a part that is made with the run and
+    never replaced. What a part remembers is in the part. The run only knows in which order the parts begin, step and
+    end, so it has one attribute for each of them.
 
     Args:
         options: the session's options.
@@ -113,10 +95,10 @@ class Run:
         self._loop = loop
         self._notices = notices
         self._process = os.getpid()
-        self._failures = failures = ObservationFailures(strict=options.strict, rank=own_rank())
+        # Not by the ranks of the run, which would keep the model as long as the results.
+        leading = functools.partial(leads, options.process_group, reduce=options.reduce)
+        self._failures = failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
         self.ranks = ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
-        failures.leads = lambda: ranks.leads  # not of the run, which would keep the model as long as the results
-        self._optimizer_steps: OptimizerSteps | None = None
         self._ends: ProcessEnds | None = None
         self.inspector = inspector = Inspector(
             log_dir=findings.log_dir,
@@ -129,9 +111,12 @@ class Run:
         )
         classify.begin(abandoned=self._is_abandoned)
         self._classify = classify
-        told = ToldOfForwards(self._say_renamed, self._say_forgotten, self._note_refusal)
-        self.hooks = ForwardHooks(classify, failures, findings.audit, told)
+        told = ToldOfForwards(
+            many_forwards=lambda module: self._forgotten.note_forwards(str(module.name)),
+            refused=lambda module, refusal: self.model.note_refusal(module, refusal),
+        )
         engine = StatisticsEngine(findings.series, failures.report)
+        self.hooks = ForwardHooks(classify, failures, findings.audit, told, engine, notices)
         recorder = Recorder(
             findings.log_dir,
             file_format=SAFETENSORS,
@@ -139,30 +124,31 @@ class Run:
             detects_overflow=ACTIVATION_OVERFLOW in options.debug,
         )
         self.model = model = ObservedModel(
-            options, inspector, self.hooks, engine, findings, failures, notices, lambda: loop.front_door
+            options, inspector, self.hooks, engine, findings, failures, notices, loop.front_door
         )
-        self._forgotten = ForgottenSteps(
-            notices, lambda: loop.front_door, model.is_trained_by, lambda: inspector.iteration
-        )
+        self._forgotten = ForgottenSteps(notices, loop, model.is_trained_by, lambda: inspector.iteration)
         self.resume_audit = ResumeAudit(self.model, findings, failures, strict=options.strict)
-        limit = record_limit(options.records)
-        self._records = RecordSink(findings.log_dir, limit) if limit else None
-        self._log_choice = read_statistics_log(options.statistics_log)
-        log = StatisticsLog(given_names=self.model.given_names, limit=self._log_choice.limit)
-        self._log = None if self._log_choice.ranks == "off" else log
-        self._files: list[Sink] = [sink for sink in (self._log, self._records) if sink is not None]
-        self._sinks = Sinks([*self._files, *sinks, *options.sinks], self._describe, failures)
-        self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
-        self._delivery.ranks = self.ranks
-        self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
-        self._pools_coverage = False
-        self._coverage = NOTHING
-        self._chronicle = Chronicle(
-            options, self.model, findings, self.resume_audit, self._sinks, self._records, failures, loop.front_door
+        self._written = LogAndRecords(options, findings.log_dir, model.layers.given, ranks)
+        self._sinks = Sinks([*self._written.sinks, *sinks, *options.sinks], self._describe, failures)
+        self.observation = Observation(engine, recorder)
+        self._optimizer_steps = OptimizerSteps(self._forgotten.note)
+        self._delivery = Delivery(
+            inspector,
+            self.observation,
+            ranks,
+            self._optimizer_steps,
+            model.layers,
+            findings,
+            self._sinks,
+            failures,
+            self.hooks.answers.notes.delayed_scaling,
         )
-        failures.on_report = self._say_failed
-        self._contract = None if options.require is None else ContractKeeper(options.require, options.on_broken)
-        self.overflow = OverflowWatch(options, recorder, self._has_been_left)
+        self._chronicle = Chronicle(
+            options, model, findings, self.resume_audit, self._sinks, self._written.records, failures, loop.front_door
+        )
+        failures.listen(self._say_failed)
+        self._judgement = Judgement(options, findings, ranks, self._chronicle)
+        self.overflow = OverflowWatch(options, recorder, loop.was_left)
 
     # ------------------------------------------------------------------ its life
 
@@ -177,7 +163,9 @@ class Run:
         """
         self.live = True
         self._ends = ends
-        self.inspector.start(self.observation, self._delivery.take_scalar, self._before_script_ends)
+        self.inspector.start(
+            self.observation, self._delivery.take_scalar, self._before_script_ends, reduce=self._options.reduce
+        )
         self.hooks.install()
         self.inspector.iteration = self._options.start_step or 0
 
@@ -194,21 +182,11 @@ class Run:
         ranks.meet()
         with ranks.together("attaching a session", agree=ranks.several, error=SessionError):
             self.observation.engine.reduce_over(ranks.messages)
-            self.inspector.write_events(in_full=self._writes_in_full)
-            if self._log is not None:
-                self._log.own_only = not self._writes_in_full
+            self.inspector.events.begin(in_full=self._written.in_full)
+            self._written.attach()
             self.model.attach(model, ranks)
-            self._pools_coverage = ranks.several
-            if self._options.require is not None:
-                try:
-                    require_layers(self._options.require, ranks.pool(self.model.all_names, "names"))
-                except ConfigError:
-                    self._contract = None  # a contract that is refused is not judged at the end of the run
-                    raise
-            if self._optimizer_steps is None:
-                self._optimizer_steps = OptimizerSteps(self._forgotten.note)
-            if ranks.several:
-                self.observation.optimizer_steps = self._optimizer_steps
+            self._judgement.attach(self.model.all_names)
+            self._optimizer_steps.begin()
             self.overflow.attach(model, ranks.messages)
         ranks.settle()
 
@@ -255,9 +233,7 @@ class Run:
                 error=ObservationError,
                 on_all=(PrecisionContractError,),
             ):
-                if delivery.ending is not None:
-                    delivery.hand_over(delivery.ending)
-                delivery.ending = ending
+                delivery.begin(ending)
                 self.resume_audit.end_step()
                 records = self._end_step(ending)
             self._look_for_ranks()
@@ -271,35 +247,31 @@ class Run:
 
     def _complete(self, ending: Ending) -> None:
         """Count a step that was not finished, with this rank's own numbers."""
-        delivery = self._delivery
-        if delivery.ending is None:
-            return
-        delivery.ending = ending
-        self.inspector.iteration = ending.iteration + 1
-        self.hooks.arm()
-        delivery.read_local(ending)
+        if self._delivery.ending is not None:
+            self.inspector.iteration = ending.iteration + 1
+            self.hooks.arm()
+            self._delivery.read_local(ending)
 
     def _look_for_ranks(self) -> None:
         """Meet the ranks again if they are apart; all go on at the largest iteration."""
         steps = -1
-        if self._optimizer_steps is not None and not self.observation.engine.optimizers_differ:
+        if not self.observation.engine.optimizers_differ:
             steps = self._optimizer_steps()
         iteration = self.ranks.look(self.inspector.iteration, steps)
         if iteration is not None and iteration != self.inspector.iteration:
             self.count_from(iteration)
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
-        self._forgotten.end_step(self.model.modules)
+        self._forgotten.end_step(self.model.layers.modules)
         self.inspector.report_events()
         self.model.say_refused()
         self.model.note_order()
         self.model.note_products()
         self._chronicle.begin(self.ranks)
         self._sinks.start()  # with the iteration at which the run begins
-        if self._contract is not None:
-            changes = self._findings.audit.changes + self._findings.coverage.changes
-            self._contract.begin_step(changes, ending.iteration, self.ranks)
+        self._judgement.begin_step(ending.iteration)
         try:
+            self._delivery.take(ending)
             self.inspector.step()
         except ObservationError:
             raise
@@ -317,22 +289,12 @@ class Run:
             self.overflow.tell_recorder()
             self.observation.recorder.end_step()
         self._chronicle.tell_dumps(self.observation.recorder.take_written())
-        findings = self._findings
-        if self._pools_coverage:
-            self._pools_coverage = False
-            own = findings.coverage_at(ending.iteration)
-            found = shared_products(own, self.ranks, "products of the first step")
-            findings.coverage.put_of_ranks(shared.of_one for shared in found)
-        if self._contract is not None:
-            changes = findings.audit.changes + findings.coverage.changes
-            with self._chronicle.judging(ending.iteration) as verdict:
-                verdict.text = self._contract.end_step(findings.coverage_at, changes, ending.iteration, self.ranks)
+        self._judgement.end_step(ending.iteration)
         return records
 
     def flush(self, seconds: float) -> bool:
         """As ``InspectSession.flush``."""
-        sinks = [sink.hurry() for sink in (self._log, self._records) if sink is not None]
-        return all_within(seconds, [*sinks, *self.inspector.hurry_events()])
+        return all_within(seconds, [*self._written.hurry(), self.inspector.events.hurry()])
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         """As ``InspectSession.log``; the step under which they are logged, None in a forked process."""
@@ -350,7 +312,9 @@ class Run:
 
     def tell_of_checkpoint(self) -> None:
         """Tell the sinks that a checkpoint has taken the state."""
-        self._chronicle.tell_checkpoint(self.inspector.iteration)
+        iteration = self.inspector.iteration
+        text = f"A checkpoint has taken the state before debug iteration {iteration}."
+        self._sinks.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint"))
 
     def tell_of_loss(self, loss: ResumedLoss) -> None:
         """Tell of the training loss before and after a resume, on one rank; it may lie on a device.
@@ -367,7 +331,7 @@ class Run:
                 logger.warning("%s", strict)
 
     def _say_failed(self, text: str) -> None:
-        self._chronicle.tell_failure(text, self._iteration_at_its_end)
+        self._sinks.tell(Event("observation_failed", text, self._iteration_at_its_end, "error"))
 
     @property
     def _iteration_at_its_end(self) -> int:
@@ -375,16 +339,13 @@ class Run:
         ending = self._delivery.ending
         return self.inspector.iteration if ending is None else ending.iteration
 
-    def stop(
-        self, error: BaseException | None, logging_step: int | None, summarize: Callable[[Coverage], None]
-    ) -> None:
+    def stop(self, error: BaseException | None, logging_step: int | None) -> None:
         """Write the statistics gathered since the last step, and undo all changes.
 
         Args:
             error, logging_step: as in ``InspectSession.stop``.
-            summarize: writes the summary, of which it gets the coverage.
         """
-        explain_shape(error or sys.exc_info()[1], self.model.modules)
+        explain_shape(error or sys.exc_info()[1], self.model.layers.modules)
         keeps = self._options.keep_precision and self._findings.changes_precision
         keeps = keeps and error is None and not self.inspector.ended
         termination = None if self._ends is None else self._ends.termination
@@ -398,7 +359,7 @@ class Run:
             then("leaving", "the other ranks", self.ranks.end)
             then("closing", "the dumps", lambda: self._close_dumps(error, guard))
             then("undoing", "what the session has changed", lambda: self._put_back(keeps=keeps))
-            then("writing", "the summary", lambda: self._write_summary(summarize))
+            then("writing", "the summary", self._write_summary)
             then("writing", "the report", lambda: self._tell_report(error, guard))
             then("telling", "the coverage", self._tell_coverage)
             then("closing", "the sinks", lambda: self._close_sinks(error, guard))
@@ -424,8 +385,9 @@ class Run:
     def _hand_over_rest(self, error: BaseException | None, logging_step: int | None, guard: Uninterrupted) -> None:
         self.model.say_refused()
         self._forgotten.end()
-        if not self._writes_in_full and not _is_failure(error):
-            self._sinks.pass_over(self._files)
+        if not self._written.in_full and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
+            # Nothing has failed on this rank, or all ranks stop.
+            self._sinks.pass_over(self._written.sinks)
         self._delivery.hand_over_remainder(
             logging_step, guard, counts_from=self._loop.counts_from, from_device=self._asks_device
         )
@@ -442,7 +404,7 @@ class Run:
         return not (self._hurries and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def _tell_the_end(self, error: BaseException | None) -> None:
-        """Tell the sinks what they have not been told yet."""
+        """Hand the sinks the events that they do not have yet."""
         iteration = self.inspector.iteration
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
             if error is not None:
@@ -464,7 +426,7 @@ class Run:
         has_step = has_stepped or error is None or self._forgotten.has_trained  # an error may have left half a step
         if attached and has_step and not has_stepped and not self.inspector.ended:
             self._note_unended()
-        if self._contract is None or self._hurries or (error is not None and not attached):
+        if not self._judgement.demands or self._hurries or (error is not None and not attached):
             return
         why_not = "the model did not run forward and backward in training while the session was watching"
         if not attached:
@@ -473,44 +435,29 @@ class Run:
             why_not = "the script has called debug_api.end_debug()"
         elif not has_step:
             why_not = "the run has ended in its first step, before the optimizer's"
-        elif is_in_evaluation(self.model.modules):
+        elif is_in_evaluation(self.model.layers.modules):
             why_not = (
                 "the model is in evaluation mode, so its forwards count as evaluations. Call model.train() before the"
                 " training"
             )
-        findings, iteration = self._findings, self.inspector.iteration - has_stepped
-        coverage = NOTHING
-        if iteration in findings.iterations and has_step:
-            own = findings.coverage_at(iteration)
-            coverage = Coverage((*own, *findings.coverage.of_other_ranks), state=own.state)
-        changes = findings.audit.changes + findings.coverage.changes
-        with self._chronicle.judging(iteration) as verdict:
-            verdict.text = self._contract.end_run(
-                coverage, changes, iteration, self.ranks, why_not=why_not, raises=error is None
-            )
+        iteration = self.inspector.iteration - has_stepped
+        self._judgement.end_run(iteration, why_not, has_step=has_step, raises=error is None)
 
     def _tell_coverage(self) -> None:
         """Tell in one line how much ran in low precision."""
-        findings = self._findings
-        if findings.iterations.last is not None and own_rank() == 0 and not self._hurries:
-            self._coverage = Results(findings).coverage()
-            if self._coverage:
-                text = str(self._coverage)
-                logger.info("%s.", text)
-                self.inspector.log(text)
+        if own_rank() == 0 and not self._hurries and (coverage := self._judgement.end_coverage()):
+            text = str(coverage)
+            logger.info("%s.", text)
+            self.inspector.log(text)
 
     def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Name the command that makes a page of the recorded run, and write the page if that is wanted.
 
         It takes its time, so a run that an error or a signal has ended only gets the command named.
         """
-        if own_rank() != 0 or self._records is None or self._records.place is None or not self._records.has_recorded:
-            return
-        log_dir, run_id = self._findings.log_dir, self._records.place.run_id
-        tell_command(log_dir, run_id)
-        if self._options.report and error is None:
+        if own_rank() == 0 and (run_id := self._written.tell_command()) and self._options.report and error is None:
             with guard.interruptible():
-                write_page(log_dir, run_id, self._sinks)
+                self._written.write_page(run_id, self._sinks)
 
     def _put_back(self, *, keeps: bool) -> None:
         """Undo everything that the run changed in the process; with ``keeps``, all but the features that stay."""
@@ -521,8 +468,7 @@ class Run:
                 then.callback(self.release)
             if self._ends is not None:
                 then.callback(self._ends.forget_exceptions)
-            if self._optimizer_steps is not None:
-                then.callback(self._optimizer_steps.remove)
+            then.callback(self._optimizer_steps.remove)
             then.callback(self.resume_audit.end)
             then.callback(self.model.release)
             self._findings.iteration = self._delivery.completed
@@ -545,19 +491,15 @@ class Run:
         """Whether this process was forked from the process that started the run and that owns its files."""
         return os.getpid() != self._process
 
-    def _has_been_left(self) -> bool:
-        has_left = self._loop.has_left
-        return has_left is not None and has_left()
-
     def _is_abandoned(self) -> bool:
         """Whether forwards run as without a session."""
-        return self.inspector.ended or (self.live and (self.is_forked or self._has_been_left()))
+        return self.inspector.ended or (self.live and (self.is_forked or self._loop.was_left()))
 
     def _before_script_ends(self) -> None:
         """Take the statistics gathered since the last step before upstream ends; :meth:`stop` writes them."""
         if self.live and not self.is_forked:
             self._say_ended()
-            self.inspector.log_local_statistics()
+            self._delivery.take_own()
 
     def _say_ended(self) -> None:
         if self._notices.first("ended"):
@@ -573,29 +515,7 @@ class Run:
                 " call it. Call step() after each replay."
             )
 
-    def _say_renamed(self, name: str, other: str) -> None:
-        if own_rank() == 0 and self._notices.first("renamed"):
-            logger.warning(
-                "The script has renamed a layer while the session is running: %s was named %r. The layer has the"
-                " session's name again, and no statistics were lost. To select layers by names of your own, assign them"
-                " before attach(); layer_names='upstream' uses the names of nvidia-dlfw-inspect's"
-                " infer_and_assign_layer_names.",
-                name,
-                other,
-            )
-
-    def _say_forgotten(self, module: Any) -> None:
-        self._forgotten.note_forwards(module.name, trainer_steps=self._loop.trainer_steps)
-
-    def _note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
-        self.model.note_refusal(module, refusal)
-
     # ------------------------------------------------------------------ what it writes
-
-    @property
-    def _writes_in_full(self) -> bool:
-        """Whether this rank writes more than its own numbers, failures and dumps."""
-        return self.ranks.leads or self._log_choice.ranks == "all"
 
     def _describe(self) -> RunInfo:
         return RunInfo(
@@ -605,7 +525,7 @@ class Run:
             start_iteration=self.inspector.iteration,
             layers=tuple(self._findings.layers.now),
             versions=dict(versions()),
-            config=self.model.config_source,
+            config=self._options.config.name,
         )
 
     def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
@@ -617,12 +537,15 @@ class Run:
                 self._sinks.close(error)
             raise
         finally:
-            self._failures.on_report = None
+            self._failures.listen(None)
 
-    def _write_summary(self, summarize: Callable[[Coverage], None]) -> None:
+    def _write_summary(self) -> None:
         """Write the summary into the log folder, on one rank."""
         if own_rank() == 0 and self.model.attached and not self._hurries:
-            summarize(self._coverage)
+            from te_precision_callbacks.session.summary import write_summary
+
+            self._findings.iteration = self.inspector.iteration
+            write_summary(Results(self._findings), self._judgement.coverage)
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Close the detector, whose last look may raise, and write all dumps; before a signal ends the process, those
@@ -633,8 +556,3 @@ class Run:
         finally:
             with guard.interruptible():
                 self.observation.recorder.close(decides=self._asks_device)
-
-
-def _is_failure(error: BaseException | None) -> bool:
-    """Whether a rank stops because something failed in it, and not because all of them stop."""
-    return error is not None and not isinstance(error, (Terminated, KeyboardInterrupt, SystemExit))

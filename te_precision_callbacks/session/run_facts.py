@@ -16,6 +16,7 @@ from te_precision_callbacks.base.environment import read_environment
 from te_precision_callbacks.base.environment.torch_facts import torch_facts
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import class_names
+from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
@@ -34,7 +35,7 @@ MOST_SHARE = 0.05
 """The share of the training time that facts may take where they change all the time."""
 
 _TRAINERS = ("lightning", "accelerate", "transformers", "megatron-core", "peft")
-"""Packages whose version is told where they are in use."""
+"""Packages whose version is recorded if they are in use."""
 
 _MOST_NAMED = 3
 
@@ -126,7 +127,7 @@ class RunFacts:
         return {
             **self._machine,
             "config_text": self._config_text(),
-            "config_hash": self._model.config_hash,
+            "config_hash": config_hash(self._model.flat_config),
             "recipes": list(recipes),
             "unconverted": dict(self._findings.unconverted),
         }
@@ -152,7 +153,7 @@ class RunFacts:
             "capability": torch.gpus[0].capability if torch.gpus else None,
             "cuda": torch.cuda,
             "driver": torch.driver,
-            "mesh": mesh_sizes(named.module for named in self._model.modules),
+            "mesh": mesh_sizes(named.module for named in self._model.layers.modules),
             "te_backend": "reference" if is_installed() else "compiled",
             "reduce": self._options.reduce,
             "observe": self._options.observe,
@@ -196,7 +197,7 @@ class RunFacts:
                 "since": info.since,
                 "until": info.until,
             }
-        for layer in self._model.layers_of_other_ranks:
+        for layer in self._model.layers.of_other_ranks:
             if layer.name not in ids:
                 number = ids.setdefault(layer.name, len(ids))
                 kind, scope = layer.types[0], layer.scope
@@ -216,7 +217,7 @@ class RunFacts:
     def _weights(self) -> dict[str, Row]:
         """Layer -> the columns about its weights on this rank."""
         found: dict[str, Row] = {}
-        for named in self._model.modules:
+        for named in self._model.layers.modules:
             for number, layer in enumerate(named.layers):
                 weights = [getattr(each, "_local_tensor", each) for each in weights_of(named.module, number)]
                 quantized = any(not QUANTIZED.isdisjoint(class_names(weight)) for weight in weights)

@@ -16,16 +16,16 @@ from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.instrumentation.upstream import import_transformer_engine, warn_unless_supported
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.session.endings import ProcessEnds
+from te_precision_callbacks.session.loop import Loop
 from te_precision_callbacks.session.results import Findings, Results
 from te_precision_callbacks.session.resume_audit import ResumeAudit
 from te_precision_callbacks.session.resumed_loss import ResumedLoss
-from te_precision_callbacks.session.run import Loop, Run
+from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.sinks.step_records import Sink, StepRecords
 
 if TYPE_CHECKING:
@@ -139,29 +139,10 @@ class InspectSession(Results):
         self._classify.paused = not value
 
     @property
-    def eval_mode_counts(self) -> bool:
-        """Whether modules in eval mode count as evaluation. A loop that sets ``observing`` may turn this off."""
-        return self._classify.eval_mode_counts
-
-    @eval_mode_counts.setter
-    def eval_mode_counts(self, value: bool) -> None:
-        self._classify.eval_mode_counts = value
-
-    @property
-    def trainer_steps(self) -> bool:
-        """Whether a trainer calls :meth:`step`. If a loop calls it, a warning comes once after 100 training forwards of
-        one module without a step."""
-        return self._loop.trainer_steps
-
-    @trainer_steps.setter
-    def trainer_steps(self, value: bool) -> None:
-        self._loop.trainer_steps = value
-
-    @property
     def abandoned(self) -> Callable[[], bool] | None:
-        """A function that tells whether the loop that started the session has ended without stopping it: forwards then
-        run as without a session. It is called in each forward of a watched module; None if the loop always stops its
-        session."""
+        """A function that returns whether the loop that started the session has ended without stopping it. Forwards
+        then run as without a session. It is called in each forward of a watched module. None if the loop always stops
+        its session."""
         return self._loop.has_left
 
     @abandoned.setter
@@ -197,6 +178,8 @@ class InspectSession(Results):
         stop_at_sigterm: bool = True,
         counts_from: int = 0,
         front_door: str = "session",
+        trainer_steps: bool = False,
+        eval_mode_counts: bool = True,
     ) -> InspectSession:
         """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
 
@@ -206,6 +189,10 @@ class InspectSession(Results):
             stop_at_sigterm: stop before SIGTERM ends the process, if the script has set no handler for SIGTERM.
             counts_from: the step under which iteration 0 is logged if :meth:`step` gets no other step.
             front_door: what starts the session, for the records of the run.
+            trainer_steps: whether a trainer calls :meth:`step`. If a loop calls it, a warning comes once after 100
+                training forwards of one module without a step.
+            eval_mode_counts: whether modules in eval mode count as evaluation. A loop that sets :attr:`observing` may
+                turn this off.
 
         Raises:
             SessionError: a session is running already in this process, or nothing can be written to the log folder.
@@ -230,7 +217,8 @@ class InspectSession(Results):
         self._findings = self._no_findings(log_dir)
         self._findings.started_at = _place_in_script()
         self._notices = Notices()
-        self._loop.counts_from, self._loop.front_door = counts_from, front_door
+        self._loop = Loop(trainer_steps, counts_from, front_door)
+        self._classify.eval_mode_counts = eval_mode_counts
         self._run = run = Run(self._options, sinks, self._findings, self._classify, self._loop, self._notices)
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
@@ -321,7 +309,7 @@ class InspectSession(Results):
         if run is None or not run.live or run.is_forked:
             return
         try:
-            run.stop(error, logging_step, self._write_summary)
+            run.stop(error, logging_step)
         finally:
             if not self.running:  # else Ctrl-C came before anything was undone, and stop() may be called again
                 self._kept = run if run.kept else None
@@ -445,7 +433,7 @@ class InspectSession(Results):
     def in_accumulation(self) -> None:
         """Note the end of a batch that is not a step by itself, in a loop that will call :meth:`step` later."""
         if self._run is not None:
-            self._run.hooks.forget_forwards()
+            self._run.hooks.answers.forget_forwards()
 
     def __enter__(self) -> InspectSession:
         return self.start()
@@ -463,11 +451,6 @@ class InspectSession(Results):
                 f"{what}: the session is not running. Call start() first, or use 'with InspectSession(...)'."
             )
         return self._run
-
-    def _write_summary(self, coverage: Coverage) -> None:
-        from te_precision_callbacks.session.summary import write_summary
-
-        write_summary(self, coverage)
 
 
 def _place_in_script() -> str:

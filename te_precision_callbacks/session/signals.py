@@ -116,7 +116,7 @@ class Termination:
 
     Args:
         before: the function; it must not raise.
-        flush: writes what the host has, in so many seconds; called in a thread of its own.
+        flush: writes what the host has, in so many seconds; called in a separate thread.
         ends: whether to handle SIGTERM.
 
     Attributes:
@@ -216,8 +216,8 @@ def _say_where() -> None:
     places = dict.fromkeys(f"{at.f_code.co_filename}:{at.f_lineno}" for at in (frame, innermost) if at is not None)
     logger.warning(
         "SIGTERM ends the process. Its main thread is in a call that does not return (%s), so the session was not"
-        " stopped: what was handed over to the log and the records has been written, as far as the disk took it, and"
-        " what was gathered since the last step has not.",
+        " stopped. The log and the records have the steps that are complete, as far as the disk has taken them. The"
+        " statistics gathered since the last step are lost.",
         ", in ".join(places) or "at an unknown place",
     )
 

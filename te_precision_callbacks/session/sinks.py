@@ -82,7 +82,7 @@ class Sinks:
         self._to_start = [other for other in self._to_start if other is not sink]
 
     def pass_over(self, sinks: Iterable[Sink]) -> None:
-        """Hand no more records to some sinks, as to files of a rank that has nothing of its own to tell at the end."""
+        """Hand no more records to some sinks, as to the files of a rank that has nothing to add at the end."""
         self._passed_over = list(sinks)
 
     def write(self, records: StepRecords) -> None:
@@ -151,7 +151,7 @@ class Sinks:
             if enough and spent.seconds > SLOW_SHARE * elapsed and self._notices.first("slow"):
                 logger.warning(
                     "The sink %s takes %.0f %% of the training's time: %.0f ms for the records of a step, in the"
-                    " training's thread. Move the sink's work to a thread of its own, collect statistics less often"
+                    " training's thread. Move the sink's work to a separate thread, collect statistics less often"
                     " (freq), or select fewer metrics (log_filter=).",
                     type(sink).__name__,
                     100 * spent.seconds / elapsed,

@@ -37,7 +37,7 @@ class Wakeup:
     """Calls a function in a daemon thread when a signal comes that has a handler of Python's.
 
     It acts only where it is made in the main thread, and on Linux. A forked process has the same descriptor and no such
-    thread: what its signals write is told from this process's own by the sender, and ignored.
+    thread: what its signals write has another sender, and is ignored.
 
     Args:
         hear: called with the signal's number.
@@ -111,7 +111,7 @@ def _sender(ancillary: Iterable[tuple[int, int, bytes]]) -> int | None:
 
 
 def _file_of(descriptor: int) -> Any:
-    """What tells the open file of a descriptor from others; None if there is none."""
+    """What identifies the open file of a descriptor; None if there is none."""
     try:
         found = os.fstat(descriptor)
     except OSError:

@@ -155,13 +155,13 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             sinks=reporting.sinks if reporting else (),
             counts_from=1,
             front_door="transformers",
+            trainer_steps=True,
         )
         try:
             if self._options.start_step is None:
                 session.iteration = state.global_step
             session.attach(model)
             session.observing = False
-            session.trainer_steps = True
             loop = find_loop(handler, state) if handler is not None else None
             resumes = loop is not None and loop.checkpoint is not None
             self._resumed_at = state.global_step if resumes and state.is_world_process_zero else None

@@ -55,11 +55,10 @@ def watched(
     if isinstance(config, type):
         features, config = (config,), {"s": feature(config.__name__, ["linear"])}
     spy = Spy({(64, 32): "linear"}, {})
-    with (
-        InspectSession(config, model=net, log_dir=folder, allow_unmatched=True, features=features) as session,
-        spy.watching(),
-    ):
-        session.eval_mode_counts = not tells
+    session = InspectSession(config, model=net, log_dir=folder, allow_unmatched=True, features=features)
+    with contextlib.ExitStack() as stack:
+        stack.push(session.start(eval_mode_counts=not tells))
+        stack.enter_context(spy.watching())
 
         def evaluate() -> None:
             spy.training, session.observing = False, not tells

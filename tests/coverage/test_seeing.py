@@ -264,9 +264,9 @@ def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
     looked: list[bool] = []
     own = ModelWatch.before
 
-    def before(products: ModelWatch, arguments: Any, *, of_shards: bool) -> None:
+    def before(products: ModelWatch, arguments: Any, **of_operator: bool) -> None:
         looked.append(products._in_gemm_layer())
-        own(products, arguments, of_shards=of_shards)
+        own(products, arguments, **of_operator)
 
     monkeypatch.setattr(ModelWatch, "before", before)
     model = torch.nn.Sequential(
@@ -405,7 +405,7 @@ def test_operations_whose_gemms_are_in_a_kernel_of_their_own_are_named(
     coverage = trained(model, tmp_path)
     assert found(coverage) == linear("2", WIDTH, WIDTH, rows=ROWS)
     assert coverage.not_counted == {
-        "the GEMMs of FusedPair, which runs them in a kernel of its own": ["1.0", "1.1"],
+        "the GEMMs of FusedPair, which runs them in a separate kernel": ["1.0", "1.1"],
     }
     assert {product.backward for product in coverage if product.runs == "uncounted"} == {False, True}
 

@@ -46,7 +46,7 @@ def tapped(model: torch.nn.Module, *more: Callable[[GemmEvent], Any]) -> Iterato
     layers = {id(named.module): [layer.name for layer in named.layers] for named in named_te_modules(model)}
     tap.watch(layers, named_operations(model))
     tap.hear(layers)
-    tap.listen(lambda event: event.call, events.append, *more)
+    tap.listen(lambda event: event.sizes, events.append, *more)
     try:
         yield events
     finally:
@@ -61,8 +61,8 @@ def assert_alike(events: list[GemmEvent], calls: list[Call]) -> None:
     for event, call in zip(events, calls, strict=True):
         assert event.a.data is call.a
         assert event.b.data is call.b
-        assert event.call.layout == {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}[call.gemm]
-        assert (event.call.m, event.call.n, event.call.k) == (call.m, call.n, call.k)
+        assert event.arguments["layout"] == {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}[call.gemm]
+        assert event.sizes == (call.n, call.m, call.k)
         if call.out is not None:
             assert event.out is call.out
 

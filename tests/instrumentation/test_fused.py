@@ -229,16 +229,16 @@ def test_layers_with_the_same_options_are_asked_once(
         "often": feature("LogTensorStats", ["0", "1", "2"], tensors=["activation", "output"], stats=["max"], freq=2),
         "seldom": feature("LogTensorStats", ["3"], tensors=["weight"], stats=["max"], freq=3),
     }
-    asked: list[tuple[str, str, int]] = []
+    asked: list[tuple[int, int]] = []
     with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
-        api = debug_api.transformer_engine
-        own = type(api).asked
+        log_tensor_stats = debug_api.transformer_engine.namespace_features["LogTensorStats"]
+        own = type(log_tensor_stats).due
 
-        def counted(observer: Any, layer: str, tensor: str, iteration: int) -> Any:
-            asked.append((layer, tensor, iteration))
-            return own(api, observer, layer, tensor, iteration)
+        def counted(options: Any, iteration: int) -> Any:
+            asked.append((options.schedule.freq, iteration))
+            return own(log_tensor_stats, options, iteration)
 
-        monkeypatch.setattr(api, "asked", counted, raising=False)
+        monkeypatch.setattr(log_tensor_stats, "due", counted)
         for _ in range(4):
             net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
             session.step()
@@ -246,8 +246,8 @@ def test_layers_with_the_same_options_are_asked_once(
     tensors = ("activation", "output")
     often = {(iteration, layer, tensor) for iteration in (0, 2) for layer in "012" for tensor in tensors}
     assert seen == often | {(iteration, "3", "weight") for iteration in (0, 3)}
-    of_often = [("0", tensor, iteration) for iteration in (0, 2) for tensor in tensors]
-    assert sorted(asked) == sorted([*of_often, ("3", "weight", 0), ("3", "weight", 3)])
+    of_often = [(2, iteration) for iteration in (0, 2) for _ in tensors]
+    assert sorted(asked) == sorted([*of_often, (3, 0), (3, 3)])
 
 
 def test_features_that_cannot_be_found_do_not_end_training(
@@ -258,7 +258,7 @@ def test_features_that_cannot_be_found_do_not_end_training(
 
     net = te.Linear(32, 32, params_dtype=BF16)
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
-        monkeypatch.setattr(debug_api.transformer_engine, "observers", fail, raising=False)
+        monkeypatch.setattr(debug_api.transformer_engine, "watchers", fail)
         for _ in range(3):
             net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
             session.step()
@@ -355,6 +355,23 @@ def test_auto_takes_the_fused_path_where_it_can(
     mine = {"s": feature("Mine", ["all"])}
     with pytest.raises(ConfigError, match="Mine, a feature of your own"):
         InspectSession(mine, model=net, log_dir=tmp_path, features=[Mine], observe="fused").start()
+
+
+def test_a_users_feature_with_the_name_of_one_of_ours_is_called_on_the_debug_path(tmp_path: Path) -> None:
+    """Its options have a schema, but its own methods are meant."""
+    seen: list[str] = []
+
+    def note(self: Any, config: Any, layer_name: str, tensor_name: str, **_: Any) -> None:
+        seen.append(tensor_name)
+
+    of_a_user = type("LogTensorStats", (Mine,), {"inspect_tensor": note})
+    net = te.Linear(32, 32, params_dtype=BF16)
+    with InspectSession(statistics(tensors=["weight"]), model=net, log_dir=tmp_path, features=[of_a_user]) as session:
+        net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
+        session.step()
+    assert seen == ["weight"]
+    with pytest.raises(ConfigError, match="LogTensorStats, a feature of your own"):
+        InspectSession(statistics(), model=net, log_dir=tmp_path, features=[of_a_user], observe="fused").start()
 
 
 def test_an_unknown_value() -> None:

@@ -125,10 +125,10 @@ def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
         for part, tensor in zip(parts, tensors, strict=True):
             assert torch.equal(part, tensor)
     rows = [rows for rows in ROWS if rows]
-    for gemm, size in (("fprop", (256, "n", 128)), ("dgrad", (128, "n", 256)), ("wgrad", (128, 256, "n"))):
-        of_gemm = [event.call for event in got if event.gemm == gemm and ROWS[event.expert or 0]]
+    for gemm, size in (("fprop", ("n", 256, 128)), ("dgrad", ("n", 128, 256)), ("wgrad", (256, 128, "n"))):
+        of_gemm = [event.sizes for event in got if event.gemm == gemm and ROWS[event.expert or 0]]
         expected = [tuple(count if one == "n" else one for one in size) for count in rows]
-        assert [(call.m, call.n, call.k) for call in of_gemm] == expected
+        assert of_gemm == expected
 
 
 def observed(recipe: Any, folder: Path, *, grouped: bool) -> InspectSession:

@@ -76,11 +76,11 @@ def test_layers_without_features(tmp_path: Path) -> None:
             session.step()
         with calls() as counted:
             run(other)
-        of_the_tap = {"GemmTap", "Running", "Forward"}
+        of_the_tap = {"GemmTap", "Running", "Forward", "_with_own_wgrad"}
         assert {name.partition(".")[0] for name in counted} <= of_the_tap, "the GEMMs of layer 0 are seen"
         with calls() as counted:
             run(watched)
-        assert counted["TransformerEngineAPI.show"] or counted["show"], "what is counted can be seen"
+        assert counted["StatisticsFeature.look"] or counted["look"], "what is counted can be seen"
 
 
 def test_modules_that_are_not_of_the_model(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""What the products of a run ran in, on all ranks, and whether the run's contract holds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from te_precision_callbacks.config.problems import ConfigError
+from te_precision_callbacks.coverage.contract_keeper import ContractKeeper, PrecisionContractError, require_layers
+from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
+from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.coverage.shared_products import shared_products
+from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.session.chronicle import Chronicle
+from te_precision_callbacks.session.results import Findings, Results
+
+
+class Judgement:
+    """Shares the products of the first step with the other ranks, and judges the contract.
+
+    Args:
+        options: the session's options.
+        findings: the findings of the run.
+        ranks: those that reduce together.
+        chronicle: receives what was found.
+
+    Attributes:
+        coverage: that of the end of the run, once it was asked for.
+    """
+
+    def __init__(self, options: SessionOptions, findings: Findings, ranks: Ranks, chronicle: Chronicle) -> None:
+        self.coverage = NOTHING
+        self._findings = findings
+        self._ranks = ranks
+        self._chronicle = chronicle
+        self._contract = options.require
+        self._keeper = None if options.require is None else ContractKeeper(options.require, options.on_broken)
+        self._shares_products = False
+
+    @property
+    def demands(self) -> bool:
+        """Whether there is a contract."""
+        return self._keeper is not None
+
+    def attach(self, names: list[str]) -> None:
+        """Share the products of the next step; refuse a contract about layers that no rank has.
+
+        Args:
+            names: of all modules of this rank and of their layers.
+
+        Raises:
+            ConfigError: the contract has such a pattern.
+        """
+        self._shares_products = self._ranks.several
+        if self._contract is not None:
+            try:
+                require_layers(self._contract, self._ranks.pool(names, "names"))
+            except ConfigError:
+                self._keeper = None  # a contract that is refused is not judged at the end of the run
+                raise
+
+    @property
+    def _changes(self) -> int:
+        return self._findings.audit.changes + self._findings.coverage.changes
+
+    def begin_step(self, iteration: int) -> None:
+        """Note for the other ranks whether there is something to judge; before the numbers of the step are sent."""
+        if self._keeper is not None:
+            self._keeper.begin_step(self._changes, iteration, self._ranks)
+
+    def end_step(self, iteration: int) -> None:
+        """Judge a step, if it is time.
+
+        Raises:
+            PrecisionContractError: the contract is broken, and that is to end the run.
+        """
+        findings = self._findings
+        if self._shares_products:
+            self._shares_products = False
+            own = findings.coverage_at(iteration)
+            kind = "products of the first step"
+            findings.coverage.put_of_ranks(shared_products(own, self._ranks, kind, of_one=True))
+        if self._keeper is not None:
+            keeper, changes = self._keeper, self._changes
+            self._judge(iteration, lambda: keeper.end_step(findings.coverage_at, changes, iteration, self._ranks))
+
+    def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> None:
+        """Judge at the end of the run what was not judged yet.
+
+        Args:
+            iteration: the last step.
+            why_not: why there is nothing to judge, if there is nothing.
+            has_step: whether a step has run.
+            raises: False if something else ends the run, which must not be hidden.
+
+        Raises:
+            PrecisionContractError: as :meth:`end_step`.
+        """
+        if self._keeper is not None:
+            has_run = has_step and iteration in self._findings.iterations
+            coverage = Results(self._findings).coverage(iteration) if has_run else NOTHING
+            judge = functools.partial(self._keeper.end_run, coverage, self._changes, iteration, self._ranks)
+            self._judge(iteration, lambda: judge(why_not=why_not, raises=raises))
+
+    def _judge(self, iteration: int, judge: Callable[[], str | None]) -> None:
+        """Judge, and tell the sinks what was found."""
+        try:
+            broken = judge()
+        except PrecisionContractError as error:
+            self._chronicle.tell_judgement(str(error), iteration)
+            raise
+        if broken is not None:
+            self._chronicle.tell_judgement(broken, iteration)
+
+    def end_coverage(self) -> Coverage:
+        """The coverage of the last step, which is kept for the summary; empty if no step has run."""
+        self.coverage = Results(self._findings).coverage()
+        return self.coverage
