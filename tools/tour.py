@@ -244,6 +244,7 @@ def taken(wanted: Sequence[Picture], folder: Path, chromium: str) -> Iterator[tu
             for plot in page.locator(".plot").all():
                 plot.scroll_into_view_if_needed()
                 plot.locator("xpath=self::*[@data-drawn='yes']").wait_for()
+            page.evaluate("scrollTo(0, 0)")
             place: Any = {"x": 0, "y": picture.top, "width": picture.width, "height": picture.height}
             out = io.BytesIO()
             image = Image.open(io.BytesIO(page.screenshot(full_page=True, clip=place))).convert("RGB")
