@@ -8,7 +8,8 @@ tests/docs/test_tour.py runs the pages in the same way, and compares.
 A page is run from top to bottom, in one folder with the other pages, in their order:
 
 - ``python`` blocks share the names of their page; a part of a function of examples/small_model.py is only shown;
-- ``bash`` blocks of ``te-precision`` and ``python`` commands run; others are left to tests/docs/test_blocks.py;
+- ``bash`` blocks of ``te-precision`` and ``python`` commands run; those that install are left to
+  tests/docs/test_blocks.py;
 - a ``yaml`` block whose first line is a comment with a file's name is written to that file;
 - a ``text`` block is what the code above it printed. A line ``...`` stands for lines that are left out; the next line
   is found by its first two words. An exception is its class and its message;
@@ -96,7 +97,7 @@ def run(page: Path) -> list[Output]:
             case "python":
                 shows = number + 1 < len(blocks) and blocks[number + 1]["language"] == "text"
                 printed = _python(code, names, f"{page.name}, block {number}", raises=shows)
-            case "bash":
+            case "bash" if not code.startswith("pip "):
                 printed = "".join(map(_command, code.splitlines()))
             case "yaml":
                 name, _, _ = code.removeprefix("# ").partition("\n")
@@ -244,6 +245,7 @@ def taken(wanted: Sequence[Picture], folder: Path, chromium: str) -> Iterator[tu
             for plot in page.locator(".plot").all():
                 plot.scroll_into_view_if_needed()
                 plot.locator("xpath=self::*[@data-drawn='yes']").wait_for()
+            page.evaluate("scrollTo(0, 0)")
             place: Any = {"x": 0, "y": picture.top, "width": picture.width, "height": picture.height}
             out = io.BytesIO()
             image = Image.open(io.BytesIO(page.screenshot(full_page=True, clip=place))).convert("RGB")

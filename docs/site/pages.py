@@ -5,12 +5,12 @@ The pages of docs/ and the README link to one another as files of the repository
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from links import between_pages
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -25,8 +25,6 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
 }
 """File of the repository outside of docs/ -> page."""
-
-_LINK = re.compile(r"\[(?P<text>[^\[\]]+)\]\((?P<target>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -57,19 +55,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     pages |= {f"docs/{file.src_uri}": file.src_uri for file in files.documentation_pages()}
     own = next((path for path, target in ELSEWHERE.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}")
 
-    def link(found: re.Match[str]) -> str:
-        target, anchor = found["target"], found["anchor"] or ""
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(own), target))
-        if path in pages:
-            there = posixpath.relpath(pages[path], posixpath.dirname(page.file.src_uri) or ".")
-            text = _title(ROOT / path) if found["text"].endswith(path.rpartition("/")[2]) else found["text"]
-            return f"[{text}]({there}{anchor})"
-        return found["text"] if (ROOT / path).exists() else found[0]
-
     if own == "docs/api.md":
         markdown = re.sub(r"(?m)^\| `.*?(?= \|)", _to_modules, markdown)
     return "".join(
-        part if part.lstrip().startswith("```") else _LINK.sub(link, part) for part in _fenced_apart(markdown)
+        part if part.lstrip().startswith("```") else between_pages(part, own, pages) for part in _fenced_apart(markdown)
     )
 
 
@@ -85,10 +74,6 @@ def _to_modules(cell: re.Match[str]) -> str:
 
 def _fenced_apart(markdown: str) -> list[str]:
     return re.split(r"(?ms)(^ *```.*?^ *```$)", markdown)
-
-
-def _title(path: Path) -> str:
-    return path.read_text().partition("\n")[0].removeprefix("# ")
 
 
 def _page_of(module: str) -> str:
