@@ -130,7 +130,7 @@ class DumpLimits(Level):
     """The file format and the limits of a run's dumps."""
 
     file_format: Literal["safetensors", "torch"] = Field(
-        default_factory=lambda: None,  # no default in the JSON Schema: the key does not take null
+        default_factory=cast(Any, lambda: None),  # no default in the JSON Schema: the key does not take null
         description="`safetensors`: loads without Transformer Engine and without unpickling. `torch`: Transformer"
         " Engine's path, name and keys, a pickle. Default: safetensors in a session of this project, torch under"
         " plain nvidia-dlfw-inspect.",

@@ -183,6 +183,7 @@ def _similar_files(path: Path) -> str:
 def _check_events(text: str, path: Path) -> None:
     """Refuse a text of too many entries or levels, before anything is made of it."""
     entries = depth = 0
+    event: Any
     for event in yaml.parse(text, Loader=_BASE):
         entries += isinstance(event, yaml.NodeEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
