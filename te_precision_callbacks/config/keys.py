@@ -7,7 +7,7 @@ A feature takes such a key for all its tensors, and an item of its lists for one
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 from pydantic import Field, StrictBool, StrictInt
 
