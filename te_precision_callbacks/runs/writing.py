@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.runs.fact_files import FactFiles
-from te_precision_callbacks.runs.new_rows import NewEvents, NewRows, NewValues, NewVectors, SeriesNumbers
+from te_precision_callbacks.runs.new_rows import NewEvents, NewFacts, NewValues, NewVectors, SeriesNumbers
 from te_precision_callbacks.runs.parts import SealedPart
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import (
@@ -80,8 +80,8 @@ class RunWriter:
         self._series = SeriesNumbers()
         self._values = NewValues(Tail(self.own, "values", VALUES, by_series, *into), segment, self._series)
         self._vectors = NewVectors(Tail(self.own, "vectors", VECTORS, by_series, *into), segment, self._series)
-        self._steps = NewRows(Tail(self.own, "steps", STEPS, (), *small))
-        self._scalars = NewRows(Tail(self.own, "scalars", SCALARS, (), *small))
+        self._steps = NewFacts(Tail(self.own, "steps", STEPS, (), *small))
+        self._scalars = NewFacts(Tail(self.own, "scalars", SCALARS, (), *small))
         self._events = NewEvents(self.own / EVENTS_FILE)
 
     @classmethod
