@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from te_precision_callbacks.base.terminal import plain
@@ -43,12 +42,8 @@ class Curve:
 def scalars(run: RecordedRun) -> list[Curve]:
     """The trainer's own numbers: the loss first, those of how fast the machine is last."""
     found = []
-    table = run.scalars
-    names = [name for name in pc.unique(table["name"]).to_pylist() if name] if len(table) else []
-    of_training = set(pc.unique(run.metrics["name"]).to_pylist())
-    for name in sorted(loss_first(names), key=lambda name: name not in of_training):
-        own = table.filter(pc.equal(table["name"].cast(pa.string()), name)).sort_by("iteration")
-        iterations, values = own["iteration"].to_numpy(), own["value"].to_numpy()
+    for name in sorted(loss_first(run.curves), key=lambda name: name not in run.metrics):
+        iterations, values = run.curves[name]
         shown = _thinned(values, _MOST_POINTS)
         found.append(Curve(name, iterations[shown], values[shown], len(values)))
     return found

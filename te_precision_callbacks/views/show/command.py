@@ -27,7 +27,8 @@ from te_precision_callbacks.base.terminal import Json, Run
 
 if TYPE_CHECKING:
     from te_precision_callbacks.runs import RecordedRun
-    from te_precision_callbacks.views.show.view import Curve, RunView
+    from te_precision_callbacks.runs.recorded import Curve
+    from te_precision_callbacks.views.show.view import RunView
 
 
 _Display = AbstractContextManager[Callable[["RunView"], None]]
@@ -174,7 +175,7 @@ def _for_json(view: RunView) -> dict[str, Any]:
     from te_precision_callbacks.layers.folding import ShortNames
 
     found = {name: value for name, value in vars(view).items() if not isinstance(value, ShortNames)}
-    found["scalars"] = {scalar.name: _curve(scalar.curve) for scalar in view.scalars}
+    found["scalars"] = {name: _curve(curve) for name, curve in view.scalars.items()}
     found["worst"] = {
         name: [
             {**vars(series), "lost": series.lost and series.lost._asdict(), "curve": _curve(series.curve)}
