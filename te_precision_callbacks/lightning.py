@@ -226,9 +226,7 @@ class PrecisionDebugCallback(Callback):
         """Warn if the features that changed precision in the fit no longer act."""
         self._tell_of_evaluation(trainer)
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if the features that changed precision in the fit no longer act."""
-        self._tell_of_evaluation(trainer)
+    on_predict_start = on_test_start
 
     def _tell_of_evaluation(self, trainer: Trainer) -> None:
         if self._session is not None and trainer.state.fn is not None:

@@ -412,7 +412,7 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "duration": facts.duration(run),
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
-        "states": facts.states(run),
+        "states": run.states.to_pylist(),
         "plan": facts.plan(run),
         **dict(zip(("events", "events_total"), facts.events(run), strict=True)),
     }

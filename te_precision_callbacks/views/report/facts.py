@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.runs.answers import loss_first, multiply_adds
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
@@ -207,35 +206,7 @@ def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
 
 def segments(run: RecordedRun) -> list[dict[str, Any]]:
     """The process starts, with all that they say."""
-    return [
-        {
-            "number": one.number,
-            "status": one.status,
-            "started_at": one.started_at,
-            "ended_at": one.ended_at,
-            "first_iteration": one.first_iteration,
-            "world": one.world,
-            "facts": told(one.facts),
-        }
-        for one in run.segments
-    ]
-
-
-def told(value: Any) -> Any:
-    """A value of run.json as JSON has it; what JSON has no word for becomes text."""
-    if isinstance(value, Mapping):
-        return {str(key): told(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [told(item) for item in value]
-    if isinstance(value, datetime):
-        return value.isoformat()
-    simple = plain(value)
-    return simple if simple is None or isinstance(simple, (str, int, float, bool)) else str(simple)
-
-
-def states(run: RecordedRun) -> list[dict[str, Any]]:
-    """What is kept in which type outside of the products."""
-    return list(run.states.to_pylist())
+    return [dict(vars(one)) for one in run.segments]
 
 
 def plan(run: RecordedRun) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ def show_command(
 
     view = look(recorded, statistic or (), most)
     if follow:
-        view = _follow(view, again, every, _nothing() if as_json else _display())
+        view = _follow(view, again, every, _nothing() if as_json else _screen() if _is_terminal() else _lines())
     if view.is_empty:
         why = f"no statistic was recorded, and no loss ({view.status})."
         raise NothingToShowError(" ".join([f"{path} has no numbers: {why}", *view.notes]))
@@ -132,10 +132,6 @@ def _is_terminal() -> bool:
     from rich.console import Console
 
     return Console().is_terminal
-
-
-def _display() -> _Display:
-    return _screen() if _is_terminal() else _lines()
 
 
 @contextlib.contextmanager
