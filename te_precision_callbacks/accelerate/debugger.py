@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import operator
@@ -226,23 +227,12 @@ class PrecisionDebugger:
         ``register_for_checkpointing`` is not used: with it a checkpoint loads only if the same number of objects is
         registered, so a checkpoint saved without the debugger could not be loaded with it, nor the other way round.
         """
-        debugger_or_none = weakref.ref(self)  # the accelerator does not keep it, its session and the model alive
-
-        def save(models: Any, weights: Any, output_dir: str) -> None:
-            debugger = debugger_or_none()
-            if debugger is not None:
-                debugger._save(Path(output_dir))
-
-        def load(models: Any, input_dir: str) -> None:
-            debugger = debugger_or_none()
-            if debugger is not None:
-                debugger._load(Path(input_dir))
-
-        for handle in (
-            self._accelerator.register_save_state_pre_hook(save),
-            self._accelerator.register_load_state_pre_hook(load),
-        ):
-            weakref.finalize(self, handle.remove)
+        hooks = (
+            (self._accelerator.register_save_state_pre_hook, weakref.WeakMethod(self._save)),
+            (self._accelerator.register_load_state_pre_hook, weakref.WeakMethod(self._load)),
+        )
+        for register, method in hooks:  # the accelerator does not keep the debugger, its session and the model alive
+            weakref.finalize(self, register(functools.partial(_call_with_folder, method)).remove)
 
     def _save(self, folder: Path) -> None:
         """Write the fingerprint on each process, and the iteration where Accelerate writes the model, so a process that
@@ -334,6 +324,13 @@ class PrecisionDebugger:
             )
         if self._notices.first("stopped"):
             logger.warning("step(): the debugger was stopped, so nothing more is observed. Training goes on.")
+
+
+def _call_with_folder(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
+    """Call a method with the last argument of a hook, the folder, as long as its object lives."""
+    bound = method()
+    if bound is not None:
+        bound(Path(arguments[-1]))
 
 
 def _count(step: SupportsIndex) -> int:

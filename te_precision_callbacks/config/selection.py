@@ -13,9 +13,12 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.config.problems import ConfigError, Problems, Vocabulary, Where, shown, suggestion
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.layers.naming import Layer
 
 logger = logging.getLogger(__name__)
 
@@ -55,30 +58,6 @@ _REPEATED_TWICE = re.compile(rf"\((?:\?:)?{_ATOM}[*+]\)[*+{{]|(?:\.[*+]){{2}}")
 _WITHOUT_END = LARGEST_NUMBER + 1
 
 
-class SelectableLayer(Protocol):
-    """The attributes that a selector reads; :class:`te_precision_callbacks.layers.naming.Layer` has them."""
-
-    @property
-    def name(self) -> str:
-        """The layer's name, as in logs."""
-
-    @property
-    def scope(self) -> str:
-        """The prefix of its name that distinguishes it from layers of other ranks; empty if none is needed."""
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """Other names that select the layer."""
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """The layer's class, in each spelling that ``layer_types`` takes."""
-
-    @property
-    def upstream(self) -> tuple[str, ...]:
-        """nvidia-dlfw-inspect's name of the layer in this model, and in the model without wrappers if that differs."""
-
-
 class LayerIndex:
     """The layers of a model, to look them up; a word or pattern of many sections is looked up once.
 
@@ -90,7 +69,7 @@ class LayerIndex:
             does: a class is not a type, and a layer has a number if its name has exactly one. None: our own names.
     """
 
-    def __init__(self, layers: Sequence[SelectableLayer], *, upstream: int | None = None) -> None:
+    def __init__(self, layers: Sequence[Layer], *, upstream: int | None = None) -> None:
         self.layers = layers
         if upstream is None:
             names_of = [(layer.name, *layer.aliases) for layer in layers]
@@ -175,7 +154,7 @@ class LayerIndex:
         return self._by_pattern[pattern.pattern]
 
 
-def by_upstreams_names(layers: Sequence[SelectableLayer]) -> list[LayerIndex]:
+def by_upstreams_names(layers: Sequence[Layer]) -> list[LayerIndex]:
     """The layers by nvidia-dlfw-inspect's names, and by those in the model without wrappers if they differ.
 
     Scripts name a model before or after they wrap it in DDP and its kin: a selector that selects nothing by the first
