@@ -25,8 +25,8 @@ KeyPath = tuple[str | int, ...]
 
 
 Where = Callable[..., str]
-"""Gives the place of an entry, such as ``config.yaml, line 7 (section 'stats')``, by its path below a section or feature;
-without a path the place of the section or feature itself."""
+"""Gives the place of an entry, such as ``config.yaml, line 7 (section 'stats')``, by its path below a section or
+feature; without a path the place of the section or feature itself."""
 
 MOST_TOLD = 20
 """The most problems that the text of one error has; it counts the others."""
