@@ -342,7 +342,7 @@ def _log_dir_of(trainer: Trainer) -> Path:
 
 
 def _scales_loss(trainer: Trainer) -> bool:
-    """Whether DeepSpeed scales the loss for float16, with a scaler of its own. torch's is recognized in use."""
+    """Whether DeepSpeed scales the loss for float16, with its own scaler. torch's is recognized in use."""
     plugin = trainer.precision_plugin
     return isinstance(plugin, DeepSpeedPrecision) and plugin.precision.startswith("16")
 

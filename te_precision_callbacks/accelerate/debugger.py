@@ -345,7 +345,7 @@ def _count(step: SupportsIndex) -> int:
 
 
 def scales_loss(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed or Megatron-LM scales the loss for float16, with a scaler of its own: an inf in a gradient is
+    """Whether DeepSpeed or Megatron-LM scales the loss for float16, with its own scaler: an inf in a gradient is
     then not an error, but a reason to lower the scale. (torch's GradScaler is recognized when it scales.)"""
     of_others = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     return of_others and accelerator.mixed_precision == "fp16"

@@ -128,7 +128,7 @@ def check_model(
         BatchError: the forward or backward does not run with ``batch``.
     """
     if tokens is not None and batch is not None:
-        raise OptionError("tokens= and batch= were given: a batch tells the tokens of each layer. Give one of them.")
+        raise OptionError("tokens= and batch= were given, but a batch has the tokens of each layer. Give one of them.")
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     check_value("observe", observe)

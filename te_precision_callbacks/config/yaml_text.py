@@ -57,7 +57,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Where the keys of a config stand.
+    """The places of the keys of a config.
 
     Attributes:
         name: the name of the config.
@@ -68,7 +68,7 @@ class Places:
     marks: Mapping[KeyPath, Mark] = field(default_factory=dict)
 
     def __call__(self, section: str, *keys: str | int) -> str:
-        """Where a key of a section stands, or the nearest one above it: ``config.yaml, line 7 (section 'stats')``."""
+        """The place of a key of a section, or of the nearest key above it: ``a.yaml, line 7 (section 'stats')``."""
         path = (section, *keys)
         mark = next((self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks), None)
         where = f"{self.name}, {mark}" if mark else self.name
@@ -76,7 +76,7 @@ class Places:
 
 
 def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any, Places]:
-    """The content of a YAML file, and where its keys stand.
+    """The content of a YAML file, and the places of its keys.
 
     Args:
         path: the file.

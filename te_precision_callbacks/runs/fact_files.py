@@ -115,5 +115,5 @@ class FactFiles:
         self._bytes[name] = path.stat().st_size
 
     def touch(self) -> None:
-        """Tell readers that the process lives."""
+        """Show readers that the process lives."""
         os.utime(self._folder / RUN_FILE)

@@ -114,7 +114,7 @@ def stretches_in_words(stretches: Sequence[Thinned]) -> list[str]:
         else:
             found.append(f"{which.capitalize()} were dropped: the limit of records= is too small for them.")
     if len(ranks) > 1:
-        found.append(f"The numbers that {len(ranks) - 1} other ranks have of their own were thinned likewise.")
+        found.append(f"The local numbers of {len(ranks) - 1} other ranks were thinned likewise.")
     return found
 
 
@@ -162,7 +162,7 @@ class Curve(NamedTuple):
 class RecordedRun:
     """A run that was recorded, or is being recorded, as its files have it now.
 
-    An iteration that stands in several segments counts in the last one.
+    If several segments have an iteration, the last one counts.
 
     Attributes:
         path: the folder or file that it was read from.
@@ -170,7 +170,7 @@ class RecordedRun:
         run_id: the run.
         segments: its process starts, in order.
         layers, gemms, operands, states, plan: facts, of all ranks and segments: tables of
-            :mod:`te_precision_callbacks.runs.tables`, empty where the source does not tell them.
+            :mod:`te_precision_callbacks.runs.tables`, empty where the source has none.
         series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` counts from 0 and is the row's number.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
         notes: what is missing, damaged or thinned, in words, for whoever looks at the run.
@@ -289,10 +289,10 @@ class RecordedRun:
             return f"the run has no {statistic!r} of {tensor!r}. It has it of {', '.join(tensors)}."
         if rank is None:
             return (
-                f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with numbers of their own:"
+                f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with local numbers:"
                 f" {', '.join(map(str, sorted(filter(None, ranks))))}. Choose one with rank=."
             )
-        return f"rank {rank} has no {statistic!r} of {tensor!r} of its own. Leave rank= out, or choose another rank."
+        return f"rank {rank} has no local {statistic!r} of {tensor!r}. Leave rank= out, or choose another rank."
 
     def _check_known(self, column: str, value: str | int) -> None:
         """Raise an error if a run with numbers has none of a layer, a statistic, ..."""

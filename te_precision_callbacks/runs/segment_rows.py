@@ -191,7 +191,7 @@ class Recording:
     # ------------------------------------------------------------------ to the disk
 
     def flush(self) -> None:
-        """Write what was taken, and tell readers that the process lives.
+        """Write what was taken, and show readers that the process lives.
 
         Raises:
             OSError: it cannot be written.

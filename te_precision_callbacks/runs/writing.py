@@ -319,7 +319,7 @@ class RunWriter:
             tail.seal_if_old()
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
-        """Write all rows and seal all parts; rank 0 tells in run.json that the segment has ended, also if something
+        """Write all rows and seal all parts; rank 0 writes into run.json that the segment has ended, also if something
         cannot be written.
 
         Raises:

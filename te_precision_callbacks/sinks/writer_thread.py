@@ -2,7 +2,7 @@
 
 thread = WriterThread("records", writing)   # writing.take(job), flush() and leave() run in the thread
 thread.put(job, count)                      # returns at once: False if the queue is full, and the job is dropped
-is_written = thread.hurry()                 # does not wait for the next time; is_written() tells when all is written
+is_written = thread.hurry()                 # does not wait for the next time; is_written() is True when all is written
 thread.finish()                             # waits until everything is written, or until the disk no longer answers
 thread.take_failure()                       # the exception that has ended the thread, if any
 

@@ -52,7 +52,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     file a rank) and ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     Evaluation and prediction are not observed. Features that change precision act there as in training. The Trainer
-    does not tell callbacks that a training failed: with :class:`te_precision_callbacks.transformers.Trainer`, or with
+    does not notify callbacks when a training fails: with :class:`te_precision_callbacks.transformers.Trainer`, or with
     ``trainer=``, the session is closed at once; otherwise at the next forward of the model or the next training, when
     the callback is collected, or when the process ends.
 

@@ -42,7 +42,7 @@ def compare(
         a: the reference.
         b: the other run; None with ``ranks`` or ``steps``.
         noise: runs that differ from a ordinarily, such as in the seed alone: they say how much each statistic does.
-        ranks: two ranks of ``a`` with numbers of their own, the reference first. The other ranks are the noise.
+        ranks: two ranks of ``a`` with local numbers, the reference first. The other ranks are the noise.
         steps: two iterations of ``a``: the ``lasting`` steps from each on are compared. What changes between the first
             stretch and the one right behind it is the noise.
         lasting: the steps for which a difference must last to count.

@@ -155,7 +155,7 @@ def _ranks_in_words(run: RecordedRun) -> str:
 
 
 def ranks_of(run: RecordedRun) -> list[int]:
-    """The ranks that have numbers of their own."""
+    """The ranks that have local numbers."""
     return sorted({subject.rank for subject in run.subjects if subject.rank is not None})
 
 

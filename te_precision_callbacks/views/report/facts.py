@@ -64,7 +64,7 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
     """The multiply-adds of a step at the end of the run, by precision and by pass.
 
     Returns:
-        Rows of ``precision``, ``backward`` and ``macs``; none where the run does not tell.
+        Rows of ``precision``, ``backward`` and ``macs``; none if the run has no products.
     """
     found = sorted(multiply_adds(run).items())
     return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in found]

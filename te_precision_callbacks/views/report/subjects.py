@@ -44,9 +44,9 @@ class Layer:
     """A layer of the run.
 
     Attributes:
-        name: with the scope in front, where it does not stand there already.
+        name: with the scope in front, unless it begins with the scope.
         block: the repeated part of the model that it belongs to, such as ``layers.3``; empty if it belongs to none.
-        short: the name beside a plot: what tells it apart from the run's other layers, without control characters.
+        short: the name beside a plot: what distinguishes it from the run's other layers, without control characters.
         block_short: likewise that of the block.
     """
 
@@ -87,7 +87,7 @@ class FamilySeries:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that have numbers of their own, and :data:`REDUCED` where there are reduced ones; ascending."""
+        """The ranks that have local numbers, and :data:`REDUCED` where there are reduced ones; ascending."""
         return [int(rank) for rank in np.unique(self.rank)]
 
     @property
@@ -167,7 +167,7 @@ class Subjects:
 
 
 def layer_name(scope: str | None, layer: str | None) -> str:
-    """The name of a layer in a report: with the scope in front, where it does not stand there already."""
+    """The name of a layer in a report: with the scope in front, unless it begins with the scope."""
     if not layer or not scope or layer.startswith(f"{scope}."):
         return layer or ""
     return f"{scope}.{layer}"

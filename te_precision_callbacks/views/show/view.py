@@ -237,7 +237,7 @@ def _rank(request: Request | None) -> tuple[int, str]:
 def _chosen(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) -> list[str]:
     if not wanted:
         with_worst = [name for name, group in groups.items() if _has_direction(group)]
-        # What is the same everywhere, such as no overflow at all, tells no layer.
+        # A statistic that is the same everywhere, such as no overflow at all, points at no layer.
         telling = [name for name in with_worst if len(set(_worst_numbers(groups[name]).values())) > 1]
         return (telling or with_worst)[:MOST_STATISTICS]
     found = []
