@@ -162,6 +162,8 @@ class Curve(NamedTuple):
 class RecordedRun:
     """A run that was recorded, or is being recorded, as its files have it now.
 
+    It has many attributes because each table of a run is one.
+
     If several segments have an iteration, the last one counts.
 
     Attributes:

@@ -80,7 +80,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RunView:
-    """What is shown of a run.
+    """What is shown of a run. The attributes are the keys of ``te-precision show --json``, which is why there are many.
 
     Attributes:
         path, run_id, source: which run.
