@@ -148,12 +148,6 @@ class WriterThread(Generic[JobT]):
                 seen, since = self._progress, time.monotonic()
             left = since + LONGEST_STILL - time.monotonic()
             if left <= 0:
-                logger.error(
-                    "The disk does not answer: %s numbers that wait for the %s may be lost. The session ends without"
-                    " waiting any longer. Check the disk of log_dir=.",
-                    f"{self.waiting:,}",
-                    self._what,
-                )
                 break
             self._thread.join(min(left, 1.0))
         else:
@@ -166,6 +160,13 @@ class WriterThread(Generic[JobT]):
                 " statistics less often (freq), or give a faster folder (log_dir=).",
                 f"{sum(dropped):,}",
                 f"{len(dropped):,}",
+                self._what,
+            )
+        if self._thread is not None and self._thread.is_alive():
+            logger.error(
+                "The disk does not answer: %s numbers that wait for the %s may be lost. The session ends without waiting"
+                " any longer. Check the disk of log_dir=.",
+                f"{self.waiting:,}",
                 self._what,
             )
 
