@@ -164,8 +164,8 @@ class WriterThread(Generic[JobT]):
             )
         if self._thread is not None and self._thread.is_alive():
             logger.error(
-                "The disk does not answer: %s numbers that wait for the %s may be lost. The session ends without waiting"
-                " any longer. Check the disk of log_dir=.",
+                "The disk does not answer: %s numbers that wait for the %s may be lost. The session ends without"
+                " waiting any longer. Check the disk of log_dir=.",
                 f"{self.waiting:,}",
                 self._what,
             )
