@@ -231,6 +231,6 @@ def _log_dir_of(fabric: Fabric) -> Path:
 
 
 def _scales_loss(fabric: Fabric) -> bool:
-    """Whether DeepSpeed scales the loss for float16, with a scaler of its own. torch's is recognized in use."""
+    """Whether DeepSpeed scales the loss for float16, with its own scaler. torch's is recognized in use."""
     precision = fabric.strategy.precision
     return isinstance(precision, DeepSpeedPrecision) and precision.precision.startswith("16")

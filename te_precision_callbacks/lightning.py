@@ -226,9 +226,7 @@ class PrecisionDebugCallback(Callback):
         """Warn if the features that changed precision in the fit no longer act."""
         self._tell_of_evaluation(trainer)
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if the features that changed precision in the fit no longer act."""
-        self._tell_of_evaluation(trainer)
+    on_predict_start = on_test_start
 
     def _tell_of_evaluation(self, trainer: Trainer) -> None:
         if self._session is not None and trainer.state.fn is not None:
@@ -344,7 +342,7 @@ def _log_dir_of(trainer: Trainer) -> Path:
 
 
 def _scales_loss(trainer: Trainer) -> bool:
-    """Whether DeepSpeed scales the loss for float16, with a scaler of its own. torch's is recognized in use."""
+    """Whether DeepSpeed scales the loss for float16, with its own scaler. torch's is recognized in use."""
     plugin = trainer.precision_plugin
     return isinstance(plugin, DeepSpeedPrecision) and plugin.precision.startswith("16")
 

@@ -213,31 +213,16 @@ def test_the_element_format_in_a_name_is_part_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "meant"),
+    "size",
     [
-        ("10M", "'10MB'"),
-        ("10 Mo", "'10MB'"),
-        ("1.5g", "'1.5GB'"),
-        ("64k", "'64kB'"),
-        ("2Gi", "'2GiB'"),
-        ("2 Kio", "'2KiB'"),
-        ("1e9", "1000000000"),
-        (1e9, "1000000000"),
-        ("1_000_000", "1000000"),
+        *("much", "", "-10MB", "10 elephants", "1e400", 0, None, True, float("inf"), -3),
+        *("10 Mo", "2 Kio", "1e9", 1e9, "1_000_000", "10MB and more", "10kbit", "0", "0.5"),
     ],
 )
-def test_what_was_meant_by_a_size(size: Any, meant: str) -> None:
+def test_a_size_that_means_nothing_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match=r"must be a number of bytes >= 1") as caught:
         size_in_bytes(size)
-    assert str(caught.value).endswith(f"not {size!r}. Did you mean {meant}?")
-    assert size_in_bytes(int(meant) if meant.isdigit() else meant.strip("'")) >= 1
-
-
-@pytest.mark.parametrize("size", ["much", "", "-10MB", "10 elephants", "1e400", 0, None, True, float("inf"), -3])
-def test_a_size_that_means_nothing_is_refused_without_a_guess(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be a number of bytes >= 1") as caught:
-        size_in_bytes(size)
-    assert "Did you mean" not in str(caught.value)
+    assert str(caught.value).endswith(f"not {size!r}.")
 
 
 @pytest.mark.parametrize("size", [2**63, 10**400, "9223373TB", "9" * 400, "9" * 400 + "TB", "8388608TiB"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import operator
@@ -226,23 +227,12 @@ class PrecisionDebugger:
         ``register_for_checkpointing`` is not used: with it a checkpoint loads only if the same number of objects is
         registered, so a checkpoint saved without the debugger could not be loaded with it, nor the other way round.
         """
-        debugger_or_none = weakref.ref(self)  # the accelerator does not keep it, its session and the model alive
-
-        def save(models: Any, weights: Any, output_dir: str) -> None:
-            debugger = debugger_or_none()
-            if debugger is not None:
-                debugger._save(Path(output_dir))
-
-        def load(models: Any, input_dir: str) -> None:
-            debugger = debugger_or_none()
-            if debugger is not None:
-                debugger._load(Path(input_dir))
-
-        for handle in (
-            self._accelerator.register_save_state_pre_hook(save),
-            self._accelerator.register_load_state_pre_hook(load),
-        ):
-            weakref.finalize(self, handle.remove)
+        hooks = (
+            (self._accelerator.register_save_state_pre_hook, weakref.WeakMethod(self._save)),
+            (self._accelerator.register_load_state_pre_hook, weakref.WeakMethod(self._load)),
+        )
+        for register, method in hooks:  # the accelerator does not keep the debugger, its session and the model alive
+            weakref.finalize(self, register(functools.partial(_call_with_folder, method)).remove)
 
     def _save(self, folder: Path) -> None:
         """Write the fingerprint on each process, and the iteration where Accelerate writes the model, so a process that
@@ -336,6 +326,13 @@ class PrecisionDebugger:
             logger.warning("step(): the debugger was stopped, so nothing more is observed. Training goes on.")
 
 
+def _call_with_folder(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
+    """Call a method with the last argument of a hook, the folder, as long as its object lives."""
+    bound = method()
+    if bound is not None:
+        bound(Path(arguments[-1]))
+
+
 def _count(step: SupportsIndex) -> int:
     """The step as an int; also accepts an integer of numpy."""
     try:
@@ -348,7 +345,7 @@ def _count(step: SupportsIndex) -> int:
 
 
 def scales_loss(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed or Megatron-LM scales the loss for float16, with a scaler of its own: an inf in a gradient is
+    """Whether DeepSpeed or Megatron-LM scales the loss for float16, with its own scaler: an inf in a gradient is
     then not an error, but a reason to lower the scale. (torch's GradScaler is recognized when it scales.)"""
     of_others = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     return of_others and accelerator.mixed_precision == "fp16"

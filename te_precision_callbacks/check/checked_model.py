@@ -67,7 +67,6 @@ class CheckedModel:
         recipe: the recipe, as in :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; empty for none.
         tokens: the tokens of a step on this rank; None if they were not given: multiply-adds are then for one token, or
             for the batch.
-        has_batch: whether the products are those of a forward and backward with a batch.
         layers: the number of layers of Transformer Engine that a config can select.
         features: layer -> the features that act on it.
         findings: what does not fit.
@@ -85,7 +84,6 @@ class CheckedModel:
     notes: tuple[str, ...]
     not_counted: tuple[str, ...]
     not_reached: tuple[str, ...] = ()
-    has_batch: bool = False
 
     def _repr_html_(self) -> str:
         findings = notebooks.bullets(f"{finding.kind}: {finding.text}" for finding in self.findings)
@@ -130,7 +128,7 @@ def check_model(
         BatchError: the forward or backward does not run with ``batch``.
     """
     if tokens is not None and batch is not None:
-        raise OptionError("tokens= and batch= were given: a batch tells the tokens of each layer. Give one of them.")
+        raise OptionError("tokens= and batch= were given, but a batch has the tokens of each layer. Give one of them.")
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     check_value("observe", observe)
@@ -221,7 +219,6 @@ class _Check:
             tuple(self._notes),
             products.not_counted,
             products.not_reached,
-            ran is not None,
         )
 
     def _plan(self) -> Plan:

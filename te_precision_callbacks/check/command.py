@@ -116,7 +116,7 @@ def check_command(
             f"{tokens} is less than 1; give the tokens of a step on one rank", param_hint="--tokens"
         )
     if tokens is not None and batch is not None:
-        raise typer.BadParameter("a batch tells the tokens of each layer; give one of the two", param_hint="--tokens")
+        raise typer.BadParameter("a batch has the tokens of each layer; give one of the two", param_hint="--tokens")
     loaded, warnings = _loaded(config, as_json=as_json)
     if model is None:
         from te_precision_callbacks.config.idle import notes_of
@@ -198,7 +198,7 @@ def _checked(
     notes: tuple[str, ...] = ()
     if convert is not None:
         recipe, notes = recipe_of_accelerate(recipe)
-    recipe_named(recipe)  # a wrong name is told before a model is made
+    recipe_named(recipe)  # a wrong name is reported before a model is made
     check_value("observe", observe)
     contract = read_contract(require)
     batch = None if batch_spec is None else build_batch(batch_spec)
@@ -216,7 +216,7 @@ def _checked(
 
     try:
         return planned(on_meta=True)
-    except NotOnMetaError:  # many forwards cannot run there: the CPU tells whether it is the batch's fault
+    except NotOnMetaError:  # many forwards cannot run there: the CPU shows whether it is the batch's fault
         return planned(on_meta=False)
 
 
@@ -233,7 +233,7 @@ def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torc
     except ConversionError:
         if device != "meta":
             raise
-        return _made(spec, convert, on_meta=False)  # which tells whether it is the meta device's fault
+        return _made(spec, convert, on_meta=False)  # which shows whether it is the meta device's fault
 
 
 def _without_errors(path: str, config: Config) -> str:

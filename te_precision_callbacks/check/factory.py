@@ -79,7 +79,7 @@ def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, st
             except ModelFactoryError:
                 raise
             except (Exception, SystemExit):
-                pass  # many models cannot be made there: the CPU tells whether it is the function's own mistake
+                pass  # many models cannot be made there: the CPU shows whether it is the function's own mistake
         return _module(_called(factory, spec, _MODEL), spec), "cpu"
 
 
@@ -99,7 +99,7 @@ def build_batch(spec: str) -> Any:
 
 
 def require_batch(batch: object, said: str = "") -> None:
-    """Raise :class:`BatchError` for what is no batch; ``said`` stands before its value."""
+    """Raise :class:`BatchError` for what is no batch; ``said`` comes before its value."""
     if isinstance(batch, (torch.Tensor, Mapping, tuple)):
         return
     text = f"{said}{shown(batch)}, which is no batch. A batch is {_BATCH.returns}."

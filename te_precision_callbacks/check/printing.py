@@ -50,7 +50,7 @@ def show(
     if checked.not_counted:
         names = ", ".join(folded(checked.not_counted, most=_MOST_NAMES))
         terminal.show_text(
-            f"Not planned, since their classes do not tell what they multiply: {names}. session.coverage() counts them"
+            f"Not planned, since it is not known what their classes multiply: {names}. session.coverage() counts them"
             " in a run."
         )
     if checked.not_reached:

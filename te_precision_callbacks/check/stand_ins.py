@@ -4,7 +4,7 @@
         ...                    # the model's forward and backward
     seen.recipes               # layer -> the recipe in force when it was called; None outside of te.autocast
 
-While they stand in, the forwards of these classes tell of their GEMMs and of attention, with their backward, and
+While they are replaced, the forwards of these classes report their GEMMs and attention, with their backward, and
 quantize nothing. On the meta device a result has the right shape. On any other one it is computed by the module itself
 in high precision, whose GEMMs take any shape.
 
@@ -68,7 +68,7 @@ class SeenLayers:
 
 @contextlib.contextmanager
 def stand_ins(model: Model, modules: Sequence[NamedModule], products: ModelProducts) -> Iterator[SeenLayers]:
-    """Let the forwards of Transformer Engine's classes tell ``products`` of what they multiply.
+    """Let the forwards of Transformer Engine's classes report to ``products`` what they multiply.
 
     Args:
         model: the model that is called.
@@ -176,7 +176,7 @@ class _StandIns:
         *,
         backwards: bool = False,
     ) -> Callable[[], None]:
-        """Tell of the forward of layers; returns what tells of their backward.
+        """Report the forward of layers; returns a function that reports their backward.
 
         Args:
             tokens: layer -> the rows of its input.
@@ -201,7 +201,7 @@ class _StandIns:
         return back
 
     def _own(self, inp: torch.Tensor, call_own: Callable[[], Any], shaped: Callable[[], Any]) -> Any:
-        """A module's own result without gradients, and without telling of its products; on meta its shape alone."""
+        """A module's own result without gradients, and without reporting its products; on meta its shape alone."""
         if inp.is_meta:
             return shaped()
         import transformer_engine.pytorch as te

@@ -11,7 +11,7 @@ from __future__ import annotations
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.planning import LayerPlan, Plan, Section
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
+from te_precision_callbacks.config.selection import LayerSelector
 
 __all__ = [
     "Config",
@@ -21,6 +21,5 @@ __all__ = [
     "LayerSelector",
     "Plan",
     "Section",
-    "SelectableLayer",
     "load_config",
 ]

@@ -49,7 +49,7 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
         features: feature -> options. A feature without a schema is a user's own, and is ignored, as is a feature that
             is not enabled. Without a valid ``enabled``, which is reported elsewhere, the other keys are read all the
             same.
-        place: where a key stands.
+        place: gives the place of a key.
 
     Raises:
         ConfigError: all problems that the schemas find, in the order of the config.
@@ -108,7 +108,7 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
         schema: the feature's schema.
         name: the feature's name, as written.
         options: the feature's options, as written.
-        place: where a key stands.
+        place: gives the place of a key.
 
     Raises:
         ConfigError: all problems that the schema finds.
@@ -132,7 +132,7 @@ class _Problem:
         schema: the feature's schema.
         feature: the feature's name, as written.
         options: its options, as written.
-        place: where a key stands.
+        place: gives the place of a key.
         details: pydantic's description of the error.
     """
 

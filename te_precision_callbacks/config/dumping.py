@@ -88,7 +88,7 @@ def _never_holds(
 
 
 def _place(sections: Mapping[str, Section], hit: Sequence[str], keys: KeyPath) -> str:
-    """Where a key of DumpTensors stands, in one of the sections that hit a layer."""
+    """The place of a key of DumpTensors, in one of the sections that hit a layer."""
     for name in hit:
         for feature in sections[name].features.get(NAMESPACE, {}):
             if schema_of(feature) is DumpTensors:

@@ -45,7 +45,7 @@ class Acting(Protocol):
         """Feature, as written -> its effect."""
 
     def place(self, *keys: str | int) -> str:
-        """Where a key of the section stands."""
+        """The place of a key of the section."""
 
 
 def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
     freq: StrictInt = Field(1, ge=1)         # words(field): "an integer >= 1"
     tensors: ListOf[Operand]                 # words(field): "a list of activation, weight, gradient"
-    shape(field)                             # the same as JSON Schema: {"type": "integer", "minimum": 1}
+
+pydantic makes the JSON Schema of a model of such fields.
 
 The text of a validator's error continues a sentence that starts with the key: "has the pair [5, 2], which ends before
 it starts."
@@ -11,11 +12,21 @@ it starts."
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, Strict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    Strict,
+    WithJsonSchema,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema
 
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, RECIPES, WITH_ELEMENT_FORMAT
 from te_precision_callbacks.config.byte_sizes import LARGEST_SIZE, SIZE_PATTERN, size_in_bytes
@@ -49,15 +60,9 @@ JsonSchema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Words:
-    """The description of what a field takes, if its type does not say.
-
-    Attributes:
-        text: in words.
-        shape: as JSON Schema; without what a schema cannot say, such as an order.
-    """
+    """The description of what a field takes, in words, if its type does not say."""
 
     text: str
-    shape: JsonSchema = field(hash=False)
 
 
 class Refused(ValueError):
@@ -91,7 +96,22 @@ def _listed_briefly(value: Any) -> Any:
     return entries
 
 
-ListOf = Annotated[list[T], Strict(), BeforeValidator(_listed_briefly), Field(min_length=1)]
+class _OrBareName:
+    """Lets the JSON Schema of a list of names take one of them without brackets."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchema:
+        listed = handler(core)
+        entry = listed["items"]
+        return listed if "$ref" in entry else {"anyOf": [{"type": "string", **entry}, listed]}
+
+
+ListOf = Annotated[
+    list[T],
+    Strict(),
+    BeforeValidator(_listed_briefly),
+    Field(min_length=1, max_length=MOST_LISTED),
+    _OrBareName(),
+]
 
 
 def _refused(
@@ -160,42 +180,36 @@ _QUANTIZED = f"STATISTIC being one of {', '.join(QUANTIZED_STATISTICS)}"
 TensorStatistic = Annotated[
     Request,
     PlainValidator(_tensor_statistic),
-    Words(
-        f"statistics: {', '.join(TENSOR_STATISTICS)}, {{{BLOCKWISE}: {{block_size: 32, dims: 1}}}}",
-        {"anyOf": [{"enum": [*TENSOR_STATISTICS, BLOCKWISE]}, _BLOCKS]},
-    ),
+    Words(f"statistics: {', '.join(TENSOR_STATISTICS)}, {{{BLOCKWISE}: {{block_size: 32, dims: 1}}}}"),
+    WithJsonSchema({"anyOf": [{"enum": [*TENSOR_STATISTICS, BLOCKWISE]}, _BLOCKS]}),
 ]
 Fp8Statistic = Annotated[
     Request,
     PlainValidator(_fp8_statistic),
     Words(
         f"[RECIPE_[FORMAT_]]STATISTIC[_columnwise], {_QUANTIZED}, RECIPE one of {', '.join(RECIPES)}, and FORMAT, after"
-        f" {', '.join(WITH_ELEMENT_FORMAT)}, one of {', '.join(ELEMENT_FORMATS)}",
-        _quantized_shape(RECIPES),
+        f" {', '.join(WITH_ELEMENT_FORMAT)}, one of {', '.join(ELEMENT_FORMATS)}"
     ),
+    WithJsonSchema(_quantized_shape(RECIPES)),
 ]
 Nvfp4Statistic = Annotated[
     Request,
     PlainValidator(_nvfp4_statistic),
-    Words(
-        f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}",
-        _quantized_shape(["nvfp4"]),
-    ),
+    Words(f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}"),
+    WithJsonSchema(_quantized_shape(["nvfp4"])),
 ]
 Size = Annotated[
     int,
     PlainValidator(size_in_bytes),
-    Words(
-        "a number of bytes, or a text such as `10MB` (10^7) or `2GiB` (2 * 2^30)",
-        {"type": ["integer", "string"], "minimum": 1, "maximum": LARGEST_SIZE, "pattern": SIZE_PATTERN},
-    ),
+    Words("a number of bytes, or a text such as `10MB` (10^7) or `2GiB` (2 * 2^30)"),
+    WithJsonSchema({"type": ["integer", "string"], "minimum": 1, "maximum": LARGEST_SIZE, "pattern": SIZE_PATTERN}),
 ]
 When = Annotated[
     Condition,
     PlainValidator(parse_condition),
-    Words(
-        f"`{NONFINITE}`, `{ACTIVATION_OVERFLOW}`, `STATISTIC > NUMBER` (or `>=`, `<`, `<=`)",
-        {"type": "string", "anyOf": [{"enum": [NONFINITE, ACTIVATION_OVERFLOW]}, {"pattern": comparison_pattern()}]},
+    Words(f"`{NONFINITE}`, `{ACTIVATION_OVERFLOW}`, `STATISTIC > NUMBER` (or `>=`, `<`, `<=`)"),
+    WithJsonSchema(
+        {"type": "string", "anyOf": [{"enum": [NONFINITE, ACTIVATION_OVERFLOW]}, {"pattern": comparison_pattern()}]}
     ),
 ]
 
@@ -236,8 +250,8 @@ Intervals = Annotated[
     BeforeValidator(_listed),
     Field(min_length=1),
     AfterValidator(_intervals),
-    Words(
-        "a list of [start, end] pairs of steps, in increasing order and not overlapping",
+    Words("a list of [start, end] pairs of steps, in increasing order and not overlapping"),
+    WithJsonSchema(
         {
             "type": "array",
             "minItems": 1,
@@ -247,7 +261,7 @@ Intervals = Annotated[
                 "minItems": 2,
                 "maxItems": 2,
             },
-        },
+        }
     ),
 ]
 
@@ -291,50 +305,14 @@ def _entries(field: FieldInfo, entry: Any) -> str:
     return found.text if found is not None else ", ".join(names(field))
 
 
-def _integers(metadata: Sequence[Any]) -> str:
-    low, high = _bounds(metadata)
-    return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-
-
-def shape(field: FieldInfo, item: JsonSchema | None = None) -> JsonSchema:
-    """What a field takes, as JSON Schema.
-
-    Args:
-        field: the field.
-        item: the schema of the items, if the field is a list of mappings.
-    """
-    kind, metadata = _plain(field.annotation)
-    found = _said([*field.metadata, *metadata])
-    if found is not None:
-        made = found.shape
-    elif get_origin(kind) is list:
-        made = _list_shape(get_args(kind)[0], item)
-    elif get_origin(kind) is Literal:
-        made = {"enum": list(get_args(kind))}
-    elif kind is bool:
-        made = {"type": "boolean"}
-    else:
-        low, high = _bounds([*field.metadata, *metadata])
-        made = {"type": "integer", "minimum": low} | ({} if high is None else {"maximum": high})
-    return {"anyOf": [made, {"type": "null"}]} if type(None) in get_args(field.annotation) else made
-
-
-def _list_shape(entry: Any, item: JsonSchema | None) -> JsonSchema:
-    kind, metadata = _plain(entry)
-    found = _said(metadata)
-    one = item or (found.shape if found is not None else {"enum": list(get_args(kind))})
-    listed = {"type": "array", "items": one, "minItems": 1, "maxItems": MOST_LISTED}
-    return listed if item else {"anyOf": [{"type": "string", **one}, listed]}
-
-
 def _said(metadata: Sequence[Any]) -> Words | None:
     return next((entry for entry in metadata if isinstance(entry, Words)), None)
 
 
-def _bounds(metadata: Sequence[Any]) -> tuple[int, int | None]:
-    """The lowest and the highest integer that is taken."""
+def _integers(metadata: Sequence[Any]) -> str:
     low = next(entry.ge for entry in metadata if hasattr(entry, "ge"))
-    return low, next((entry.le for entry in metadata if hasattr(entry, "le")), None)
+    high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
+    return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
 
 
 def _plain(annotation: Any) -> tuple[Any, list[Any]]:

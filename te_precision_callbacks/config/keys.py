@@ -7,7 +7,7 @@ A feature takes such a key for all its tensors, and an item of its lists for one
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 from pydantic import Field, StrictBool, StrictInt
 
@@ -26,9 +26,6 @@ from te_precision_callbacks.config.levels import Level, Misfit, NameT, OneTensor
 from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.statistics.names import Request
 from te_precision_callbacks.statistics.schedule import Schedule
-
-_NOT_GIVEN: Any = None
-"""The default of a key that is left out, and does not take null."""
 
 
 class Scheduled(Level):
@@ -133,7 +130,7 @@ class DumpLimits(Level):
     """The file format and the limits of a run's dumps."""
 
     file_format: Literal["safetensors", "torch"] = Field(
-        _NOT_GIVEN,
+        default_factory=cast(Any, lambda: None),  # no default in the JSON Schema: the key does not take null
         description="`safetensors`: loads without Transformer Engine and without unpickling. `torch`: Transformer"
         " Engine's path, name and keys, a pickle. Default: safetensors in a session of this project, torch under"
         " plain nvidia-dlfw-inspect.",

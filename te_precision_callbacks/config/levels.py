@@ -48,6 +48,14 @@ class Level(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        """Refuse a list of names together with the list of items that says more of each."""
+        for key in ("tensors", "gemms"):
+            if getattr(self, key, None) and getattr(self, f"{key}_struct"):
+                raise Misfit((f"{key}_struct",), f"is given together with {key!r}; keep one of the two.")
+        return self
+
     @property
     def nested(self) -> Nested:
         """The keys that are given, in this level and in the items of its lists."""
@@ -154,11 +162,6 @@ class FeatureSchema(Level):
         return Effect()
 
 
-def _refuse_both(level: Level, key: str) -> None:
-    if getattr(level, key) and getattr(level, f"{key}_struct"):
-        raise Misfit((f"{key}_struct",), f"is given together with {key!r}; keep one of the two.")
-
-
 def _refuse_twice(found: Sequence[tuple[str, Nested]], what: str) -> None:
     """Refuse a second item for one tensor or GEMM."""
     seen: set[str] = set()
@@ -196,11 +199,6 @@ class TensorChoice(Level, Generic[NameT, TensorItemT]):
         " only.",
     )
 
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
-        _refuse_both(self, "tensors")
-        return self
-
     def target(self, gemm: str | None, tensor: str, nested: Nested) -> Target[TensorItemT]:
         """One of the tensors, with the keys of all levels around it."""
         item: Any = item_of(type(self).model_fields["tensors_struct"])
@@ -218,11 +216,6 @@ class GemmChoice(Level, Generic[GemmItemT]):
         default_factory=list,
         description="Instead of `gemms`: an item for each GEMM, with `gemm` and keys that apply to that GEMM only.",
     )
-
-    @model_validator(mode="after")
-    def _one_way_for_gemms(self) -> Self:
-        _refuse_both(self, "gemms")
-        return self
 
     @cached_property
     def chosen_gemms(self) -> Mapping[str, Nested]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import NAMESPACE, conflicts
@@ -20,8 +20,11 @@ from te_precision_callbacks.config.planning import (
     resolve_features,
 )
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, shown
-from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
+from te_precision_callbacks.config.selection import LayerSelector
 from te_precision_callbacks.config.yaml_text import Places, check_extent, read_yaml
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.layers.naming import Layer
 
 DEFAULT_CONFIG: dict[str, Any] = {
     "default_statistics": {
@@ -92,7 +95,7 @@ class Config:
 
     def plan(
         self,
-        layers: Sequence[SelectableLayer],
+        layers: Sequence[Layer],
         registered: RegisteredFeatures,
         *,
         allow_unmatched: bool = False,

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import Effect, conflicts
@@ -21,10 +21,12 @@ from te_precision_callbacks.config.selection import (
     EXACT,
     LayerIndex,
     LayerSelector,
-    SelectableLayer,
     by_upstreams_names,
 )
 from te_precision_callbacks.config.yaml_text import Places
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.layers.naming import Layer
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ class LayerPlan:
         features: namespace -> feature -> its options.
     """
 
-    layer: SelectableLayer
+    layer: Layer
     sections: tuple[str, ...]
     features: NamespacedFeatures
 
@@ -148,7 +150,7 @@ def exact_pattern(names: Iterable[str]) -> str:
 
 def plan(
     sections: Sequence[Section],
-    layers: Sequence[SelectableLayer],
+    layers: Sequence[Layer],
     registered: RegisteredFeatures,
     *,
     allow_unmatched: bool = False,
@@ -184,7 +186,7 @@ def plan(
 
 def draft(
     sections: Sequence[Section],
-    layers: Sequence[SelectableLayer],
+    layers: Sequence[Layer],
     registered: RegisteredFeatures,
     *,
     layer_names: LayerNames | None = None,
@@ -310,9 +312,7 @@ def _feature_options(section: Section, path: tuple[str, ...], options: Any) -> F
     return options if isinstance(options, dict) else dict(options)
 
 
-def _merge(
-    layer: SelectableLayer, hit: Sequence[Section], resolved: Sequence[NamespacedFeatures]
-) -> NamespacedFeatures:
+def _merge(layer: Layer, hit: Sequence[Section], resolved: Sequence[NamespacedFeatures]) -> NamespacedFeatures:
     merged: dict[str, dict[str, FeatureOptions]] = {}
     owner: dict[tuple[str, str], Section] = {}
     problems = Problems()
@@ -346,7 +346,7 @@ def _idle_message(
 
 
 def _otherwise_message(
-    otherwise: Sequence[tuple[Section, Sequence[int], Sequence[int]]], layers: Sequence[SelectableLayer]
+    otherwise: Sequence[tuple[Section, Sequence[int], Sequence[int]]], layers: Sequence[Layer]
 ) -> str:
     told = [
         f"{section.selector.place()}: {_some([layers[at].name for at in ours])}; by nvidia-dlfw-inspect's names"

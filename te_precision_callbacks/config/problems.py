@@ -17,7 +17,6 @@ import reprlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 
@@ -25,12 +24,9 @@ KeyPath = tuple[str | int, ...]
 """The keys and the places in lists that lead to an entry: ``("tensors_struct", 0, "freq")``."""
 
 
-class Where(Protocol):
-    """Gives the place of an entry, such as ``config.yaml, line 7 (section 'stats')``."""
-
-    def __call__(self, *keys: str | int) -> str:
-        """The place of the entry at this path below the section or feature; without a path, of that itself."""
-
+Where = Callable[..., str]
+"""Gives the place of an entry, such as ``config.yaml, line 7 (section 'stats')``, by its path below a section or
+feature; without a path the place of the section or feature itself."""
 
 MOST_TOLD = 20
 """The most problems that the text of one error has; it counts the others."""

@@ -1,12 +1,14 @@
 """Reads a YAML file as data, with the line of each key and list entry; refuses early what cannot be a config.
 
 A config that a person wrote has some hundred keys. A few lines that expand to far more (an anchor of anchors of
-anchors), and endless nesting, are refused before any object is made: nothing here takes more time or memory than the
+anchors), and endless nesting, are refused before any data is made: nothing here takes more time or memory than the
 limits below allow.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +57,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Where the keys of a config stand.
+    """The places of the keys of a config.
 
     Attributes:
         name: the name of the config.
@@ -66,7 +68,7 @@ class Places:
     marks: Mapping[KeyPath, Mark] = field(default_factory=dict)
 
     def __call__(self, section: str, *keys: str | int) -> str:
-        """Where a key of a section stands, or the nearest one above it: ``config.yaml, line 7 (section 'stats')``."""
+        """The place of a key of a section, or of the nearest key above it: ``a.yaml, line 7 (section 'stats')``."""
         path = (section, *keys)
         mark = next((self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks), None)
         where = f"{self.name}, {mark}" if mark else self.name
@@ -74,7 +76,7 @@ class Places:
 
 
 def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any, Places]:
-    """The content of a YAML file, and where its keys stand.
+    """The content of a YAML file, and the places of its keys.
 
     Args:
         path: the file.
@@ -92,6 +94,8 @@ def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any
             node = loader.get_single_node()
             if node is None:
                 return None, Places(str(path))
+            if _expanded(node, {}) > MOST_ENTRIES:
+                raise ConfigError(f"{path} {_too_many()}")
             index = _Index(str(path), _LINE_BREAK.split(text), problems)
             index.enter(node, ())
             return loader.construct_document(node), Places(str(path), index.marks)
@@ -177,33 +181,26 @@ def _similar_files(path: Path) -> str:
 
 
 def _check_events(text: str, path: Path) -> None:
-    """Read the text once without building objects, and refuse a text that would expand to too much."""
-    entries = 0
-    sizes: dict[str, int] = {}
-    open_: list[tuple[str | None, int]] = []
+    """Refuse a text of too many entries or levels, before anything is made of it."""
+    entries = depth = 0
+    event: Any
     for event in yaml.parse(text, Loader=_BASE):
-        if isinstance(event, yaml.NodeEvent):
-            entries += 1
-            if isinstance(event, yaml.AliasEvent):
-                if any(anchor == event.anchor for anchor, _ in open_):
-                    raise ConfigError(f"{_line_of(path, event)}: the anchor {shown(event.anchor)} contains itself.")
-                entries += sizes.get(str(event.anchor), 0)
-            elif isinstance(event, yaml.CollectionStartEvent):
-                open_.append((event.anchor, entries))
-                if len(open_) > DEEPEST:
-                    raise ConfigError(f"{_line_of(path, event)}: nested more than {DEEPEST} levels deep.")
-            elif event.anchor is not None:
-                sizes[event.anchor] = 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = open_.pop()
-            if anchor is not None:
-                sizes[anchor] = entries - before
+        entries += isinstance(event, yaml.NodeEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ConfigError(f"{path}, line {event.start_mark.line + 1}: nested more than {DEEPEST} levels deep.")
         if entries > MOST_ENTRIES:
             raise ConfigError(f"{path} {_too_many()}")
 
 
-def _line_of(path: Path, event: Any) -> str:
-    return f"{path}, line {event.start_mark.line + 1}"
+def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
+    """The keys, values and list entries that a node stands for; infinite for an anchor that contains itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        inside = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = itertools.chain(*inside) if isinstance(node, yaml.MappingNode) else inside
+        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
+    return known[id(node)]
 
 
 class _Index:

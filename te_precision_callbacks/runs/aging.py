@@ -160,7 +160,7 @@ class Aging:
             self._work = None
 
     def _replace(self, made: SealedPart) -> None:
-        """Let a part stand for those that it was made of."""
+        """Put a part in the place of the parts that it was made of."""
         self._work = None
         for parts in (self._parts, self._writer.sealed):
             if self._group[0] in parts:

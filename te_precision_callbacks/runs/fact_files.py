@@ -77,7 +77,12 @@ class FactFiles:
         return json.dumps(self._run, indent=1, allow_nan=False, default=str).encode()
 
     def put_lost(self, error: BaseException) -> None:
-        """Say in run.json that what comes is not recorded any more; as :meth:`RunWriter.put_lost`."""
+        """Say in run.json that what comes is not recorded any more, where that needs no room on the disk; nothing if
+        even that cannot be written.
+
+        Args:
+            error: why.
+        """
         if self._run:
             self._run |= {"not_written": str(error)[:_LONGEST_REASON], "status": self.status}
             self._run |= {} if self.status == "running" else {"ended_at": time_text()}
@@ -110,5 +115,5 @@ class FactFiles:
         self._bytes[name] = path.stat().st_size
 
     def touch(self) -> None:
-        """Tell readers that the process lives."""
+        """Show readers that the process lives."""
         os.utime(self._folder / RUN_FILE)

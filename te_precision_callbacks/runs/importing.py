@@ -5,7 +5,7 @@
     <log_dir>/nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-0.log
         2026-11-22 13:01:40,102 - INFO - Assigned layer name: fc1
 
-Layer, tensor and statistic are joined without a mark between them. Which part is the layer is told by the names in the
+Layer, tensor and statistic are joined without a mark between them. The layer is known by the names in the
 event logs, by the names of tensors, and by the statistics that are known; any other name stays as it is.
 
 A log that has reached its limit is two files: the older half, ``<name>.old``, is read first.
@@ -218,7 +218,7 @@ def _read_events(logs: _Logs, notes: list[str]) -> tuple[dict[str, None], pa.Tab
         shown = ", ".join(list(shared)[:5]) + (", ..." if len(shared) > 5 else "")
         notes.append(
             f"Several layers have one name in the log of events: {shown}. nvidia-dlfw-inspect logs them under this name"
-            " alone, so a number may be of any of them, or of all. Give each layer a name of its own."
+            " alone, so a number may be of any of them, or of all. Give each layer another name."
         )
     return layers, table
 
@@ -381,7 +381,7 @@ def _time(text: str | None) -> datetime | None:
 
 @contextmanager
 def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar for what takes long, on a terminal only; gives a function that is told what was done."""
+    """A bar for what takes long, on a terminal only; gives a function that takes how much was done."""
     if total < _SHOWN or not sys.stderr.isatty():
         yield lambda done: None
         return
@@ -426,7 +426,7 @@ def _assemble(parts: list[tuple[int, _Part]], layers: Iterable[str]) -> tuple[Se
     names = parse_names(dict.fromkeys(name for _, part in parts for name in part.names), layers)
     places = {name: place for place, name in enumerate(names)}
     ranks = sorted({rank for rank, _ in parts})
-    # Of each rank a series of its own: name * ranks + rank
+    # Each rank has its own series: name * ranks + rank
     series = np.concatenate(
         [
             np.array([places[name] for name in part.names], np.int32)[part.name] * len(ranks) + ranks.index(rank)
@@ -507,7 +507,7 @@ def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
 
 
 def _note_unknown_first_steps(table: pa.Table, index: SeriesIndex, notes: list[str]) -> None:
-    """Say where the worst numbers may be delayed scaling's first step: no factor tells whether they are."""
+    """Say where the worst numbers may be delayed scaling's first step: there is no factor to decide it by."""
     flags, iterations, values = (table[name].to_numpy() for name in ("flags", "iteration", "value"))
     series = table["series"].to_numpy()
     families = [family_of(subject.tensor, subject.statistic) for subject in index.subjects]
@@ -530,7 +530,7 @@ def _note_unknown_first_steps(table: pa.Table, index: SeriesIndex, notes: list[s
     if 2 * first_is_worst > judged:
         notes.append(
             f"In {first_is_worst} of {judged} series of quantization the number of step 0 is the worst. With delayed"
-            " scaling that step has no scale yet and says nothing of others, but this log does not tell the recipe. Log"
+            " scaling that step has no scale yet and says nothing of others, but this log does not name the recipe. Log"
             " scale_inv_min too: by it such a step is known, and left out."
         )
 

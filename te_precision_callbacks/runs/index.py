@@ -32,21 +32,22 @@ class Subject(NamedTuple):
     rank: int | None
 
 
+_OF_SERIES = np.dtype(
+    [
+        *(("count", "i8"), ("first", "i8"), ("last", "i8"), ("low", "f8"), ("high", "f8")),
+        *(("sign", "f8"), ("delayed", "?"), ("bad", "f8"), ("worst", "f8"), ("worst_at", "i8")),
+    ],
+    align=True,
+)
+"""What the values of a series span; ``worst_at`` is -1 where none counts as the worst."""
+
+
 class SeriesIndex:
     """Numbers series from 0, and notes what their values span."""
 
     def __init__(self) -> None:
         self._numbers: dict[Subject, int] = {}
-        self._count = np.zeros(0, np.int64)
-        self._first = np.zeros(0, np.int64)
-        self._last = np.zeros(0, np.int64)
-        self._low = np.zeros(0)
-        self._high = np.zeros(0)
-        self._sign = np.zeros(0)
-        self._delayed = np.zeros(0, bool)
-        self._bad = np.zeros(0)
-        self._worst = np.zeros(0)
-        self._worst_at = np.zeros(0, np.int64)
+        self._of = np.empty(0, _OF_SERIES)
 
     def number(self, subject: Subject) -> int:
         """The number of a series."""
@@ -80,15 +81,16 @@ class SeriesIndex:
             flags = None if flags is None else flags[order]
         starts = np.flatnonzero(np.r_[True, series[1:] != series[:-1]])
         found = series[starts]
-        self._count[found] += np.diff(np.r_[starts, len(series)])
-        self._first[found] = np.minimum(self._first[found], np.minimum.reduceat(iterations, starts))
-        self._last[found] = np.maximum(self._last[found], np.maximum.reduceat(iterations, starts))
-        if values is not None:
+        of = self._of
+        of["count"][found] += np.diff(np.r_[starts, len(series)])
+        of["first"][found] = np.minimum(of["first"][found], np.minimum.reduceat(iterations, starts))
+        of["last"][found] = np.maximum(of["last"][found], np.maximum.reduceat(iterations, starts))
+        if values is not None and flags is not None:
             finite = np.isfinite(values)
             lows = np.minimum.reduceat(np.where(finite, values, np.inf), starts)
             highs = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
-            self._low[found] = np.minimum(self._low[found], lows)
-            self._high[found] = np.maximum(self._high[found], highs)
+            of["low"][found] = np.minimum(of["low"][found], lows)
+            of["high"][found] = np.maximum(of["high"][found], highs)
             self._note_worst(series, iterations, values, flags, starts)
 
     def _note_worst(
@@ -96,57 +98,48 @@ class SeriesIndex:
         series: npt.NDArray[np.integer[Any]],
         iterations: npt.NDArray[np.int64],
         values: npt.NDArray[np.float64],
-        flags: npt.NDArray[np.uint8] | None,
+        flags: npt.NDArray[np.uint8],
         starts: npt.NDArray[np.int64],
     ) -> None:
-        found = series[starts]
-        key = badness(values, self._sign[series])
-        if flags is not None:
-            key = np.where(self._delayed[series] & ((flags & STEP0) != 0), -np.inf, key)
-            counts = np.logical_or.reduceat(~self._delayed[series] | ((flags & STEP0) == 0), starts)
-        else:
-            counts = np.ones(len(starts), bool)
+        of, found = self._of, series[starts]
+        telling = ~of["delayed"][series] | ((flags & STEP0) == 0)
+        key = np.where(telling, badness(values, of["sign"][series]), -np.inf)
+        counts = np.logical_or.reduceat(telling, starts)
         highest = np.maximum.reduceat(key, starts)
         is_highest = np.flatnonzero(key == np.repeat(highest, np.diff(np.r_[starts, len(series)])))
         _, first = np.unique(series[is_highest], return_index=True)
-        worse = counts & ((highest > self._bad[found]) | (self._worst_at[found] < 0))
+        worse = counts & ((highest > of["bad"][found]) | (of["worst_at"][found] < 0))
         where, taken = is_highest[first][worse], found[worse]
-        self._bad[taken], self._worst[taken], self._worst_at[taken] = key[where], values[where], iterations[where]
+        of["bad"][taken], of["worst"][taken], of["worst_at"][taken] = key[where], values[where], iterations[where]
 
     def _grow(self) -> None:
-        more = len(self._numbers) - len(self._count)
-        if not more:
-            return
         largest = np.iinfo(np.int64).max
-        self._count = np.r_[self._count, np.zeros(more, np.int64)]
-        self._first = np.r_[self._first, np.full(more, largest)]
-        self._last = np.r_[self._last, np.full(more, -largest)]
-        self._low = np.r_[self._low, np.full(more, np.inf)]
-        self._high = np.r_[self._high, np.full(more, -np.inf)]
-        new = itertools.islice(self._numbers, len(self._numbers) - more, None)
-        families = [family_of(subject.tensor, subject.statistic, subject.gemm or None) for subject in new]
-        self._sign = np.r_[self._sign, [sign_of(family.worse) for family in families]]
-        self._delayed = np.r_[self._delayed, np.array([family.is_of_delayed_scaling for family in families], bool)]
-        self._bad = np.r_[self._bad, np.full(more, -np.inf)]
-        self._worst = np.r_[self._worst, np.full(more, np.nan)]
-        self._worst_at = np.r_[self._worst_at, np.full(more, -1)]
+        new = itertools.islice(self._numbers, len(self._of), None)
+        families = (family_of(subject.tensor, subject.statistic, subject.gemm or None) for subject in new)
+        rows = [
+            (0, largest, -largest, np.inf, -np.inf, sign_of(one.worse), one.is_of_delayed_scaling, -np.inf, np.nan, -1)
+            for one in families
+        ]
+        if rows:
+            self._of = np.append(self._of, np.array(rows, _OF_SERIES))
 
     def table(self) -> pa.Table:
         """All series; low and high are null where no value is finite, the worst where none counts."""
         self._grow()
         subjects = list(self._numbers)
-        nothing = self._count == 0
+        of = self._of
+        nothing = of["count"] == 0
         columns = [
             pa.array(np.arange(len(subjects), dtype=np.int32)),
             *(pa.array(texts, pa.string()).dictionary_encode() for texts in _columns(subjects)),
             pa.array([subject.rank for subject in subjects], pa.int32()),
-            pa.array(self._count),
-            pa.array(self._first, mask=nothing),
-            pa.array(self._last, mask=nothing),
-            pa.array(self._low, mask=self._low == np.inf),
-            pa.array(self._high, mask=self._high == -np.inf),
-            pa.array(self._worst, mask=self._worst_at < 0),
-            pa.array(self._worst_at, mask=self._worst_at < 0),
+            pa.array(of["count"]),
+            pa.array(of["first"], mask=nothing),
+            pa.array(of["last"], mask=nothing),
+            pa.array(of["low"], mask=of["low"] == np.inf),
+            pa.array(of["high"], mask=of["high"] == -np.inf),
+            pa.array(of["worst"], mask=of["worst_at"] < 0),
+            pa.array(of["worst_at"], mask=of["worst_at"] < 0),
         ]
         return pa.Table.from_arrays(columns, schema=SERIES)
 

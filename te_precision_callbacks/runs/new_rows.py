@@ -52,45 +52,59 @@ class SeriesNumbers:
 
 
 class NewRows:
-    """Rows of a table, as mappings.
+    """Rows of a table that wait until :meth:`flush` appends them to the tail.
 
     Args:
         tail: the table's.
+
+    Attributes:
+        waiting: the bytes that the rows need in the tail at most, where that is counted.
     """
 
     def __init__(self, tail: Tail) -> None:
         self.tail = tail
-        self._rows: list[dict[str, Any]] = []
-
-    def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Keep rows until :meth:`flush`."""
-        self._rows += rows
+        self.waiting = 0
+        self._rows: list[Any] = []
 
     def flush(self) -> None:
         """Append the rows to the tail."""
         if self._rows:
-            self.tail.append_rows(self._rows)
+            self.tail.append(self._batch())
             self._rows = []
+            self.waiting = 0
+
+    def _batch(self) -> pa.RecordBatch:
+        raise NotImplementedError
 
 
-class NewValues:
-    """Numbers of steps.
+class NewFacts(NewRows):
+    """Rows as mappings."""
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Keep rows."""
+        self._rows += rows
+
+    def _batch(self) -> pa.RecordBatch:
+        return self.tail.batch_of(self._rows)
+
+
+class _NewNumbers(NewRows):
+    """Rows of series.
 
     Args:
-        tail: the tail of the table of values.
+        tail: the table's.
         segment: the number of the segment.
         series: the series of the rank.
-
-    Attributes:
-        waiting: the bytes that the numbers which are not in the tail yet need there, at most.
     """
 
     def __init__(self, tail: Tail, segment: int, series: SeriesNumbers) -> None:
-        self.tail = tail
-        self.waiting = 0
+        super().__init__(tail)
         self._segment = segment
         self._series = series
-        self._rows: list[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float64], npt.NDArray[np.uint8]]] = []
+
+
+class NewValues(_NewNumbers):
+    """Numbers of steps: iteration, series, values and flags. Arguments are those of :class:`_NewNumbers`."""
 
     def add(
         self,
@@ -99,16 +113,9 @@ class NewValues:
         values: npt.NDArray[np.float64],
         flags: npt.NDArray[np.uint8],
     ) -> None:
-        """Keep numbers of a step until :meth:`flush`."""
+        """Keep numbers of a step."""
         self._rows.append((iteration, series, values, flags))
         self.waiting += _ROW * len(series)
-
-    def flush(self) -> None:
-        """Append the numbers to the tail."""
-        if self._rows:
-            self.tail.append(self._batch())
-            self._rows = []
-            self.waiting = 0
 
     def _batch(self) -> pa.RecordBatch:
         series = np.concatenate([each for _, each, _, _ in self._rows]).astype(np.int32)
@@ -127,38 +134,15 @@ class NewValues:
         )
 
 
-class NewVectors:
-    """Histograms of steps.
-
-    Args:
-        tail: the tail of the table of histograms.
-        segment: the number of the segment.
-        series: the series of the rank.
-
-    Attributes:
-        waiting: the bytes that the histograms which are not in the tail yet need there, at most.
-    """
-
-    def __init__(self, tail: Tail, segment: int, series: SeriesNumbers) -> None:
-        self.tail = tail
-        self.waiting = 0
-        self._segment = segment
-        self._series = series
-        self._rows: list[tuple[int, int, npt.NDArray[np.uint16], npt.NDArray[np.float32]]] = []
+class NewVectors(_NewNumbers):
+    """Histograms of steps: iteration, series, bins and their counts. Arguments are those of :class:`_NewNumbers`."""
 
     def add(self, iteration: int, series: int, counts: Sequence[float] | npt.NDArray[np.floating[Any]]) -> None:
-        """Keep a histogram of a step until :meth:`flush`."""
+        """Keep a histogram of a step."""
         dense = np.asarray(counts)
         bins = np.flatnonzero(dense).astype(np.uint16)
         self._rows.append((iteration, series, bins, dense[bins].astype(np.float32)))
         self.waiting += _ROW + _BIN * len(bins)
-
-    def flush(self) -> None:
-        """Append the histograms to the tail."""
-        if self._rows:
-            self.tail.append(self._batch())
-            self._rows = []
-            self.waiting = 0
 
     def _batch(self) -> pa.RecordBatch:
         series = np.array([each for _, each, _, _ in self._rows], np.int32)

@@ -438,10 +438,6 @@ class _Reader:
                 ]
         return found
 
-    def _is_of_snapshot(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
-        """Which rows count, and were there when the run was opened."""
-        return self._is_there(segment, table) & self._counts(segment, table)
-
     def _is_there(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
         """Which rows were there when the run was opened: those up to its last step by then."""
         if segment not in self.spans:
@@ -489,7 +485,8 @@ class _Reader:
         except UNREADABLE as error:
             raise RunError(f"{rows.file.path} cannot be read any more: {_first_line(error)}") from error
         table = sound(table, rows.file.table)
-        table = table.filter(pa.array(self._is_of_snapshot(rows.segment, table)))
+        counts = self._is_there(rows.segment, table) & self._counts(rows.segment, table)
+        table = table.filter(pa.array(counts))
         series = _translated(table["series"].to_numpy(), numbers)
         place = columns.index("series")
         table = table.set_column(place, nothing.schema.field("series"), pa.array(series))

@@ -8,6 +8,7 @@ grid = run.grid("underflows%", "activation")                              # laye
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs.errors import UnknownSubjectError, it_has
+from te_precision_callbacks.runs.index import Subject
 
 _SELECTED = ("layer", "tensor", "statistic", "gemm", "scope", "rank")
 
@@ -112,7 +114,7 @@ def stretches_in_words(stretches: Sequence[Thinned]) -> list[str]:
         else:
             found.append(f"{which.capitalize()} were dropped: the limit of records= is too small for them.")
     if len(ranks) > 1:
-        found.append(f"The numbers that {len(ranks) - 1} other ranks have of their own were thinned likewise.")
+        found.append(f"The local numbers of {len(ranks) - 1} other ranks were thinned likewise.")
     return found
 
 
@@ -132,11 +134,37 @@ class Grid(NamedTuple):
     present: npt.NDArray[np.bool_]
 
 
+def by_place(rows: Iterable[tuple[str, float | None]]) -> list[str]:
+    """Layers by the lowest of their places, those without any last; empty names are left out.
+
+    Args:
+        rows: layers, each with a place or None; a layer may be there several times.
+    """
+    places: dict[str, float] = {}
+    for layer, place in rows:
+        places[layer] = min(places.get(layer, math.inf), math.inf if place is None else place)
+    return sorted(filter(None, places), key=lambda layer: places[layer])
+
+
+class Curve(NamedTuple):
+    """The numbers of something over time.
+
+    Attributes:
+        iterations: [n], ascending.
+        values: [n].
+    """
+
+    iterations: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
     """A run that was recorded, or is being recorded, as its files have it now.
 
-    An iteration that stands in several segments counts in the last one.
+    It has many attributes because each table of a run is one.
+
+    If several segments have an iteration, the last one counts.
 
     Attributes:
         path: the folder or file that it was read from.
@@ -144,7 +172,7 @@ class RecordedRun:
         run_id: the run.
         segments: its process starts, in order.
         layers, gemms, operands, states, plan: facts, of all ranks and segments: tables of
-            :mod:`te_precision_callbacks.runs.tables`, empty where the source does not tell them.
+            :mod:`te_precision_callbacks.runs.tables`, empty where the source has none.
         series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` counts from 0 and is the row's number.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
         notes: what is missing, damaged or thinned, in words, for whoever looks at the run.
@@ -204,10 +232,22 @@ class RecordedRun:
         return self.read_vectors(None if series is None else sorted(set(series)))
 
     @cached_property
-    def metrics(self) -> pa.Table:
-        """The rows of ``scalars`` that say how the training goes, without those of how fast the machine is."""
-        wanted = [name for name in pc.unique(self.scalars["name"]).to_pylist() if name and not _OF_SPEED.search(name)]
-        return self.scalars.filter(pc.is_in(self.scalars["name"].cast(pa.string()), pa.array(wanted, pa.string())))
+    def subjects(self) -> list[Subject]:
+        """What each series says something about, by its number."""
+        columns = (self.series[name].to_pylist() for name in Subject._fields)
+        return [Subject._make((*(text or "" for text in texts), rank)) for *texts, rank in zip(*columns, strict=True)]
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        """The trainer's numbers, by name."""
+        names = np.array(self.scalars["name"].to_pylist(), dtype=object)
+        columns = self.scalars["iteration"].to_numpy(), self.scalars["value"].to_numpy()
+        return {name: Curve(*(each[names == name] for each in columns)) for name in dict.fromkeys(names) if name}
+
+    @cached_property
+    def metrics(self) -> dict[str, Curve]:
+        """Those of :attr:`curves` that say how the training goes, without those of how fast the machine is."""
+        return {name: curve for name, curve in self.curves.items() if not _OF_SPEED.search(name)}
 
     def select(self, **wanted: str | int | None) -> list[int]:
         """The numbers of the series whose columns have these values: ``layer``, ``tensor``, ``statistic``, ``gemm``,
@@ -245,18 +285,16 @@ class RecordedRun:
         return list(found.values())
 
     def _why_no_grid(self, statistic: str, tensor: str, rank: int | None) -> str:
-        of_all = self.series.take(pa.array(self.select(statistic=statistic, tensor=tensor), pa.int64()))
-        if not len(of_all):
-            of_statistic = self.series.take(pa.array(self.select(statistic=statistic), pa.int64()))
-            tensors = sorted({each or "no tensor" for each in of_statistic["tensor"].to_pylist()})
+        ranks = {each.rank for each in self.subjects if (each.statistic, each.tensor) == (statistic, tensor)}
+        if not ranks:
+            tensors = sorted({each.tensor or "no tensor" for each in self.subjects if each.statistic == statistic})
             return f"the run has no {statistic!r} of {tensor!r}. It has it of {', '.join(tensors)}."
-        ranks = sorted({each for each in of_all["rank"].to_pylist() if each is not None})
         if rank is None:
             return (
-                f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with numbers of their own:"
-                f" {', '.join(map(str, ranks))}. Choose one with rank=."
+                f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with local numbers:"
+                f" {', '.join(map(str, sorted(filter(None, ranks))))}. Choose one with rank=."
             )
-        return f"rank {rank} has no {statistic!r} of {tensor!r} of its own. Leave rank= out, or choose another rank."
+        return f"rank {rank} has no local {statistic!r} of {tensor!r}. Leave rank= out, or choose another rank."
 
     def _check_known(self, column: str, value: str | int) -> None:
         """Raise an error if a run with numbers has none of a layer, a statistic, ..."""
@@ -277,15 +315,8 @@ class RecordedRun:
     @cached_property
     def ordered_layers(self) -> list[str]:
         """All layers, in the order of execution as far as it was seen, then in the order of the model."""
-        by_place: dict[str, float] = {}
-        for layer, place in zip(self.layers["layer"].to_pylist(), self.layers["exec_fwd"].to_pylist(), strict=True):
-            by_place.setdefault(layer, np.inf)
-            if place is not None:
-                by_place[layer] = min(by_place[layer], place)
-        for layer in pc.unique(self.series["layer"]).to_pylist():
-            if layer:
-                by_place.setdefault(layer, np.inf)
-        return sorted(by_place, key=lambda layer: by_place[layer])
+        columns = self.layers["layer"].to_pylist(), self.layers["exec_fwd"].to_pylist()
+        return by_place((*zip(*columns, strict=True), *((subject.layer, None) for subject in self.subjects)))
 
     def grid(self, statistic: str, tensor: str, *, rank: int | None = None) -> Grid:
         """A statistic of a tensor, in all layers that have it and all iterations.
@@ -301,8 +332,7 @@ class RecordedRun:
         numbers = self.select(statistic=statistic, tensor=tensor, rank=rank)
         if not numbers and len(self.series):
             raise UnknownSubjectError(f"{self.path}: {self._why_no_grid(statistic, tensor, rank)}")
-        names = self.series["layer"].take(pa.array(numbers, pa.int64())).to_pylist()
-        layer_of = {number: layer for number, layer in zip(numbers, names, strict=True) if layer}
+        layer_of = {number: layer for number in numbers if (layer := self.subjects[number].layer)}
         found = set(layer_of.values())
         layers = [layer for layer in self.ordered_layers if layer in found]
         table = self.values(layer_of)

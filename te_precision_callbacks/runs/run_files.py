@@ -260,7 +260,7 @@ def is_incomplete(path: Path) -> bool:
 
 
 def process_now() -> dict[str, str | int]:
-    """What tells this process from all others: host, process id and its start, in ticks since the boot of the host."""
+    """What identifies this process: host, process id and its start, in ticks since the boot of the host."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": _started(os.getpid()) or 0}
 
 
@@ -290,7 +290,7 @@ def has_ended(run_file: Path, facts: Mapping[str, Any] | None = None) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """When a process has started; None if it does not live, or the system does not tell."""
+    """When a process has started; None if it does not live, or if the system has no such record."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

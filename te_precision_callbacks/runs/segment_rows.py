@@ -191,14 +191,14 @@ class Recording:
     # ------------------------------------------------------------------ to the disk
 
     def flush(self) -> None:
-        """Write what was taken, and tell readers that the process lives.
+        """Write what was taken, and show readers that the process lives.
 
         Raises:
             OSError: it cannot be written.
         """
         self._writer.flush()
         if self._run.rank == 0:
-            self._writer.touch()
+            self._writer.facts.touch()
         self._aging.keep(_THINNING_SECONDS)
 
     def end(self, error: BaseException | None) -> None:
@@ -220,7 +220,7 @@ class Recording:
 
     def lose(self, error: BaseException) -> None:
         """Say in the files, if that can be written, that what comes is not recorded any more."""
-        self._writer.put_lost(error)
+        self._writer.facts.put_lost(error)
 
     def _say(self, kind: str, text: str, warns: bool) -> None:
         if warns:

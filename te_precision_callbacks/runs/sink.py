@@ -51,6 +51,8 @@ _Job = Step | Event | Scalars | Facts | _End
 class RecordSink(EventSink):
     """Records a run.
 
+    It has many attributes because it hands over in one thread and writes in another, and both need to know the segment.
+
     Args:
         log_dir: the folder of the session's files.
         limit: the most bytes that this rank writes of the run.

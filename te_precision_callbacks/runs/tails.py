@@ -114,8 +114,8 @@ class Tail:
             for name, codes in zip(_COLUMNS, self._codes, strict=True)
         ]
 
-    def append_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows; a column that a row lacks is null."""
+    def batch_of(self, rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+        """Rows as a batch of the table; a column that a row lacks is null."""
         arrays = []
         for field in self._schema:
             values = [row.get(field.name) for row in rows]
@@ -124,7 +124,7 @@ class Tail:
                 arrays.append(pa.array(values, field.type))
             else:
                 arrays.append(names.encoded(pa.array([names.code(value) for value in values], pa.int32())))
-        self.append(pa.record_batch(arrays, schema=self._schema))
+        return pa.record_batch(arrays, schema=self._schema)
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Append a batch, in pieces of the size that readers expect; the tail has them, whole, when this returns.

@@ -175,23 +175,19 @@ class _Columns(NamedTuple):
 
 
 _NEVER = np.iinfo(np.int64).min
+_OF_SERIES = np.dtype([("step", "i8"), ("first", "i8"), ("least", "f8", 2), ("at", "i8", 3)], align=True)
+_UNSEEN = np.array((0, _NEVER, (np.inf, np.inf), (_NEVER, _NEVER, _NEVER)), _OF_SERIES)
+"""What is known of a series: the greatest common divisor of the distances of its iterations, 0 of a single one; the
+first iteration; the lowest finite value, and the highest one with its sign turned; the iterations of these two, and of
+the first value that is not finite."""
 
 
 class _Survey:
-    """What the series of some parts are like: every how many iterations they have a number, and where the extremes are.
-
-    Attributes:
-        step: [series]: the greatest common divisor of the distances of their iterations; 0 of a single one.
-        low, high: [series]: the finite extremes.
-        at: [3, series]: the iterations of the lowest, the highest, and the first value that is not finite.
-    """
+    """What the series of some parts are like: how many iterations apart their numbers are, and where extremes are."""
 
     def __init__(self, again_from: float) -> None:
         self._again_from = again_from
-        self.step = np.zeros(0, np.int64)
-        self.low, self.high = np.zeros(0), np.zeros(0)
-        self.at = np.zeros((3, 0), np.int64)
-        self._first = np.zeros(0, np.int64)
+        self._of = np.empty(0, _OF_SERIES)
         self._span: list[int] = []
         self._keys, self._numbers = np.zeros(0, np.int64), np.zeros(0, np.int64)  # series of the files -> from 0
 
@@ -228,19 +224,10 @@ class _Survey:
         if not len(rows.series):
             return
         self._span += int(rows.iterations.min()), int(rows.iterations.max())
-        self._grow(int(rows.series.max()) + 1)
+        self._of = np.append(self._of, np.full(max(0, int(rows.series.max()) + 1 - len(self._of)), _UNSEEN))
         self._see_steps(rows)
         if rows.values is not None:
             self._see_values(rows, rows.values)
-
-    def _grow(self, number: int) -> None:
-        more = number - len(self.step)
-        if more > 0:
-            self.step = np.r_[self.step, np.zeros(more, np.int64)]
-            self._first = np.r_[self._first, np.full(more, _NEVER)]
-            self.low = np.r_[self.low, np.full(more, np.inf)]
-            self.high = np.r_[self.high, np.full(more, -np.inf)]
-            self.at = np.c_[self.at, np.full((3, more), _NEVER)]
 
     def _see_steps(self, rows: _Columns) -> None:
         regular = (rows.flags & (EXTREME | STEP0)) == 0
@@ -249,42 +236,40 @@ class _Survey:
         if not len(starts):
             return
         found = series[starts]
-        new = self._first[found] == _NEVER
-        self._first[found[new]] = iterations[starts[new]]
-        steps = np.gcd.reduceat(np.abs(iterations - self._first[series]), starts)
-        self.step[found] = np.gcd(self.step[found], steps)
+        new = self._of["first"][found] == _NEVER
+        self._of["first"][found[new]] = iterations[starts[new]]
+        steps = np.gcd.reduceat(np.abs(iterations - self._of["first"][series]), starts)
+        self._of["step"][found] = np.gcd(self._of["step"][found], steps)
 
     def _see_values(self, rows: _Columns, values: Floats) -> None:
-        counts = (rows.flags & STEP0) == 0
         finite = np.isfinite(values)
-        self._see_lowest(0, self.low, rows, np.where(counts & finite, values, np.inf))
-        highest = -self.high
-        self._see_lowest(1, highest, rows, np.where(counts & finite, -values, np.inf))
-        self.high = -highest
+        counts = finite & ((rows.flags & STEP0) == 0)
+        for which, signed in enumerate((values, -values)):
+            self._see_lowest(which, rows, np.where(counts, signed, np.inf))
         series, iterations = rows.series[~finite], rows.iterations[~finite]
         found, first = np.unique(series, return_index=True)
-        new = self.at[2, found] == _NEVER
-        self.at[2, found[new]] = iterations[first[new]]
+        new = self._of["at"][found, 2] == _NEVER
+        self._of["at"][found[new], 2] = iterations[first[new]]
 
-    def _see_lowest(self, which: int, known: Floats, rows: _Columns, values: Floats) -> None:
+    def _see_lowest(self, which: int, rows: _Columns, values: Floats) -> None:
         """Note the lowest of some values, the first of equal ones."""
         starts = np.flatnonzero(np.diff(rows.series, prepend=-1))
         found, lowest = rows.series[starts], np.minimum.reduceat(values, starts)
         is_lowest = np.flatnonzero(values == np.repeat(lowest, np.diff(np.append(starts, len(values)))))
         first = is_lowest[np.unique(rows.series[is_lowest], return_index=True)[1]]
-        lower = lowest < known[found]
-        known[found[lower]] = lowest[lower]
-        self.at[which, found[lower]] = rows.iterations[first[lower]]
+        lower = lowest < self._of["least"][found, which]
+        self._of["least"][found[lower], which] = lowest[lower]
+        self._of["at"][found[lower], which] = rows.iterations[first[lower]]
 
     def thinned(self, table: pa.Table) -> pa.Table:
         """The rows of a part that are kept, with their flags."""
         iterations, flags = table["iteration"].to_numpy(), _flags(table)
         series = self._series(table["series"].to_numpy(), iterations)
-        step = self.step[series]
+        step = self._of["step"][series]
         due = (step == 0) | (iterations // np.maximum(step, 1) % _STEP == 0)
         regular = due & ((flags & (EXTREME | STEP0)) == 0)
         first_step = (flags & STEP0) != 0
-        extreme = (iterations == self.at[:, series]).any(0)
+        extreme = (iterations[:, None] == self._of["at"][series]).any(1)
         kept = regular | first_step | extreme
         table = table.filter(pa.array(kept))
         if "flags" not in table.column_names:

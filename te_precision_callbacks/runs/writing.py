@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.runs.fact_files import FactFiles
-from te_precision_callbacks.runs.new_rows import NewEvents, NewRows, NewValues, NewVectors, SeriesNumbers
+from te_precision_callbacks.runs.new_rows import NewEvents, NewFacts, NewValues, NewVectors, SeriesNumbers
 from te_precision_callbacks.runs.parts import SealedPart
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import (
@@ -76,12 +76,12 @@ class RunWriter:
         self.sealed: list[SealedPart] = []
         into, small = (self.sealed, seal_bytes), (self.sealed, max(seal_bytes, small_bytes))
         by_series = ("series", "iteration")
-        self._facts = FactFiles(self.run_id, segment, self.folder, self.own if rank else self.folder)
+        self.facts = FactFiles(self.run_id, segment, self.folder, self.own if rank else self.folder)
         self._series = SeriesNumbers()
         self._values = NewValues(Tail(self.own, "values", VALUES, by_series, *into), segment, self._series)
         self._vectors = NewVectors(Tail(self.own, "vectors", VECTORS, by_series, *into), segment, self._series)
-        self._steps = NewRows(Tail(self.own, "steps", STEPS, (), *small))
-        self._scalars = NewRows(Tail(self.own, "scalars", SCALARS, (), *small))
+        self._steps = NewFacts(Tail(self.own, "steps", STEPS, (), *small))
+        self._scalars = NewFacts(Tail(self.own, "scalars", SCALARS, (), *small))
         self._events = NewEvents(self.own / EVENTS_FILE)
 
     @classmethod
@@ -124,16 +124,7 @@ class RunWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        self._facts.put_run(facts)
-
-    def put_lost(self, error: BaseException) -> None:
-        """Say in run.json that what comes is not recorded any more, where that needs no room on the disk; nothing if
-        even that cannot be written.
-
-        Args:
-            error: why.
-        """
-        self._facts.put_lost(error)
+        self.facts.put_run(facts)
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of facts.
@@ -145,11 +136,7 @@ class RunWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        self._facts.put_table(name, rows)
-
-    def touch(self) -> None:
-        """Tell readers that the process lives."""
-        self._facts.touch()
+        self.facts.put_table(name, rows)
 
     # ------------------------------------------------------------------ rows
 
@@ -297,7 +284,7 @@ class RunWriter:
     @property
     def status(self) -> Status:
         """That of the segment."""
-        return self._facts.status
+        return self.facts.status
 
     @property
     def _tails(self) -> tuple[Tail, ...]:
@@ -308,7 +295,7 @@ class RunWriter:
         """The bytes of this rank's files."""
         tails = sum(tail.waiting_bytes for tail in self._tails)
         sealed = sum(part.nbytes for part in self.sealed)
-        return tails + sealed + self._facts.nbytes + self._events.nbytes
+        return tails + sealed + self.facts.nbytes + self._events.nbytes
 
     @property
     def waiting(self) -> int:
@@ -332,21 +319,21 @@ class RunWriter:
             tail.seal_if_old()
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
-        """Write all rows and seal all parts; rank 0 tells in run.json that the segment has ended, also if something
+        """Write all rows and seal all parts; rank 0 writes into run.json that the segment has ended, also if something
         cannot be written.
 
         Raises:
             OSError: something cannot be written.
         """
-        self._facts.end_as(status)
+        self.facts.end_as(status)
         try:
             self.flush()
             for tail in self._tails:
                 tail.seal()
             self.leave()
-            self._facts.put_end(facts)
+            self.facts.put_end(facts)
         except OSError as error:
-            self._facts.put_lost(error)
+            self.facts.put_lost(error)
             raise
 
     def leave(self) -> None:

@@ -159,40 +159,38 @@ class LogFile:
             return
         data, self._lines = memoryview(self._lines), bytearray()
         try:
-            self._open()
+            file = self._current()
             while len(data):
                 end = self._whole_lines(data)
                 if end:
-                    self._write(data[:end])
+                    self._write(file, data[:end])
                     data = data[end:]
                 else:
-                    self._rotate()
+                    file = self._rotated(file)
         except OSError as error:
             raise LogFileError(
                 f"{self._path} cannot be written: {error}. The run goes on without this log. Give log_dir= a folder on"
                 " a disk with room that takes files to append to."
             ) from error
 
-    def _open(self) -> None:
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._begin(claim(self._path))
-            if self._size and OVERWRITE_VARIABLE not in os.environ:
-                self._begin_part()
-        elif os.fstat(self._file.fileno()).st_nlink == 0:
-            raise FileNotFoundError("it was deleted while it was written")
+    def _current(self) -> io.FileIO:
+        """The file, with a mark where the new part begins in an existing one."""
+        if self._file is not None:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise FileNotFoundError("it was deleted while it was written")
+            return self._file
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._begun(claim(self._path))
+        if self._size and OVERWRITE_VARIABLE not in os.environ:
+            mark = f"{time_now()} - INFO - Here another run begins, of process {os.getpid()}.\n".encode()
+            if os.pread(file.fileno(), 1, self._size - 1) != b"\n":  # the earlier process was killed while it wrote
+                mark = b"\n" + mark
+            self._write(file, memoryview(mark))
+        return file
 
-    def _begin(self, file: io.FileIO) -> None:
+    def _begun(self, file: io.FileIO) -> io.FileIO:
         self._file, self._size = file, os.fstat(file.fileno()).st_size
-
-    def _begin_part(self) -> None:
-        """Mark where the new part of the file begins."""
-        if self._file is None:
-            return
-        mark = f"{time_now()} - INFO - Here another run begins, of process {os.getpid()}.\n".encode()
-        if os.pread(self._file.fileno(), 1, self._size - 1) != b"\n":  # the earlier process was killed while it wrote
-            mark = b"\n" + mark
-        self._write(memoryview(mark))
+        return file
 
     def _whole_lines(self, data: memoryview) -> int:
         """How many bytes of the lines may be written before the file is full."""
@@ -205,26 +203,22 @@ class LogFile:
             return whole
         return bytes(data).find(b"\n") + 1 or len(data)  # a limit below one line
 
-    def _write(self, data: memoryview) -> None:
-        if self._file is None:
-            return
+    def _write(self, file: io.FileIO, data: memoryview) -> None:
         while len(data):
-            written = os.write(self._file.fileno(), data[:_CHUNK])
+            written = os.write(file.fileno(), data[:_CHUNK])
             self._size += written
             data = data[written:]
             self._note_progress()
 
-    def _rotate(self) -> None:
+    def _rotated(self, full: io.FileIO) -> io.FileIO:
         """Make the file the older half, and go on in a new one."""
-        if self._file is None:
-            return
-        full, written = self._file, Path(str(self._file.name))
+        written = Path(str(full.name))
         older = older_half(written)
         os.replace(written, older)
         # The full one is locked until the new one is, so that no other process takes it for the log.
-        self._begin(_claimed(written) or claim(self._path))
+        file = self._begun(_claimed(written) or claim(self._path))
         full.close()
-        self._write(memoryview(f"{time_now()} - INFO - The log goes on from {older.name}.\n".encode()))
+        self._write(file, memoryview(f"{time_now()} - INFO - The log goes on from {older.name}.\n".encode()))
         if not self._has_rotated:
             self._has_rotated = True
             logger.warning(
@@ -235,6 +229,7 @@ class LogFile:
                 older.name,
                 self._advice,
             )
+        return file
 
     def close(self) -> None:
         """Close the file."""

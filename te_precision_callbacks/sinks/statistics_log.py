@@ -110,7 +110,7 @@ class StatisticsLog:
 
     def hurry(self) -> Callable[[], bool]:
         """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
-        return _nothing_waits if self._thread is None else self._thread.hurry()
+        return (lambda: True) if self._thread is None else self._thread.hurry()
 
     @property
     def waiting(self) -> int:
@@ -144,10 +144,6 @@ class StatisticsLog:
         if failure is not None:
             self._thread = None
             raise failure
-
-
-def _nothing_waits() -> bool:
-    return True
 
 
 class _Writing:

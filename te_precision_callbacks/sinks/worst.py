@@ -9,7 +9,7 @@ import heapq
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,16 @@ class Column(NamedTuple):
         return dict(zip(self.tensors[judged].tolist(), self.worst[judged].tolist(), strict=True))
 
 
+_OF_SERIES = np.dtype(
+    [
+        *(("tensor", "i8"), ("family", "i8"), ("last", "f8"), ("worst", "f8"), ("badness", "f8"), ("iteration", "i8")),
+        *(("sign", "f8"), ("directed", "?"), ("has", "?"), ("delayed", "?")),
+    ],
+    align=True,
+)
+"""What is known of a series; ``iteration`` is -1 where no value counts as the worst."""
+
+
 class RunStatistics:
     """The last value of each series of a run, and the worst so far of those that have a worse direction.
 
@@ -118,43 +128,35 @@ class RunStatistics:
         self.tensors: list[tuple[str, str]] = []
         self._numbers: dict[tuple[str, str], int] = {}
         self._families: dict[Family, int] = {}
-        self._tensor, self._family = np.empty(0, np.int64), np.empty(0, np.int64)
-        self._last = np.empty(0)
-        self._worst = np.empty(0)
-        self._badness = np.empty(0)
-        self._iteration = np.empty(0, np.int64)
-        self._sign = np.empty(0)
-        self._directed = np.empty(0, bool)
-        self._has = np.empty(0, bool)
-        self._delayed = np.empty(0, bool)
+        self._of = np.empty(0, _OF_SERIES)
 
     def add(self, records: StepRecords) -> None:
         """Take the numbers of a step."""
         self._grow()
-        series, values = records.series, np.frombuffer(records.values)
-        self._last[series], self._has[series] = values, True
-        compared = self._directed[series]
+        of, series, values = self._of, records.series, np.frombuffer(records.values)
+        of["last"][series], of["has"][series] = values, True
+        compared = of["directed"][series]
         if records.unscaled:
             waiting = [self._table[number].layer in records.unscaled for number in series.tolist()]
-            compared &= ~(self._delayed[series] & np.array(waiting, dtype=bool))
+            compared &= ~(of["delayed"][series] & np.array(waiting, dtype=bool))
         series, values = series[compared], values[compared]
-        bad = badness(values, self._sign[series])
-        worse = np.flatnonzero((bad > self._badness[series]) | (self._iteration[series] < 0))
+        bad = badness(values, of["sign"][series])
+        worse = np.flatnonzero((bad > of["badness"][series]) | (of["iteration"][series] < 0))
         worse = worse[np.argsort(bad[worse], kind="stable")]  # if a series is there twice, its worst comes last
         taken = series[worse]
-        self._badness[taken], self._worst[taken] = bad[worse], values[worse]
-        self._iteration[taken] = records.iteration
+        of["badness"][taken], of["worst"][taken] = bad[worse], values[worse]
+        of["iteration"][taken] = records.iteration
 
     def last(self) -> Iterator[Row]:
         """The last value of each series."""
-        for number in np.flatnonzero(self._has).tolist():
-            yield row_of(self._table[number], float(self._last[number]))
+        for number in np.flatnonzero(self._of["has"]).tolist():
+            yield row_of(self._table[number], float(self._of["last"][number]))
 
     def worst(self) -> Iterator[Worst]:
         """The worst value of each series, and when it first was."""
-        for number in np.flatnonzero(self._iteration >= 0).tolist():
-            row = row_of(self._table[number], float(self._worst[number]))
-            yield Worst(row, int(self._iteration[number]))
+        for number in np.flatnonzero(self._of["iteration"] >= 0).tolist():
+            row = row_of(self._table[number], float(self._of["worst"][number]))
+            yield Worst(row, int(self._of["iteration"][number]))
 
     def columns(self) -> dict[str, Column]:
         """Statistic -> its column, without users' own numbers."""
@@ -166,31 +168,25 @@ class RunStatistics:
         return {name: column for name, column in columns.items() if len(column.tensors)}
 
     def _column(self, family: Family, numbers: Sequence[int]) -> Column:
-        series = np.flatnonzero(self._has & np.isin(self._family, numbers))
-        iteration, last = self._iteration[series], self._last[series]
-        worst = np.where(iteration < 0, last, self._worst[series])
-        return Column(self._tensor[series], last, worst, iteration, family)
+        of = self._of[self._of["has"] & np.isin(self._of["family"], numbers)]
+        worst = np.where(of["iteration"] < 0, of["last"], of["worst"])
+        return Column(of["tensor"], of["last"], worst, of["iteration"], family)
 
     def _grow(self) -> None:
-        """Make room for new series; each column for itself, so one that could not grow does so in the next step."""
-        if len(self._delayed) == len(self._table):
-            return
+        """Make room for new series; where an interruption comes first, the next step does so."""
         numbers, families = self._numbers, self._families
-        self._tensor = self._grown(self._tensor, lambda one: numbers.setdefault((one.layer, one.tensor), len(numbers)))
-        self.tensors = list(numbers)
-        self._family = self._grown(self._family, lambda one: families.setdefault(one.family, len(families)))
-        self._last = self._grown(self._last, lambda _: math.nan)
-        self._worst = self._grown(self._worst, lambda _: math.nan)
-        self._badness = self._grown(self._badness, lambda _: math.nan)
-        self._iteration = self._grown(self._iteration, lambda _: -1)
-        self._sign = self._grown(self._sign, lambda one: sign_of(one.family.worse))
-        self._directed = self._grown(self._directed, lambda one: one.family.has_direction)
-        self._has = self._grown(self._has, lambda _: False)
-        self._delayed = self._grown(self._delayed, lambda one: one.family.is_of_delayed_scaling)
-
-    def _grown(self, column: npt.NDArray[Any], of: Callable[[Series], float]) -> npt.NDArray[Any]:
-        new = [of(self._table[number]) for number in range(len(column), len(self._table))]
-        return np.append(column, np.array(new, column.dtype))
+        new = [
+            (
+                numbers.setdefault((one.layer, one.tensor), len(numbers)),
+                families.setdefault(one.family, len(families)),
+                *(math.nan, math.nan, math.nan, -1),
+                *(sign_of(one.family.worse), one.family.has_direction, False, one.family.is_of_delayed_scaling),
+            )
+            for one in (self._table[number] for number in range(len(self._of), len(self._table)))
+        ]
+        if new:
+            self.tensors = list(numbers)
+            self._of = np.append(self._of, np.array(new, _OF_SERIES))
 
 
 class Lost(NamedTuple):

@@ -2,7 +2,7 @@
 
 thread = WriterThread("records", writing)   # writing.take(job), flush() and leave() run in the thread
 thread.put(job, count)                      # returns at once: False if the queue is full, and the job is dropped
-is_written = thread.hurry()                 # does not wait for the next time; is_written() tells when all is written
+is_written = thread.hurry()                 # does not wait for the next time; is_written() is True when all is written
 thread.finish()                             # waits until everything is written, or until the disk no longer answers
 thread.take_failure()                       # the exception that has ended the thread, if any
 
@@ -75,8 +75,7 @@ class WriterThread(Generic[JobT]):
         self._given = 0  # numbers, counted by the training's thread
         self._taken = self._written = 0  # numbers, counted by this thread
         self._progress = 0
-        self._dropped_jobs = self._dropped_numbers = 0
-        self._said_dropped = False
+        self._dropped: list[int] = []  # the numbers of each job
 
     @property
     def waiting(self) -> int:
@@ -107,9 +106,8 @@ class WriterThread(Generic[JobT]):
         return True
 
     def _drop(self, count: int, queued: int) -> None:
-        self._dropped_jobs += 1
-        self._dropped_numbers += count
-        if self._dropped_jobs == 1:
+        self._dropped.append(count)
+        if len(self._dropped) == 1:
             logger.warning(
                 "The disk is slower than the training: %s numbers wait for the %s, so the %s numbers of this step, and"
                 " of further ones while it lasts, are left out. Training goes on. The end of the session logs how many"
@@ -134,56 +132,43 @@ class WriterThread(Generic[JobT]):
         """Whether nothing waits, and nothing that was handed over is lost."""
         return not self._jobs and self._is_flushed and not self._has_lost  # in this order: a job is taken, then flushed
 
-    def finish(self, deadline: float | None = None) -> bool:
-        """Wait until everything is written. An interruption may end the waiting, and a second call goes on with it.
+    def finish(self) -> None:
+        """Wait until everything is written, as long as something is written at least every :data:`LONGEST_STILL`
+        seconds; if not, an error says what is missing, and the thread may still write while the process lives.
 
-        Args:
-            deadline: the most seconds to wait. None: as long as something is written at least every
-                :data:`LONGEST_STILL` seconds.
-
-        Returns:
-            Whether everything is written. If not, a warning says what is missing; the thread goes on, and may still
-            write while the process lives.
+        An interruption may end the waiting, and a second call goes on with it.
         """
         if os.getpid() != self._process:
-            return True
+            return
         self._is_to_finish = True
         self.hurry()
-        ends = None if deadline is None else time.monotonic() + deadline
         seen, since = self._progress, time.monotonic()
         while self._thread is not None and self._thread.is_alive():
-            now = time.monotonic()
             if self._progress != seen:
-                seen, since = self._progress, now
-            left = min(since + LONGEST_STILL, now + LONGEST_STILL if ends is None else ends) - now
+                seen, since = self._progress, time.monotonic()
+            left = since + LONGEST_STILL - time.monotonic()
             if left <= 0:
-                self._say_dropped()
-                self._say_left()
-                return False
+                break
             self._thread.join(min(left, 1.0))
-        if self._jobs and self._failure is None:
-            self._run()
-        self._say_dropped()
-        return True
-
-    def _say_dropped(self) -> None:
-        if self._dropped_jobs and not self._said_dropped:
-            self._said_dropped = True
+        else:
+            if self._jobs and self._failure is None:
+                self._run()
+        dropped, self._dropped = self._dropped, []
+        if dropped:
             logger.warning(
                 "%s numbers of %s steps are missing in the %s: the disk was slower than the training. Collect"
                 " statistics less often (freq), or give a faster folder (log_dir=).",
-                f"{self._dropped_numbers:,}",
-                f"{self._dropped_jobs:,}",
+                f"{sum(dropped):,}",
+                f"{len(dropped):,}",
                 self._what,
             )
-
-    def _say_left(self) -> None:
-        logger.error(
-            "The disk does not answer: %s numbers that wait for the %s may be lost. The session ends without waiting"
-            " any longer. Check the disk of log_dir=.",
-            f"{self.waiting:,}",
-            self._what,
-        )
+        if self._thread is not None and self._thread.is_alive():
+            logger.error(
+                "The disk does not answer: %s numbers that wait for the %s may be lost. The session ends without"
+                " waiting any longer. Check the disk of log_dir=.",
+                f"{self.waiting:,}",
+                self._what,
+            )
 
     def take_failure(self) -> BaseException | None:
         """The exception that has ended the thread; None the next time."""

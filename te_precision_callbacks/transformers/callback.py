@@ -52,7 +52,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     file a rank) and ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     Evaluation and prediction are not observed. Features that change precision act there as in training. The Trainer
-    does not tell callbacks that a training failed: with :class:`te_precision_callbacks.transformers.Trainer`, or with
+    does not notify callbacks when a training fails: with :class:`te_precision_callbacks.transformers.Trainer`, or with
     ``trainer=``, the session is closed at once; otherwise at the next forward of the model or the next training, when
     the callback is collected, or when the process ends.
 
@@ -199,7 +199,8 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
         """Stop observing: all micro-batches are done, and other callbacks may run the model from here on."""
-        self._pause()
+        if self._training is not None and self._training.running:
+            self._training.pause()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
@@ -208,15 +209,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         if self._training is not None and self._training.running:
             self._training.end_step(TrainerEvent(args, state, control, keywords))
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
-    ) -> None:
-        """Stop observing, even if the epoch was stopped inside an accumulation."""
-        self._pause()
-
-    def _pause(self) -> None:
-        if self._training is not None and self._training.running:
-            self._training.pause()
+    on_epoch_end = on_pre_optimizer_step  # of an epoch that is stopped inside an accumulation
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any

@@ -470,7 +470,7 @@ def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
 def test_a_run_that_was_not_recorded_to_its_end_was_not_killed(tmp_path: Path) -> None:
     writer = RunWriter.begin(tmp_path)
     writer.put_run(pid=2**22 + 1)
-    writer.put_lost(OSError(28, "No space left on device"))
+    writer.facts.put_lost(OSError(28, "No space left on device"))
     writer.leave()
     assert open_run(tmp_path).segments[0].status == "unknown"
 

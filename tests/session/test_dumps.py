@@ -369,7 +369,15 @@ def test_what_cannot_work_is_refused_before_the_run(
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("10MB", 10**7), ("2GiB", 2 << 30), ("1.5 kB", 1500), (4096, 4096), ("4096", 4096), ("3tib", 3 << 40)],
+    [
+        ("10MB", 10**7),
+        ("2GiB", 2 << 30),
+        ("1.5 kB", 1500),
+        (4096, 4096),
+        ("4096", 4096),
+        ("3tib", 3 << 40),
+        ("10M", 10**7),
+    ],
 )
 def test_sizes(text: Any, size: int) -> None:
     from te_precision_callbacks.config.byte_sizes import size_in_bytes

@@ -33,7 +33,7 @@ class Logger:
 
 
 def loggers() -> tuple[Logger, ...]:
-    """Import the packages, in a process of its own.
+    """Import the packages in another process.
 
     Raises:
         NoAnswerError: the process crashed or hung.

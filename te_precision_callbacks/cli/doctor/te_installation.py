@@ -1,4 +1,4 @@
-"""Transformer Engine: compiled, stood in for by the reference backend, or neither, and the recipes that run."""
+"""Whether Transformer Engine is compiled, replaced by the reference backend, or missing, and the recipes that run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TransformerEngine:
         backend: what a script would run on: the ``compiled`` build, the ``reference`` backend, or ``none``.
         description: the same in words.
         why_not_compiled: the error of importing the compiled build; empty if it can be imported.
-        why_no_reference: why the reference backend cannot stand in; empty if it can, or need not.
+        why_no_reference: why the reference backend cannot replace it; empty if it can, or need not.
         recipes: which recipes run, place by place; empty if neither backend can be used.
     """
 

@@ -141,7 +141,7 @@ def keys_of(model: type[FeatureSchema]) -> tuple[Key, ...]:
 
 
 def default_of(field: FieldInfo) -> Any:
-    """The value without the key; None if the key must be given, or if nothing stands for it."""
+    """The value without the key; None if the key must be given, or has no default."""
     if field.is_required():
         return None
     default = field.get_default(call_default_factory=True)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from te_precision_callbacks.base.vocabulary import LayerNames
-from te_precision_callbacks.cli.manual.features import Feature, default_of
 from te_precision_callbacks.config.effects import NAMESPACE
-from te_precision_callbacks.config.fields import JsonSchema, item_of, shape
+from te_precision_callbacks.config.fields import JsonSchema
 from te_precision_callbacks.config.known import known_features
-from te_precision_callbacks.config.levels import FeatureSchema, GemmChoice, ObservingFeature, levels
+from te_precision_callbacks.config.levels import GemmChoice, ObservingFeature, levels
 from te_precision_callbacks.config.loading import LAYER_NAMES
 from te_precision_callbacks.config.planning import BASE
 from te_precision_callbacks.config.schemas import schema_of
@@ -46,6 +46,13 @@ _UNCHECKED: JsonSchema = {"type": "object", "required": ["enabled"], "properties
 """The options of a feature without a schema."""
 
 
+class _WithoutTitles(GenerateJsonSchema):
+    """pydantic's JSON Schema, without titles that repeat the keys."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
 def config_schema(own: Iterable[str] = ()) -> JsonSchema:
     """The schema of a config file.
 
@@ -54,7 +61,10 @@ def config_schema(own: Iterable[str] = ()) -> JsonSchema:
     """
     known = known_features(own)
     models = [model for name in known[NAMESPACE] if (model := schema_of(name)) is not None]
-    items = {level.__name__: level for model in models for path, level in levels(model).items() if path}
+    _, made = models_json_schema([(model, "validation") for model in models], schema_generator=_WithoutTitles)
+    for level in (level for model in models for level in levels(model).values()):
+        choices = [_choice(level, key) for key in _CHOSEN_BY if key in level.model_fields]
+        made["$defs"][level.__name__] |= {"allOf": choices} if choices else {}
     return {
         "$schema": DIALECT,
         "title": "A config of te-precision-callbacks",
@@ -69,8 +79,8 @@ def config_schema(own: Iterable[str] = ()) -> JsonSchema:
         "$defs": {
             "section": _section(known),
             "layers": _layers(),
-            **{model.__name__: _feature(model) for model in models},
-            **{name: _mapping(level) for name, level in items.items()},
+            **made["$defs"],
+            **{model.__name__: _unless_off(made["$defs"][model.__name__]) for model in models},
         },
     }
 
@@ -143,30 +153,6 @@ def _unchecked(name: str) -> JsonSchema:
 
 def _in_any_case(name: str) -> str:
     return re.sub("[a-zA-Z]", lambda letter: f"[{letter[0].upper()}{letter[0].lower()}]", re.escape(name))
-
-
-def _feature(model: type[FeatureSchema]) -> JsonSchema:
-    return _unless_off({"description": "\n\n".join(Feature.of_schema(model).paragraphs), **_mapping(model)})
-
-
-def _mapping(model: type[BaseModel]) -> JsonSchema:
-    """The options of a feature, or an item of one of its lists."""
-    fields = model.model_fields
-    properties: dict[str, JsonSchema] = {}
-    for key, field in fields.items():
-        item, default = item_of(field), default_of(field)
-        takes = shape(field, None if item is None else _ref(item.__name__))
-        properties[key] = {"description": field.description, **takes}
-        if default is not None:
-            properties[key]["default"] = default
-    choices = [_choice(model, key) for key in _CHOSEN_BY if key in fields]
-    return {
-        "type": "object",
-        "required": [key for key, field in fields.items() if field.is_required()],
-        "properties": properties,
-        "additionalProperties": False,
-        **({"allOf": choices} if choices else {}),
-    }
 
 
 _CHOSEN_BY: Mapping[str, type[BaseModel]] = {"tensors": ObservingFeature, "gemms": GemmChoice}

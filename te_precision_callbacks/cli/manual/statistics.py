@@ -86,6 +86,8 @@ def recipes_table() -> str:
 class Explained:
     """A statistic, under a name as in a config or in logs.
 
+    It has many attributes because they are the keys of ``te-precision statistics --json``.
+
     Attributes:
         name: the name.
         statistic: its name in the table, without recipe, element format, direction and parameters.

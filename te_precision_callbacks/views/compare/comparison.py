@@ -15,7 +15,7 @@ from te_precision_callbacks.views.compare.errors import ComparisonError
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.order import Order
 from te_precision_callbacks.views.compare.origins import partings
-from te_precision_callbacks.views.compare.result import Comparison, FirstUnequal, Floor, Pairing
+from te_precision_callbacks.views.compare.result import Comparison, Floor, Pairing
 from te_precision_callbacks.views.compare.sides import Side, ranks_of, side_of_rank, side_of_run, side_of_step
 from te_precision_callbacks.views.compare.tensor_sizes import Sizes
 
@@ -42,7 +42,7 @@ def compare(
         a: the reference.
         b: the other run; None with ``ranks`` or ``steps``.
         noise: runs that differ from a ordinarily, such as in the seed alone: they say how much each statistic does.
-        ranks: two ranks of ``a`` with numbers of their own, the reference first. The other ranks are the noise.
+        ranks: two ranks of ``a`` with local numbers, the reference first. The other ranks are the noise.
         steps: two iterations of ``a``: the ``lasting`` steps from each on are compared. What changes between the first
             stretch and the one right behind it is the noise.
         lasting: the steps for which a difference must last to count.
@@ -82,7 +82,7 @@ def compare(
         Floor(tuple(side.name for side in others), search.without_noise) if others else None,
         order.seen,
         tuple(partings(found, order)),
-        _first_unequal(search),
+        search.first_unequal,
         compare_losses(one, other, others, shares) if steps is None else None,
         (*renamed, *_notes(a, b, noise)),
     )
@@ -172,13 +172,6 @@ def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search) 
         len(search.iterations),
         search.shorter,
     )
-
-
-def _first_unequal(search: Search) -> FirstUnequal | None:
-    if search.first_unequal is None:
-        return None
-    subject, iteration = search.first_unequal
-    return FirstUnequal(iteration, subject.scope, subject.layer, subject.tensor, subject.statistic)
 
 
 def _notes(a: RecordedRun, b: RecordedRun | None, noise: Sequence[RecordedRun]) -> tuple[str, ...]:

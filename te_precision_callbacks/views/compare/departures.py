@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.judging_scales import LEVEL, Scale, scale_of
+from te_precision_callbacks.views.compare.result import FirstUnequal
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Numbers, Side, family
 from te_precision_callbacks.views.compare.spread import BEYOND_NOISE, Noise, Spread, bounds, grouped_quantile, measure
 from te_precision_callbacks.views.compare.tensor_sizes import OF_GRADIENTS, Sizes
@@ -109,7 +110,7 @@ class Search:
     values: int = 0
     without_steps: int = 0
     without_noise: int = 0
-    first_unequal: tuple[Subject, int] | None = None
+    first_unequal: FirstUnequal | None = None
     shorter: int = 0
     iterations: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
@@ -133,7 +134,10 @@ class Search:
                 yield from self._part(part, looked_at)
                 start, total = number + 1, 0
         if self._firsts:
-            self.first_unequal = min(self._firsts.items(), key=lambda found: (found[1], place[found[0]]))
+            subject, iteration = min(self._firsts.items(), key=lambda found: (found[1], place[found[0]]))
+            self.first_unequal = FirstUnequal(
+                iteration, subject.scope, subject.layer, subject.tensor, subject.statistic
+            )
 
     def _part(self, subjects: Sequence[Subject], looked_at: int) -> Iterator[Found]:
         sides = [_read(side, sizes, subjects) for side, sizes in self._sides]

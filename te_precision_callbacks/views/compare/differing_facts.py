@@ -19,7 +19,7 @@ _OF_EVERY_RUN = frozenset({"run_id", "segment", "parent_segment", "status", "hos
 """Facts that no two runs share, beside times."""
 
 _FIRST = ("config", "versions", "recipe", "recipes", "environment")
-"""The facts that are told first, in this order."""
+"""The facts that come first, in this order."""
 
 _MOST_LINES = 40
 _MOST_LAYERS = 3

@@ -25,7 +25,7 @@ ZERO_BELOW = 20.0
 """How many powers of two the number 0 is below the smallest other number of a series."""
 
 _INFINITE, _NAN = 2000.0, 4000.0
-"""Where inf and nan stand on every scale: beyond all numbers, and each at its own place."""
+"""The places of inf and nan on every scale, beyond all numbers."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Scale:
     """A scale.
 
     Attributes:
-        name: what is told apart by it.
+        name: distinguishes scales.
         unit: the unit of a difference.
         least: the smallest spread that is believed, however little noise has been seen.
         bound: the smallest difference that counts where no noise is known.

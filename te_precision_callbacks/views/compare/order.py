@@ -60,9 +60,9 @@ class Order:
         # Behind those that were seen come the others, as they come first in the records.
         behind = max(self._forward.values(), default=-1.0) + 1
         for run in runs:
-            for scope, layer in zip(run.series["scope"].to_pylist(), run.series["layer"].to_pylist(), strict=True):
-                if layer:
-                    self._forward.setdefault((scope or "", layer), behind + len(self._forward))
+            for subject in run.subjects:
+                if subject.layer:
+                    self._forward.setdefault((subject.scope, subject.layer), behind + len(self._forward))
 
     def place(self, subject: Subject) -> Place:
         """Where a subject belongs."""

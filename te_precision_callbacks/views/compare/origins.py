@@ -75,7 +75,7 @@ def _began(tensors: Mapping[_Key, Sequence[Found]], source_of: Mapping[_Key, Fou
 
 
 def _key(subject: Subject) -> _Key:
-    # Each number of the trainer, and of a user's own feature, stands for itself.
+    # A number of the trainer, or of a user's own feature, has no other that it could come from.
     return subject.scope, subject.layer, subject.tensor or f"\0{subject.statistic}", subject.rank
 
 

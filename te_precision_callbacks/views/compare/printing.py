@@ -6,7 +6,7 @@ show(comparison)
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,21 +41,21 @@ def show(comparison: Comparison) -> None:
     terminal.show_text(f"A: {comparison.a}")
     terminal.show_text(f"B: {comparison.b}")
     _show_facts(comparison.facts)
-    _title("What was compared")
-    for line in what_was_compared(comparison):
-        terminal.show_text(line, _INDENT, hanging=_INDENT)
-    _title("Where they part")
-    for line in where_first(comparison):
-        terminal.show_text(line, _INDENT, hanging=_INDENT)
+    _paragraphs("What was compared", what_was_compared(comparison))
+    _paragraphs("Where they part", where_first(comparison))
     if comparison.parted:
         _show_parted(comparison)
     if comparison.loss is not None:
-        _title("Loss")
-        for line in of_losses(comparison.loss):
-            terminal.show_text(line, _INDENT, hanging=_INDENT)
+        _paragraphs("Loss", of_losses(comparison.loss))
     for note in comparison.notes:
         typer.echo()
         terminal.show_text(f"Note: {note}", hanging=_INDENT)
+
+
+def _paragraphs(title: str, lines: Iterable[str]) -> None:
+    _title(title)
+    for line in lines:
+        terminal.show_text(line, _INDENT, hanging=_INDENT)
 
 
 def _title(text: str) -> None:

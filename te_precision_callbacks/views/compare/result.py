@@ -70,7 +70,7 @@ class Parting:
         rank: the rank whose own numbers they are; None if they are reduced over ranks.
         iteration: the first one.
         since: the first one at which it may have begun, which is earlier where the tensor does not have numbers in each
-            step. Tensors that inherit from it come after it, even if they have numbers of their own in between.
+            step. Tensors that inherit from it come after it, even if they have numbers in between.
         departures: the statistics that depart, the strongest first.
         origin: ``made here`` if nothing that the tensor is made of has departed by as much before; else ``inherited``.
         source: the tensor that it inherits most of the difference from, such as ``layers.3.fc1 weight``; else empty.

@@ -126,7 +126,7 @@ def side_of_run(run: RecordedRun, name: str) -> Side:
     Raises:
         ComparisonError: it has no numbers at all.
     """
-    series = {subject: number for number, subject in _subjects(run.series)}
+    series = {subject: number for number, subject in _subjects(run)}
     scalars = _scalars(run)
     if not series and not scalars:
         raise ComparisonError(f"{name} has no numbers yet: no statistic was recorded, and no loss.{run.notes_in_words}")
@@ -139,8 +139,7 @@ def side_of_rank(run: RecordedRun, rank: int) -> Side:
     Raises:
         ComparisonError: the run has none of this rank.
     """
-    whole = _subjects(run.series)
-    series = {each._replace(rank=None): number for number, each in whole if each.rank == rank}
+    series = {each._replace(rank=None): number for number, each in _subjects(run) if each.rank == rank}
     if not series:
         raise ComparisonError(
             f"{run.path} has no numbers of rank {rank} alone; {_ranks_in_words(run)}.{run.notes_in_words}"
@@ -156,8 +155,8 @@ def _ranks_in_words(run: RecordedRun) -> str:
 
 
 def ranks_of(run: RecordedRun) -> list[int]:
-    """The ranks that have numbers of their own."""
-    return sorted(rank for rank in run.series["rank"].unique().to_pylist() if rank is not None)
+    """The ranks that have local numbers."""
+    return sorted({subject.rank for subject in run.subjects if subject.rank is not None})
 
 
 def side_of_step(run: RecordedRun, since: int, steps: int, *, behind: bool = False) -> Side:
@@ -167,7 +166,7 @@ def side_of_step(run: RecordedRun, since: int, steps: int, *, behind: bool = Fal
         ComparisonError: there is none.
     """
     last = run.series["last"].to_pylist()
-    series = {each: number for number, each in _subjects(run.series) if last[number] >= since}
+    series = {each: number for number, each in _subjects(run) if last[number] >= since}
     scalars = {each: found for each, found in _scalars(run).items() if found[0][-1] >= since}
     if not series and not scalars:
         ended = f"; its last one is {max(last)}" if last else ""
@@ -176,22 +175,17 @@ def side_of_step(run: RecordedRun, since: int, steps: int, *, behind: bool = Fal
     return Side(run, name, series, scalars, since, steps, steps if behind else 0)
 
 
-def _subjects(table: pa.Table) -> Iterator[tuple[int, Subject]]:
+def _subjects(run: RecordedRun) -> Iterator[tuple[int, Subject]]:
     """The number and the subject of each series, without histograms."""
-    columns = [table[name].to_pylist() for name in ("scope", "layer", "tensor", "gemm", "statistic", "rank")]
-    for number, (scope, layer, tensor, gemm, statistic, rank) in enumerate(zip(*columns, strict=True)):
-        request = logged_request(statistic) if tensor else None
+    for number, subject in enumerate(run.subjects):
+        request = logged_request(subject.statistic) if subject.tensor else None
         if request is None or request.statistic.bins is None:
-            yield number, Subject(scope or "", layer or "", tensor or "", gemm or "", statistic, rank)
+            yield number, subject
 
 
 def _scalars(run: RecordedRun) -> dict[Subject, tuple[Ints, Floats]]:
-    table = run.metrics
-    names = np.array(table["name"].to_pylist(), dtype=object)
-    iterations, values = table["iteration"].to_numpy(), table["value"].to_numpy()
     found = {}
-    for name in dict.fromkeys(names.tolist()):
-        chosen = np.flatnonzero(names == name)
-        numbers = _in_order(np.zeros(len(chosen), np.int64), iterations[chosen], values[chosen])
-        found[Subject("", "", "", "", name, None)] = (numbers.iterations, numbers.values)
+    for name, (iterations, values) in run.metrics.items():
+        numbers = _in_order(np.zeros(len(values), np.int64), iterations, values)
+        found[Subject("", "", "", "", name, None)] = numbers.iterations, numbers.values
     return found

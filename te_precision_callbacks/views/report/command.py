@@ -89,7 +89,9 @@ def report_command(
                 output or Path("report.png"), _picture(recorded, plot, layer, statistic, tensor, step)
             )
         case Format.JSON:
-            found = _numbers(recorded, layer, statistic, tensor)
+            from te_precision_callbacks.views.report.numbers import numbers
+
+            found = numbers(recorded, layer=layer, statistic=statistic, tensor=tensor)
             if output is None:
                 terminal.show_json(found)
                 return
@@ -137,9 +139,3 @@ def _picture(run: Any, plot: Plot, layer: Any, statistic: Any, tensor: Any, step
             return pictures.png(pictures.layer(run, name=layer, statistic=statistic, tensor=tensor))
         case Plot.PROFILE:
             return pictures.png(pictures.profile(run, tensor=tensor, step=step))
-
-
-def _numbers(run: Any, layer: str | None, statistic: str | None, tensor: str | None) -> dict[str, Any]:
-    from te_precision_callbacks.views.report.numbers import numbers
-
-    return numbers(run, layer=layer, statistic=statistic, tensor=tensor)

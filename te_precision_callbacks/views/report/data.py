@@ -412,7 +412,7 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "duration": facts.duration(run),
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
-        "states": facts.states(run),
+        "states": run.states.to_pylist(),
         "plan": facts.plan(run),
         **dict(zip(("events", "events_total"), facts.events(run), strict=True)),
     }
@@ -443,7 +443,7 @@ def _scalars(run: RecordedRun, packed: Packed) -> list[dict[str, Any]]:
 
 
 def _free(run: RecordedRun, subjects: Subjects, packed: Packed) -> list[dict[str, Any]]:
-    """The numbers that belong to no layer, which a user's features have logged under names of their own."""
+    """The numbers that a user's features have logged under free names, without a layer."""
     found = []
     for one in subjects.free:
         for series, rank in zip(one.series.tolist(), one.rank.tolist(), strict=True):

@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
-from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.runs.answers import loss_first, multiply_adds
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
@@ -43,12 +41,8 @@ class Curve:
 def scalars(run: RecordedRun) -> list[Curve]:
     """The trainer's own numbers: the loss first, those of how fast the machine is last."""
     found = []
-    table = run.scalars
-    names = [name for name in pc.unique(table["name"]).to_pylist() if name] if len(table) else []
-    of_training = set(pc.unique(run.metrics["name"]).to_pylist())
-    for name in sorted(loss_first(names), key=lambda name: name not in of_training):
-        own = table.filter(pc.equal(table["name"].cast(pa.string()), name)).sort_by("iteration")
-        iterations, values = own["iteration"].to_numpy(), own["value"].to_numpy()
+    for name in sorted(loss_first(run.curves), key=lambda name: name not in run.metrics):
+        iterations, values = run.curves[name]
         shown = _thinned(values, _MOST_POINTS)
         found.append(Curve(name, iterations[shown], values[shown], len(values)))
     return found
@@ -70,7 +64,7 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
     """The multiply-adds of a step at the end of the run, by precision and by pass.
 
     Returns:
-        Rows of ``precision``, ``backward`` and ``macs``; none where the run does not tell.
+        Rows of ``precision``, ``backward`` and ``macs``; none if the run has no products.
     """
     found = sorted(multiply_adds(run).items())
     return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in found]
@@ -212,35 +206,7 @@ def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
 
 def segments(run: RecordedRun) -> list[dict[str, Any]]:
     """The process starts, with all that they say."""
-    return [
-        {
-            "number": one.number,
-            "status": one.status,
-            "started_at": one.started_at,
-            "ended_at": one.ended_at,
-            "first_iteration": one.first_iteration,
-            "world": one.world,
-            "facts": told(one.facts),
-        }
-        for one in run.segments
-    ]
-
-
-def told(value: Any) -> Any:
-    """A value of run.json as JSON has it; what JSON has no word for becomes text."""
-    if isinstance(value, Mapping):
-        return {str(key): told(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [told(item) for item in value]
-    if isinstance(value, datetime):
-        return value.isoformat()
-    simple = plain(value)
-    return simple if simple is None or isinstance(simple, (str, int, float, bool)) else str(simple)
-
-
-def states(run: RecordedRun) -> list[dict[str, Any]]:
-    """What is kept in which type outside of the products."""
-    return list(run.states.to_pylist())
+    return [dict(vars(one)) for one in run.segments]
 
 
 def plan(run: RecordedRun) -> list[dict[str, Any]]:

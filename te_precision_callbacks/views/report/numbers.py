@@ -5,13 +5,16 @@ numbers(run)["worst"][0]                # {"statistic": "underflows%", "tensor":
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.data import families_for_findings, findings, nonempty
-from te_precision_callbacks.views.report.overview import Columns, overviews
-from te_precision_callbacks.views.report.subjects import REDUCED, FamilySeries, ReportError
+from te_precision_callbacks.views.report.overview import Columns, Overview, overviews
+from te_precision_callbacks.views.report.subjects import REDUCED, FamilySeries, ReportError, Subjects
 
 
 def numbers(
@@ -28,7 +31,8 @@ def numbers(
     """
     subjects = nonempty(run)
     chosen: list[FamilySeries] = subjects.families
-    index = None if layer is None else subjects.layer(layer)
+    if layer is not None:
+        subjects.layer(layer)
     if statistic is not None or tensor is not None:
         subjects.family(statistic, tensor)
         chosen = [
@@ -38,28 +42,12 @@ def numbers(
     made = list(overviews(run, families_for_findings(chosen, subjects.families), Columns.of(run, 1)))
     wanted = {one.family for one in chosen}
     series = []
-    for overview in made:
-        if overview.family not in wanted:
-            continue
-        for rank, of_rank in overview.series.items():
-            for row, number in enumerate(of_rank.tolist()):
-                if number < 0 or index not in (None, int(overview.layers[row])):
-                    continue
-                found = {
-                    "layer": subjects.layers[int(overview.layers[row])].name,
-                    "tensor": overview.family.tensor,
-                    "statistic": overview.family.statistic,
-                    "gemm": overview.family.gemm,
-                    "rank": _rank(rank),
-                    "worst": float(overview.worst[rank][row]),
-                    "worst_at": int(overview.worst_at[rank][row]),
-                    "last": float(overview.last[rank][row]),
-                    "last_at": int(overview.last_at[rank][row]),
-                }
-                if whole:
-                    table = run.values([number])
-                    found["steps"], found["values"] = table["iteration"].to_pylist(), table["value"].to_pylist()
-                series.append(found)
+    for number, found in (each for one in made if one.family in wanted for each in _series_of(one, subjects)):
+        if layer in (None, found["layer"]):
+            if whole:
+                table = run.values([number])
+                found["steps"], found["values"] = table["iteration"].to_pylist(), table["value"].to_pylist()
+            series.append(found)
     if whole and not series:
         raise ReportError(
             f"The run has no number of the layer {layer!r} that was asked for. Leave out --statistic or --tensor to get"
@@ -90,6 +78,26 @@ def numbers(
         ],
         "series": series,
     }
+
+
+def _series_of(overview: Overview, subjects: Subjects) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of each series of an overview, and what it spans."""
+    for rank, of_rank in overview.series.items():
+        for row in np.flatnonzero(of_rank >= 0).tolist():
+            yield (
+                int(of_rank[row]),
+                {
+                    "layer": subjects.layers[int(overview.layers[row])].name,
+                    "tensor": overview.family.tensor,
+                    "statistic": overview.family.statistic,
+                    "gemm": overview.family.gemm,
+                    "rank": _rank(rank),
+                    "worst": float(overview.worst[rank][row]),
+                    "worst_at": int(overview.worst_at[rank][row]),
+                    "last": float(overview.last[rank][row]),
+                    "last_at": int(overview.last_at[rank][row]),
+                },
+            )
 
 
 def _rank(rank: int) -> int | None:

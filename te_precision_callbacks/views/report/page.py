@@ -27,7 +27,7 @@ MOST_BYTES = 10_000_000
 """The most bytes of a page."""
 
 _SHARED = ("unpack", "values", "dom", "plots", "shell", "heatmap")
-"""The files of every page's script, in the order in which they stand in it."""
+"""The files of every page's script, in their order."""
 
 _OF_A_RUN = ("summary", "ranges", "layer", "profile", "config", "main")
 
@@ -62,7 +62,7 @@ class Frame:
         """The page.
 
         Args:
-            title: as a text; it stands there before the page is drawn.
+            title: as a text, which is visible before the page is drawn.
             told: what goes into its JSON; numbers may be nan and inf.
             arrays: the texts of a :class:`te_precision_callbacks.views.report.packing.Packed`.
         """

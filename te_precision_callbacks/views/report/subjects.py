@@ -14,13 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs.errors import it_has
-from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.recorded import RecordedRun, by_place
 from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.statistics.series import Family, family_of
 
@@ -45,9 +44,9 @@ class Layer:
     """A layer of the run.
 
     Attributes:
-        name: with the scope in front, where it does not stand there already.
+        name: with the scope in front, unless it begins with the scope.
         block: the repeated part of the model that it belongs to, such as ``layers.3``; empty if it belongs to none.
-        short: the name beside a plot: what tells it apart from the run's other layers, without control characters.
+        short: the name beside a plot: what distinguishes it from the run's other layers, without control characters.
         block_short: likewise that of the block.
     """
 
@@ -88,7 +87,7 @@ class FamilySeries:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that have numbers of their own, and :data:`REDUCED` where there are reduced ones; ascending."""
+        """The ranks that have local numbers, and :data:`REDUCED` where there are reduced ones; ascending."""
         return [int(rank) for rank in np.unique(self.rank)]
 
     @property
@@ -113,21 +112,19 @@ class Subjects:
     """
 
     def __init__(self, run: RecordedRun) -> None:
-        names = _named(run.series["scope"], run.series["layer"])
+        names = [layer_name(subject.scope, subject.layer) for subject in run.subjects]
         self.layers = _layers(run, names)
         index = {layer.name: number for number, layer in enumerate(self.layers)}
         layer = np.array([index.get(name, -1) for name in names], np.int64)
         rank = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
         count = run.series["count"].fill_null(0).to_numpy().astype(np.int64)
         number = run.series["series"].to_numpy().astype(np.int64)
-        keys = zip(*(_texts(run.series[column]) for column in ("tensor", "statistic", "gemm")), strict=True)
-        members: dict[tuple[str, str, str], list[int]] = {}
-        for row, key in enumerate(keys):
-            members.setdefault(key, []).append(row)
+        members: dict[Family, list[int]] = {}
+        for row, subject in enumerate(run.subjects):
+            members.setdefault(family_of(subject.tensor, subject.statistic, subject.gemm or None), []).append(row)
         found = []
-        for (tensor, statistic, gemm), listed in members.items():
+        for family, listed in members.items():
             rows = np.array(listed)
-            family = family_of(tensor, statistic, gemm or None)
             found.append(FamilySeries(family, number[rows], layer[rows], rank[rows], count[rows]))
         self.families = [one for one in found if not one.is_histogram and (one.layer >= 0).all()]
         self.histograms = [one for one in found if one.is_histogram]
@@ -169,16 +166,8 @@ class Subjects:
         raise ReportError(f"The run has no statistic {statistic!r}.{it_has(statistic, known)}")
 
 
-def _texts(column: pa.ChunkedArray) -> list[str]:
-    return [text or "" for text in column.to_pylist()]
-
-
-def _named(scopes: pa.ChunkedArray, layers: pa.ChunkedArray) -> list[str]:
-    return [layer_name(scope, layer) for scope, layer in zip(_texts(scopes), _texts(layers), strict=True)]
-
-
 def layer_name(scope: str | None, layer: str | None) -> str:
-    """The name of a layer in a report: with the scope in front, where it does not stand there already."""
+    """The name of a layer in a report: with the scope in front, unless it begins with the scope."""
     if not layer or not scope or layer.startswith(f"{scope}."):
         return layer or ""
     return f"{scope}.{layer}"
@@ -192,20 +181,14 @@ def folder_name(run: RecordedRun) -> str:
 
 
 def _layers(run: RecordedRun, of_series: list[str]) -> list[Layer]:
-    places: dict[str, float] = {}
-    table = run.layers
-    for name, place in zip(_named(table["scope"], table["layer"]), table["exec_fwd"].to_pylist(), strict=True):
-        known = places.get(name, np.inf)
-        places[name] = known if place is None else min(known, place)
-    for name in dict.fromkeys(of_series):
-        if name:
-            places.setdefault(name, np.inf)
+    columns = (run.layers[name].to_pylist() for name in ("scope", "layer", "exec_fwd"))
+    placed = ((layer_name(scope, layer), place) for scope, layer, place in zip(*columns, strict=True))
+    places = by_place((*placed, *((name, None) for name in of_series)))
     shown = {name: visible(name) for name in places}
     blocks = {name: visible(_block(name)) for name in places}
     short, short_blocks = ShortNames(shown.values()), ShortNames(blocks.values())
     return [
-        Layer(name, _block(name), short.of(shown[name], SHORT), short_blocks.of(blocks[name], SHORT))
-        for name in sorted(places, key=lambda name: places[name])
+        Layer(name, _block(name), short.of(shown[name], SHORT), short_blocks.of(blocks[name], SHORT)) for name in places
     ]
 
 

@@ -27,7 +27,8 @@ from te_precision_callbacks.base.terminal import Json, Run
 
 if TYPE_CHECKING:
     from te_precision_callbacks.runs import RecordedRun
-    from te_precision_callbacks.views.show.view import Curve, RunView
+    from te_precision_callbacks.runs.recorded import Curve
+    from te_precision_callbacks.views.show.view import RunView
 
 
 _Display = AbstractContextManager[Callable[["RunView"], None]]
@@ -75,7 +76,7 @@ def show_command(
 
     view = look(recorded, statistic or (), most)
     if follow:
-        view = _follow(view, again, every, _nothing() if as_json else _display())
+        view = _follow(view, again, every, _nothing() if as_json else _screen() if _is_terminal() else _lines())
     if view.is_empty:
         why = f"no statistic was recorded, and no loss ({view.status})."
         raise NothingToShowError(" ".join([f"{path} has no numbers: {why}", *view.notes]))
@@ -133,10 +134,6 @@ def _is_terminal() -> bool:
     return Console().is_terminal
 
 
-def _display() -> _Display:
-    return _screen() if _is_terminal() else _lines()
-
-
 @contextlib.contextmanager
 def _nothing() -> Iterator[Callable[[RunView], None]]:
     yield lambda view: None
@@ -174,7 +171,7 @@ def _for_json(view: RunView) -> dict[str, Any]:
     from te_precision_callbacks.layers.folding import ShortNames
 
     found = {name: value for name, value in vars(view).items() if not isinstance(value, ShortNames)}
-    found["scalars"] = {scalar.name: _curve(scalar.curve) for scalar in view.scalars}
+    found["scalars"] = {name: _curve(curve) for name, curve in view.scalars.items()}
     found["worst"] = {
         name: [
             {**vars(series), "lost": series.lost and series.lost._asdict(), "curve": _curve(series.curve)}

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.layers.folding import ShortNames, folded
+from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.views.show.sparklines import sparkline
-from te_precision_callbacks.views.show.view import Event, RunView, ScalarCurve, WorstSeries
+from te_precision_callbacks.views.show.view import Event, RunView, WorstSeries
 
 _LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
 _BLOCK, _SHADES = "█", "█▒░▓"
@@ -38,7 +39,7 @@ class Screen:
         yield Text(_facts(view), overflow="fold")
         if view.coverage:
             yield from _coverage(view.coverage, width, _BLOCK if console.color_system else _SHADES)
-        yield from (_scalar(scalar, width, view.metric_names) for scalar in view.scalars)
+        yield from (_scalar(name, curve, width, view.metric_names) for name, curve in view.scalars.items())
         for statistic, worst in view.worst.items():
             if worst:
                 yield Text()
@@ -58,7 +59,7 @@ class Screen:
 def line_of(view: RunView) -> str:
     """What a run has come to, in one line for a file or pipe."""
     told = ["no numbers yet" if view.last is None else f"step {view.last}"]
-    told += [f"{scalar.name} {scalar.curve.values[-1]:.4g}" for scalar in view.scalars[:1]]
+    told += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
     for statistic, worst in view.worst.items():
         if worst:
             where = "".join(_name(worst[0]))
@@ -103,10 +104,9 @@ def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[T
     yield names
 
 
-def _scalar(scalar: ScalarCurve, width: int, names: ShortNames) -> Text:
-    curve = scalar.curve
+def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
     numbers = f"{curve.values[0]:.4g} -> {curve.values[-1]:.4g}"
-    name = names.of(visible(scalar.name), max(_LEAST_NAME, width // 4))
+    name = names.of(visible(name), max(_LEAST_NAME, width // 4))
     room = min(width - len(name) - len(numbers) - 4, _MOST_CURVE)
     drawn = sparkline(curve.iterations, curve.values, room) if room >= _LEAST_CURVE else ""
     return Text(f"{name}  {numbers}  {drawn}", no_wrap=True, overflow="crop")

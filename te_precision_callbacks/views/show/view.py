@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
@@ -16,6 +15,8 @@ from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.answers import loss_first, precision_shares
 from te_precision_callbacks.runs.errors import it_has
+from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.sinks.worst import Lost, worst_first
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
@@ -34,19 +35,6 @@ _LOST = (Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS)
 
 class NothingToShowError(PrecisionDebugError, ValueError):
     """A run has no numbers, or none of a statistic that is asked for."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The numbers of a series.
-
-    Attributes:
-        iterations: [n], ascending.
-        values: [n].
-    """
-
-    iterations: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -79,14 +67,6 @@ class WorstSeries:
 
 
 @dataclass(frozen=True)
-class ScalarCurve:
-    """A number of the trainer: its name, and its curve."""
-
-    name: str
-    curve: Curve
-
-
-@dataclass(frozen=True)
 class Event:
     """Something that happened, as in the store's table of events, on one rank or on several alike."""
 
@@ -100,7 +80,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RunView:
-    """What is shown of a run.
+    """What is shown of a run. The attributes are the keys of ``te-precision show --json``, which is why there are many.
 
     Attributes:
         path, run_id, source: which run.
@@ -131,7 +111,7 @@ class RunView:
     steps: int
     series: int
     coverage: dict[str, float]
-    scalars: tuple[ScalarCurve, ...]
+    scalars: dict[str, Curve]
     worst: dict[str, tuple[WorstSeries, ...]]
     more_statistics: tuple[str, ...]
     events: tuple[Event, ...]
@@ -173,7 +153,7 @@ def look(run: RecordedRun, statistics: Sequence[str] = (), most: int = MOST_LAYE
         steps=len(run.steps),
         series=len(run.series),
         coverage=precision_shares(run),
-        scalars=tuple(_scalars(run)),
+        scalars={name: run.metrics[name] for name in loss_first(run.metrics)},
         worst={name: tuple(_worst(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),
         events=tuple(_events(run)),
@@ -206,16 +186,6 @@ def _in_short(facts: Any, world: int) -> dict[str, str]:
     return {**told, "ranks": str(world)}
 
 
-class _Place(NamedTuple):
-    """Where a number was measured."""
-
-    scope: str
-    layer: str
-    tensor: str
-    gemm: str
-    rank: int | None
-
-
 class _Series(NamedTuple):
     """A row of the table of series, with its worst number that counts; None without any."""
 
@@ -225,24 +195,19 @@ class _Series(NamedTuple):
     worst_iteration: int | None
 
 
-_Group = dict[_Place, _Series]
+_Group = dict[Subject, _Series]
+"""The series of a statistic, by their subjects without the statistic."""
 
 
 def _groups(run: RecordedRun) -> dict[str, _Group]:
     """Statistic -> its series, the statistics as they are shown: what is lost first, and last what has no worse
     direction. Histograms are left out."""
-    columns = ("scope", "layer", "tensor", "statistic", "gemm", "rank", "worst", "worst_at", "count")
-    rows = zip(*(run.series[name].to_pylist() for name in columns), strict=True)
-    families: dict[tuple[str, str, str], Family] = {}
+    columns = (run.series[name].to_pylist() for name in ("worst", "worst_at", "count"))
     found: dict[str, _Group] = {}
-    for number, (scope, layer, tensor, statistic, gemm, rank, worst, at, count) in enumerate(rows):
-        key = (tensor or "", statistic, gemm or "")
-        family = families.get(key)
-        if family is None:
-            family = families[key] = family_of(*key)
+    for number, (subject, worst, at, count) in enumerate(zip(run.subjects, *columns, strict=True)):
+        family = family_of(subject.tensor, subject.statistic, subject.gemm)
         if count and (family.request is None or family.request.statistic.bins is None):
-            place = _Place(scope or "", layer or "", tensor or "", gemm or "", rank)
-            found.setdefault(statistic, {})[place] = _Series(number, family, worst, at)
+            found.setdefault(subject.statistic, {})[subject._replace(statistic="")] = _Series(number, family, worst, at)
     return {name: found[name] for name in sorted(found, key=lambda name: _rank(_request(found[name])))}
 
 
@@ -254,7 +219,7 @@ def _has_direction(group: _Group) -> bool:
     return any(series.family.has_direction for series in group.values())
 
 
-def _worst_numbers(group: _Group) -> dict[_Place, float]:
+def _worst_numbers(group: _Group) -> dict[Subject, float]:
     """The worst number of each series that has one that counts."""
     return {place: series.worst for place, series in group.items() if series.worst is not None}
 
@@ -272,7 +237,7 @@ def _rank(request: Request | None) -> tuple[int, str]:
 def _chosen(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) -> list[str]:
     if not wanted:
         with_worst = [name for name, group in groups.items() if _has_direction(group)]
-        # What is the same everywhere, such as no overflow at all, tells no layer.
+        # A statistic that is the same everywhere, such as no overflow at all, points at no layer.
         telling = [name for name in with_worst if len(set(_worst_numbers(groups[name]).values())) > 1]
         return (telling or with_worst)[:MOST_STATISTICS]
     found = []
@@ -305,7 +270,8 @@ def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) ->
     numbers = table["series"].to_numpy()
     for place, lost in chosen.items():
         number, family, worst, worst_iteration = group[place]
-        rows = table.slice(*_span(numbers, number))
+        begin, end = np.searchsorted(numbers, (number, number + 1)).tolist()
+        rows = table.slice(begin, end - begin)
         rows = rows.filter(pa.array(~family.leaves_out(rows["flags"].fill_null(0).to_numpy())))
         curve = Curve(rows["iteration"].to_numpy(), rows["value"].to_numpy())
         if worst is None or worst_iteration is None or not len(curve.values):
@@ -324,21 +290,6 @@ def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) ->
             lost,
             curve,
         )
-
-
-def _span(numbers: npt.NDArray[np.int32], number: int) -> tuple[int, int]:
-    """Where the rows of a series begin, and how many there are."""
-    begin, end = np.searchsorted(numbers, (number, number + 1)).tolist()
-    return begin, end - begin
-
-
-def _scalars(run: RecordedRun) -> Iterable[ScalarCurve]:
-    table = run.metrics
-    names = np.array(table["name"].to_pylist(), dtype=object)
-    iterations, values = table["iteration"].to_numpy(), table["value"].to_numpy()
-    for name in loss_first(set(names.tolist())):
-        chosen = names == name
-        yield ScalarCurve(name, Curve(iterations[chosen], values[chosen]))
 
 
 def _events(run: RecordedRun) -> Iterable[Event]:
