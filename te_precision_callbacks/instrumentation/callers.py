@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class Callers:
@@ -13,6 +16,7 @@ class Callers:
     def __init__(self) -> None:
         self._callers: list[tuple[Any, str]] = []
         self._modules = 0  # so many there were when the callers were found
+        self._said_foreign = False
 
     def find(self, functions: Mapping[Any, Sequence[str]]) -> list[tuple[Any, str]]:
         """The Python modules, and the names.
@@ -31,7 +35,23 @@ class Callers:
                 # Transformer Engine's modules may have one of the user's own.
                 if found is getattr(origin, name) or (callable(found) and _is_of_transformer_engine(module))
             ]
+            self._say_foreign(origins)
         return self._callers
+
+    def _say_foreign(self, origins: Mapping[str, Any]) -> None:
+        """Log once which of Transformer Engine's functions the user has replaced."""
+        theirs = [
+            f"{module.__name__}.{name}"
+            for module, name in self._callers
+            if getattr(module, name) is not getattr(origins[name], name)
+        ]
+        if theirs and not self._said_foreign:
+            self._said_foreign = True
+            logger.info(
+                "%s is not Transformer Engine's own function. It is kept: the session looks at what Transformer Engine"
+                " hands to it, and then calls it.",
+                " and ".join(theirs),
+            )
 
 
 def _is_of_transformer_engine(module: Any) -> bool:
