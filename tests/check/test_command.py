@@ -298,7 +298,7 @@ PLAN = "config.yaml --model my_models:build"
         ("config.yaml --require 'fp8 >= 1%'", "--require: it is for a plan"),
         ("config.yaml --model my_models:build --require 'fp9 >= 1%'", "no precision 'fp9'. Did you mean 'fp8'"),
         ("config.yaml --batch my_models:batch", "--batch: it is for a plan"),
-        (f"{PLAN} --batch my_models:batch --tokens 3", "a batch tells the tokens"),
+        (f"{PLAN} --batch my_models:batch --tokens 3", "a batch has the tokens"),
         (f"{PLAN} --batch my_models:bach", "no function 'bach'. Did you mean 'batch'?"),
         (f"{PLAN} --batch my_models:fails", "ValueError: no such width"),
         (f"{PLAN} --batch my_models:model", "is a batch, which has been made already"),
