@@ -44,6 +44,7 @@ MISSING: dict[str, tuple[str, ...]] = {
     "grouped tensors": (
         "bulk_allocate",
         "copy_data_ptrs_to_device",
+        "group_dequantize",
         "group_requantize_inplace",
         "grouped_swizzle_for_gemm",
         "nvfp4_group_quantize_with_amax",
@@ -90,6 +91,25 @@ MISSING: dict[str, tuple[str, ...]] = {
         "ep_prepare",
         "ep_prepare_and_dispatch",
         "ep_zero_copy_supported",
+    ),
+    "Adam in a CUDA graph": (
+        "multi_tensor_adam_capturable",
+        "multi_tensor_adam_capturable_master",
+    ),
+    "Adam with store_param_remainders": ("multi_tensor_adam_param_remainder",),
+    "casting shards of master weights to FP8 blocks or NVFP4": (
+        "fp8_block_scaling_compute_partial_amax",
+        "fp8_block_scaling_partial_cast",
+        "nvfp4_2d_compute_partial_amax",
+        "nvfp4_2d_multi_tensor_transpose",
+        "nvfp4_2d_partial_cast",
+        "nvfp4_compute_global_scale",
+        "nvfp4_compute_per_block_scale",
+        "nvfp4_expand_scale_to_fp8",
+        "nvfp4_fused_scale",
+        "nvfp4_multi_tensor_2d_partial_cast",
+        "nvfp4_multi_tensor_compute_partial_amax",
+        "nvfp4_multi_tensor_fused_scale",
     ),
     "the Newton-Schulz iteration": (
         "cusolvermp_ctx_create",
