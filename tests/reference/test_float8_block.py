@@ -189,7 +189,7 @@ def test_dequantize(dim: int) -> None:
 
 
 def test_the_wrong_tensor_to_write_to() -> None:
-    with pytest.raises(ReferenceBackendError, match="Float8BlockwiseQTensor, not to a Tensor"):
+    with pytest.raises(ReferenceBackendError, match="Float8BlockQuantizer does not write to a Tensor"):
         tex.quantize(torch.zeros(32, 32), _quantizer(), torch.zeros(32, 32))
 
 

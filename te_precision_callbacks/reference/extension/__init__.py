@@ -19,6 +19,7 @@ file                         content
 ``enums.py``                 enumerations
 ``scaling.py``               amax, and the update of delayed scaling
 ``quantizers.py``            which implementation serves which quantizer
+``casting.py``               what these implementations have in common
 ``buffers.py``               making the tensors that quantizers write to
 ``float8.py``                per-tensor FP8
 ``float8_block.py``          FP8 in blocks of 128 or 128 x 128
@@ -70,7 +71,6 @@ from te_precision_callbacks.reference.extension.activation import (
     dreglu,
     drelu,
     dsilu,
-    dsituglu,
     dsreglu,
     dsrelu,
     dswiglu,
@@ -82,7 +82,6 @@ from te_precision_callbacks.reference.extension.activation import (
     reglu,
     relu,
     silu,
-    situglu,
     sreglu,
     srelu,
     swiglu,
@@ -131,8 +130,6 @@ from te_precision_callbacks.reference.extension.multi_tensor import (
     multi_tensor_compute_scale_and_scale_inv,
     multi_tensor_l2norm,
     multi_tensor_scale,
-    multi_tensor_scale_tensor,
-    multi_tensor_unscale_l2norm,
 )
 from te_precision_callbacks.reference.extension.normalization import (
     layernorm_bwd,

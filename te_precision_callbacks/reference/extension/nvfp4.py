@@ -35,7 +35,6 @@ from te_precision_callbacks.base.numerics.layouts import (
     SWIZZLE_COLUMNS,
     SWIZZLE_ROWS,
     packed,
-    scaling_mode,
     unpacked,
 )
 from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Rules, quantized
@@ -51,15 +50,15 @@ from te_precision_callbacks.reference.extension.buffers import (
     usages,
     zeros,
 )
+from te_precision_callbacks.reference.extension.casting import Casting
 from te_precision_callbacks.reference.extension.swizzling import as_stored
 from te_precision_callbacks.reference.target import capability
 
 
-class BlockScaling:
+class BlockScaling(Casting):
     """NVFP4 with all options of its quantizer."""
 
-    rounds_first = True
-    sums_unrounded = False
+    modes = (NVFP4,)
 
     def takes_amax(self, quantizer: Any) -> bool:
         """Yes, unless the amax is measured after the Hadamard transform, or for each row."""
@@ -104,12 +103,7 @@ class BlockScaling:
             nvfp4_e4m3_max=quantizer.nvfp4_e4m3_max,
         )
 
-    def fit(self, quantizer: Any, out: Any) -> None:
-        """Give ``out`` the buffers that the quantizer's usages ask for, and only those."""
-        if scaling_mode(out) != NVFP4:
-            raise ReferenceBackendError(
-                f"{type(quantizer).__name__} writes to an NVFP4Tensor, not to a {type(out).__name__}."
-            )
+    def _fit(self, quantizer: Any, out: Any) -> None:
         data = out._rowwise_data if out._rowwise_data is not None else out._columnwise_data
         if data is None:
             raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
