@@ -1,4 +1,4 @@
-"""The table of environment variables against the sources that read them, and what is said of those that are set."""
+"""The names of environment variables against the sources that read them, and the problems of those that are set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,16 +17,13 @@ import pytest
 import torch
 import transformer_engine
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
-from te_precision_callbacks.base.environment import VARIABLES, markdown, read_environment
-from te_precision_callbacks.base.environment.transformer_engine import WITHOUT_INFLUENCE
+from te_precision_callbacks.base.environment import read_environment
+from te_precision_callbacks.base.environment.variables import VARIABLES, WITHOUT_INFLUENCE
 from te_precision_callbacks.reference import inherited, target
 from te_precision_callbacks.sinks.log_file import OVERWRITE_VARIABLE
-from tests.capability import any_capability, stand_for
 from tests.reference.processes import python
 
-TABLE = {variable.name: variable for variable in VARIABLES}
 SOURCE = Path(transformer_engine.__path__[0])
 SITE = SOURCE.parent
 PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"
@@ -69,6 +66,8 @@ def readings() -> Iterator[tuple[str, ast.Call, ast.AST]]:
                         yield name.value, node, around
 
 
+READ_BY_THE_EXTENSION_TOO = {"NVTE_USE_FAST_MATH"}
+
 NO_VARIABLES = {"NVTE_FP8_COLLECTION_NAME"}
 """Texts that look like a variable: the name of a collection in JAX."""
 
@@ -77,19 +76,8 @@ NO_VARIABLES = {"NVTE_FP8_COLLECTION_NAME"}
 def test_every_variable_of_transformer_engine_is_in_the_table_or_without_influence() -> None:
     """Of the Python that is installed: a new version shows here what it reads."""
     assert {"NVTE_BACKWARD_OVERRIDE", "NVTE_UnfusedDPA_Emulate_FP8", "NVTE_NVTX_ENABLED"} <= texts()
-    assert sorted(texts() - TABLE.keys() - WITHOUT_INFLUENCE - NO_VARIABLES) == []
-    assert not TABLE.keys() & WITHOUT_INFLUENCE
-
-
-@pytest.mark.slow
-def test_defaults_are_those_of_the_source() -> None:
-    found = defaultdict(set)
-    for name, call, _ in readings():
-        if len(call.args) == 2 and isinstance(call.args[1], ast.Constant) and call.args[1].value is not None:
-            found[name].add(call.args[1].value)
-    compared = found.keys() & TABLE.keys()
-    assert len(compared) > 40
-    assert {name: {TABLE[name].default} for name in compared} == {name: found[name] for name in compared}
+    assert sorted(texts() - VARIABLES.keys() - WITHOUT_INFLUENCE - NO_VARIABLES) == []
+    assert not VARIABLES.keys() & WITHOUT_INFLUENCE
 
 
 @pytest.mark.slow
@@ -101,43 +89,29 @@ def test_values_are_read_as_the_source_reads_them() -> None:
             ways[name].add("equals 1")
         elif isinstance(around, ast.Call) and ast.unparse(around.func) == "int":
             ways[name].add("int")
-    python_alone = [name for name in ways if name in TABLE and TABLE[name].source.endswith(".py")]
+    python_alone = (ways.keys() & VARIABLES.keys()) - READ_BY_THE_EXTENSION_TOO
     by_text = [name for name in python_alone if ways[name] == {"equals 1"}]
     by_number = [name for name in python_alone if "int" in ways[name]]
     assert min(len(by_text), len(by_number)) >= 10
     for name in by_text:
-        fault = TABLE[name].fault("true")
+        fault = VARIABLES[name]("true")
         assert fault is not None, name
         assert not fault.stops, name
     for name in by_number:
-        fault = TABLE[name].fault("yes")
+        fault = VARIABLES[name]("yes")
         assert fault is not None, name
         assert fault.stops, name
-        assert TABLE[name].fault("1") is None
-
-
-def test_each_variable_stands_in_the_file_that_is_named() -> None:
-    """In the Python that is installed, and in ours; the sources of compiled libraries are not here."""
-    roots = (SITE, Path(__file__).parents[1])
-    files = {variable.name: [root / variable.source for root in roots] for variable in VARIABLES}
-    found = {name: path for name, paths in files.items() for path in paths if path.is_file()}
-    assert len(found) > 60
-    for name, path in found.items():
-        assert name.removeprefix("ACCELERATE_FP8_") in path.read_text(encoding="utf-8"), name
-    assert all(".py" not in TABLE[name].source for name in TABLE.keys() - found.keys())
+        assert VARIABLES[name]("1") is None
 
 
 def test_our_own_names_are_in_the_table() -> None:
-    assert {OVERWRITE_VARIABLE, inherited.ENVIRONMENT_VARIABLE, target.ENVIRONMENT_VARIABLE} <= TABLE.keys()
-    assert TABLE[target.ENVIRONMENT_VARIABLE].default == "{}.{}".format(*target.DEFAULT)
+    assert {OVERWRITE_VARIABLE, inherited.ENVIRONMENT_VARIABLE, target.ENVIRONMENT_VARIABLE} <= VARIABLES.keys()
     for capability in target.ALLOWED:
         assert problems({target.ENVIRONMENT_VARIABLE: "{}.{}".format(*capability)}) == []
 
 
-def test_the_page_has_the_table() -> None:
-    """Made anew by: python -m te_precision_callbacks.base.environment"""
-    assert markdown() in PAGE.read_text()
-    assert len(markdown().splitlines()) == len(VARIABLES) + 2
+def test_the_page_lists_the_names() -> None:
+    assert set(re.findall(r"^- `(\w+)`$", PAGE.read_text(), re.MULTILINE)) == VARIABLES.keys()
 
 
 # ---------------------------------------------------------------------- what is said of an environment
@@ -150,7 +124,7 @@ def problems(environ: Mapping[str, str]) -> list[tuple[tuple[str, ...], bool]]:
 def test_what_is_set_is_given_with_its_value_and_nothing_else() -> None:
     environ = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush", "NVTE_TOKEN_OF_MINE": "hush"}
     environment = read_environment(environ)
-    assert [(setting.variable.name, setting.value) for setting in environment.settings] == [("NVTE_FP8_DPA_BWD", "0")]
+    assert environment.settings == {"NVTE_FP8_DPA_BWD": "0"}
     assert [problem.names for problem in environment.problems] == [("NVTE_TOKEN_OF_MINE",)]
     assert "hush" not in repr(environment)
     assert "WANDB" not in repr(environment)
@@ -200,7 +174,6 @@ def test_a_bad_value(name: str, value: str, stops: bool) -> None:
 
 FINE: list[dict[str, str]] = [
     {},
-    {variable.name: variable.default for variable in VARIABLES if variable.default},
     {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"},
     {"NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V3": "0"},
     {"NVTE_NVFP4_4OVER6": "all", "NVTE_NVFP4_DISABLE_RHT": "1", "NVTE_NVFP4_4OVER6_ERR_MODE": "mse"},
@@ -213,23 +186,14 @@ FINE: list[dict[str, str]] = [
 
 @pytest.mark.parametrize("environ", FINE, ids=str)
 def test_settings_that_agree(environ: dict[str, str]) -> None:
-    ignored = {"NVTE_DPA_FP8_FORMAT", "NVTE_NVFP4_4OVER6_E4M3_USE_256", "NVTE_NVFP4_4OVER6_ERR_MODE"}
-    found = [names for names, _ in problems(environ) if len(environ) < 20 or names[0] not in ignored]
-    assert found == []
+    assert problems(environ) == []
 
 
 @pytest.mark.parametrize(
     ("environ", "stops"),
     [
         ({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}, True),
-        ({"NVTE_NVFP4_4OVER6": "activations"}, True),
-        ({"NVTE_BACKWARD_OVERRIDE": "dequantized", "NVTE_DPA_FP8_RECIPE": "DelayedScaling"}, True),
-        ({"NVTE_DPA_FP8_RECIPE": "F16", "NVTE_DPA_FP8_RECIPE_MHA": "1"}, False),
-        ({"NVTE_DPA_FP8_RECIPE_DPA": "1"}, False),
-        ({"NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V3": "1"}, False),
-        ({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}, False),
         ({"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, False),
-        ({"NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE": "1"}, False),
     ],
     ids=str,
 )
@@ -298,30 +262,6 @@ def test_no_attention_kernel_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(4, 2, 2, 16, dtype=torch.bfloat16)
     with pytest.raises((ValueError, NotImplementedError)):
         te.DotProductAttention(2, 16)(q, q, q)
-
-
-def test_4over6_of_activations_excludes_the_hadamard_transform() -> None:
-    with any_capability():
-        stand_for((10, 0))
-        layer = te.Linear(32, 32, params_dtype=torch.bfloat16)
-        recipe = NVFP4BlockScaling(nvfp4_4over6="activations")
-        with pytest.raises(ValueError, match="does not support RHT"), te.autocast(enabled=True, recipe=recipe):
-            layer(torch.randn(32, 32, dtype=torch.bfloat16))
-
-
-def test_attention_of_another_recipe_excludes_a_backward_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention makes a recipe of its own, which has the default of the variable."""
-    environ = {"NVTE_BACKWARD_OVERRIDE": "dequantized", "NVTE_DPA_FP8_RECIPE": "DelayedScaling"}
-    assert problems(environ) == [(("NVTE_BACKWARD_OVERRIDE", "NVTE_DPA_FP8_RECIPE"), True)]
-    attention = te.DotProductAttention(2, 16)
-    module = sys.modules[type(attention).__module__]
-    monkeypatch.setattr(module, "_dpa_fp8_recipe", environ["NVTE_DPA_FP8_RECIPE"])
-    with_default = partial(DelayedScaling, backward_override=environ["NVTE_BACKWARD_OVERRIDE"])
-    monkeypatch.setattr(module, "DelayedScaling", with_default)
-    q = torch.randn(16, 2, 2, 16, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="only supports backward_override=None"):
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling(backward_override="dequantized")):
-            attention(q, q, q)
 
 
 @pytest.mark.slow

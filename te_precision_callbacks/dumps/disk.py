@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from pathlib import Path
@@ -12,7 +13,6 @@ from te_precision_callbacks.dumps.contents import Dump
 from te_precision_callbacks.dumps.dump_files import SUFFIXES, write_new
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.file_names import file_stem, iteration_folder, numbered, rank_folder
-from te_precision_callbacks.dumps.file_size import most_bytes
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.writer import Stop, Writer
 
@@ -126,7 +126,7 @@ class Disk:
         budget = self._budget
         if budget is None:
             budget = self._budget = Budget(rank_folder(self.folder, header.rank))
-        refusal = budget.refuses(most_bytes(job.dump, job.file_format), job.limits)
+        refusal = budget.refuses(_most_bytes(job.dump), job.limits)
         if refusal is not None:
             return refusal
         stem = file_stem(header.layer, header.tensor, header.micro_batch, file_format=job.file_format)
@@ -137,3 +137,11 @@ class Disk:
         self.nbytes += nbytes
         self.written.append(header)
         return None
+
+
+def _most_bytes(dump: Dump) -> int:
+    """An upper bound of the size of a dump's file, in either format: its tensors, its header, and what the format adds
+    for the file, for each tensor (up to six are decoded), and for a pickled object of Transformer Engine."""
+    tensors = len(dump.tensors) + (6 if dump.internals and dump.header.quantized is not None else 0)
+    added = 2_500 + 700 * tensors + (0 if dump.original is None else 5_700)
+    return dump.file_bytes + len(json.dumps(dump.header.to_json())) + added

@@ -19,7 +19,6 @@ from te_precision_callbacks.overflow.detector_options import (
     OnFailure,
     Options,
     from_transformers,
-    listed,
 )
 from te_precision_callbacks.overflow.errors import OverflowDetectorError
 from te_precision_callbacks.overflow.journal import Journal
@@ -110,15 +109,15 @@ class DebugActivationOverflow:
         if not roots:
             what = "a torch.nn.Module, or a list or mapping of them"
             raise OverflowDetectorError(f"The model must be {what}, not {model!r}.")
-        options = Options(
+        options = Options.checked(
             max_frames=max_frames,
             mode=mode,
             gradients=gradients,
             parameters=parameters,
             abs_min=abs_min,
-            trace_batches=listed("trace_batches", trace_batches),
+            trace_batches=trace_batches,
             abort_after_batch=abort_after_batch,
-            allow_neg_inf=listed("allow_neg_inf", allow_neg_inf),
+            allow_neg_inf=allow_neg_inf,
             warn_above=warn_above,
             distributed=distributed,
             process_group=process_group,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-import torch
+import pydantic
+import torch.distributed
 from typing_extensions import TypedDict
 
 from te_precision_callbacks.overflow.errors import OverflowOptionError
@@ -24,43 +24,40 @@ class NamesOfTransformers(TypedDict, total=False):
     abort_after_batch_num: int | None
 
 
-@dataclass(frozen=True)
-class Options:
-    """The keywords of :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`, each under its name.
+_Number = Annotated[int, pydantic.Field(strict=True, ge=0)]
 
-    Raises:
-        OverflowOptionError: the value of a keyword is invalid.
-    """
 
-    max_frames: int
+class Options(pydantic.BaseModel):
+    """The keywords of :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`, each under its name."""
+
+    model_config = pydantic.ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    max_frames: Annotated[int, pydantic.Field(strict=True, ge=1)]
     mode: Mode
     gradients: bool
     parameters: bool
     abs_min: bool
-    trace_batches: tuple[int, ...]
-    abort_after_batch: int | None
+    trace_batches: tuple[_Number, ...]
+    abort_after_batch: _Number | None
     allow_neg_inf: tuple[str, ...]
-    warn_above: float | None
+    warn_above: Annotated[float, pydantic.Field(strict=True, gt=0, le=1)] | None
     distributed: bool
     process_group: torch.distributed.ProcessGroup | None
     on_failure: OnFailure
 
-    def __post_init__(self) -> None:
-        _check_count("max_frames", self.max_frames, least=1)
-        _check_choice("mode", self.mode, get_args(Mode))
-        _check_choice("on_failure", self.on_failure, get_args(OnFailure))
-        for batch in self.trace_batches:
-            _check_count("trace_batches", batch)
-        if self.abort_after_batch is not None:
-            _check_count("abort_after_batch", self.abort_after_batch)
-        for pattern in self.allow_neg_inf:
-            if not isinstance(pattern, str):
-                raise OverflowOptionError(f"allow_neg_inf= must hold patterns of module paths, not {pattern!r}.")
-        share, group = self.warn_above, self.process_group
-        if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
-            raise OverflowOptionError(f"warn_above= must be a fraction between 0 and 1, or None, not {share!r}.")
-        if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
-            raise OverflowOptionError(f"process_group= must be a torch.distributed.ProcessGroup, not {group!r}.")
+    @classmethod
+    def checked(cls, **keywords: object) -> Options:
+        """The options with these values.
+
+        Raises:
+            OverflowOptionError: the value of a keyword is invalid.
+        """
+        try:
+            return cls.model_validate(keywords)
+        except pydantic.ValidationError as error:
+            found = error.errors()[0]
+            why = found["msg"].replace("Input should", "It must").replace("valid tuple", "list")
+            raise OverflowOptionError(f"{found['loc'][0]}= has the value {found['input']!r}. {why}.") from error
 
 
 def from_transformers(
@@ -82,30 +79,8 @@ def from_transformers(
                 " the number: for a module's inputs, its outputs, and their gradients."
             )
         if key not in ours:
-            known = [field.name for field in fields(Options)]
-            close = difflib.get_close_matches(key, [*known, *ours], n=1)
+            close = difflib.get_close_matches(key, [*Options.model_fields, *ours], n=1)
             raise OverflowOptionError(f"There is no option {key!r}.{f' Did you mean {close[0]!r}?' if close else ''}")
     traced = given.get("trace_batch_nums")
     last = given.get("abort_after_batch_num")
     return trace_batches if traced is None else traced, abort_after_batch if last is None else last
-
-
-def listed(key: str, value: object) -> tuple[Any, ...]:
-    """The values of a keyword that takes several.
-
-    Raises:
-        OverflowOptionError: ``value`` is not a list of values.
-    """
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise OverflowOptionError(f"{key}= must be a list, not {value!r}.")
-    return tuple(value)
-
-
-def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise OverflowOptionError(f"{key}= must be one of {', '.join(map(repr, choices))}, not {value!r}.")
-
-
-def _check_count(key: str, value: object, *, least: int = 0) -> None:
-    if type(value) is not int or value < least:
-        raise OverflowOptionError(f"{key}= takes whole numbers >= {least}, not {value!r}.")

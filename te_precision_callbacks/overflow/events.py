@@ -90,24 +90,14 @@ class Gradient:
 
 
 @dataclass(slots=True, eq=False)
-class Loss:
-    """A loss, before a GradScaler has scaled it."""
-
-    batch: int
-    role: str
-    measured: Measured
-
-    def frames(self) -> Iterator[Frame]:
-        yield Frame("=", None, self.role, self.measured)
-
-
-@dataclass(slots=True, eq=False)
 class Labelled:
-    """A tensor that was given to ``detect_overflow`` inside a forward."""
+    """A tensor that no module takes or returns: one that ``detect_overflow`` was given inside a forward, or a loss
+    before a GradScaler has scaled it."""
 
     batch: int
     label: str
     measured: Measured
+    is_loss: bool
 
     def frames(self) -> Iterator[Frame]:
         yield Frame("=", None, self.label, self.measured)

@@ -15,7 +15,7 @@ from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.overflow.batches import Batches
 from te_precision_callbacks.overflow.detector_options import Options
 from te_precision_callbacks.overflow.errors import text_of
-from te_precision_callbacks.overflow.events import Labelled, Loss, Place
+from te_precision_callbacks.overflow.events import Labelled, Place
 from te_precision_callbacks.overflow.extreme_slots import Measured
 from te_precision_callbacks.overflow.interval import Interval
 from te_precision_callbacks.overflow.structure import tensors_in
@@ -99,7 +99,7 @@ class Journal:
             return
         try:
             measured = current.interval.slots.measure(tensor)
-            current.interval.events.append(Labelled(current.batch, label, measured))
+            current.interval.events.append(Labelled(current.batch, label, measured, is_loss=False))
         except Exception as error:
             self.fail(error)
 
@@ -122,7 +122,7 @@ class Journal:
                     continue
                 measured = training.measure(tensor).measured
                 if measured is not None:
-                    training.events.append(Loss(self.batches.number, role, measured))
+                    training.events.append(Labelled(self.batches.number, role, measured, is_loss=True))
                     made = True
             for (_, tensor), (_, product) in zip(tensors_in(loss, ""), tensors_in(scaled, ""), strict=False):
                 if tensor is not None and product is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from te_precision_callbacks.overflow.events import Call, Event, Frame, Gradient, Loss
+from te_precision_callbacks.overflow.events import Call, Event, Frame, Gradient, Labelled
 from te_precision_callbacks.overflow.extreme_slots import Slot, Values
 from te_precision_callbacks.overflow.interval import Seen
 from te_precision_callbacks.overflow.verdict import what
@@ -35,7 +35,7 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
             " skip every step from here on."
         )
         return f"The forward was finite: the gradient became inf or nan on its way back.{scaler}"
-    if isinstance(event, Loss):
+    if isinstance(event, Labelled) and event.is_loss:
         return (
             "What the model returned was finite, and the loss is computed from it outside of the watched modules: look"
             " there for a division by zero (such as a mean over no labels), a logarithm of zero, or a range that is too"

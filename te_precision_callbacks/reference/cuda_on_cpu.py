@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,8 +27,6 @@ from te_precision_callbacks.reference.collectives import one_by_one as one_by_on
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.fusing import ELEMENTWISE, FUSED_IN, in_parts, rounding_once
 from te_precision_callbacks.reference.target import capability
-
-_T = TypeVar("_T")
 
 cuda_version = "13.0"
 """Replaces ``torch.version.cuda``: new enough for everything that Transformer Engine 2.20 asks a version for."""

@@ -24,7 +24,7 @@ from functools import lru_cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -99,6 +99,12 @@ class RewritingLoader(SourceFileLoader):
             return super().get_code(fullname)
         return _rewritten(source, path, self.cuda_on_cpu)
 
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        replaced = _REPLACED.get(module.__name__)
+        if replaced is not None and (self.cuda_on_cpu or not replaced.on_cpu_alone):
+            module.__dict__[replaced.name] = replaced.by
+
 
 @lru_cache(maxsize=64)
 def _rewritten(source: bytes, path: str, cuda_on_cpu: bool) -> CodeType:
@@ -118,32 +124,12 @@ class _CommonLoader(RewritingLoader):
     def exec_module(self, module: ModuleType) -> None:
         with _environment("NVTE_PROJECT_BUILDING", "1"), _environment("NVTE_RELEASE_BUILD", "0"):
             super().exec_module(module)
-        module.__dict__["load_framework_extension"] = _load_framework_extension
-
-
-class _PadLoader(RewritingLoader):
-    """Loads ``transformer_engine.pytorch.triton.pad``, with its one function in torch where triton cannot run."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        if self.cuda_on_cpu:
-            module.__dict__["pad_columnwise_scale_inv"] = _pad_columnwise_scale_inv
 
 
 def _pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
     """Replaces Transformer Engine's function of this name: zeros up to multiples of 128 rows and 4 columns."""
     rows, columns = inp.shape
     return torch.nn.functional.pad(inp, (0, -columns % 4, 0, -rows % 128))
-
-
-class _GroupedBiasLoader(RewritingLoader):
-    """Loads ``transformer_engine.pytorch.triton.grouped_dbias_dscales``, with its kernel in torch where triton cannot
-    run."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        if self.cuda_on_cpu:
-            module.__dict__["_launch_grouped_dbias"] = _launch_grouped_dbias
 
 
 def _launch_grouped_dbias(
@@ -163,14 +149,6 @@ def _launch_grouped_dbias(
             continue
         dbias[group] += (rows * scales[first:end].float().unsqueeze(1)).sum(0)
         dscales[first:end] += rows @ bias[group].float()
-
-
-class _ContextParallelLoader(RewritingLoader):
-    """Loads Transformer Engine's attention over several ranks, whose one entry then says that it is missing."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        module.__dict__["attn_forward_func_with_cp"] = _attn_forward_func_with_cp
 
 
 def _attn_forward_func_with_cp(*_arguments: Any, **_options: Any) -> NoReturn:
@@ -199,10 +177,34 @@ class _FeatureExecutorLoader(SourceFileLoader):
 _SPECIAL_LOADERS: dict[str, Callable[[str, str, bool], SourceFileLoader]] = {
     "nvdlfw_inspect.utils": _FeatureExecutorLoader,
     "transformer_engine.common": _CommonLoader,
-    "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": _ContextParallelLoader,
-    "transformer_engine.pytorch.triton.grouped_dbias_dscales": _GroupedBiasLoader,
-    "transformer_engine.pytorch.triton.pad": _PadLoader,
 }
+
+
+class _Replaced(NamedTuple):
+    """A function of a module of Transformer Engine that gets another one in its place.
+
+    Attributes:
+        name: its name.
+        by: the other one.
+        on_cpu_alone: whether the function stays where there is a real GPU, which runs triton.
+    """
+
+    name: str
+    by: Callable[..., Any]
+    on_cpu_alone: bool
+
+
+_REPLACED = {
+    "transformer_engine.common": _Replaced("load_framework_extension", _load_framework_extension, False),
+    "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": _Replaced(
+        "attn_forward_func_with_cp", _attn_forward_func_with_cp, False
+    ),
+    "transformer_engine.pytorch.triton.grouped_dbias_dscales": _Replaced(
+        "_launch_grouped_dbias", _launch_grouped_dbias, True
+    ),
+    "transformer_engine.pytorch.triton.pad": _Replaced("pad_columnwise_scale_inv", _pad_columnwise_scale_inv, True),
+}
+"""Module -> the one function that is replaced in it."""
 
 
 def rewrite_executed_features(executor: ModuleType, *, cuda_on_cpu: bool) -> None:

@@ -25,7 +25,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
@@ -116,14 +116,7 @@ def script_command(script: str) -> list[str]:
 
 
 def module_command(name: str) -> list[str]:
-    """The command that runs a module.
-
-    Raises:
-        CommandError: there is no such module, as far as can be known.
-    """
-    reason = why_no_module(name)
-    if reason is not None:
-        raise CommandError(reason)
+    """The command that runs a module."""
     return [*_python(), "-m", name]
 
 
@@ -144,46 +137,9 @@ def _is_python(program: Path) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    return all(part.isidentifier() for part in name.split(".")) and why_no_module(name) is None
-
-
-def why_no_module(name: str) -> str | None:
-    """None if ``python -m name`` finds something to run, as far as can be known; else the problem.
-
-    No package is imported to find out, since it may import Transformer Engine, which this process does not have. So the
-    content of a package that changes its own ``__path__`` is left for Python to check.
-    """
-    first, *rest = parts = name.split(".")
-    spec = _find_top_level(first) if all(parts) else None
-    if spec is None:
-        return f"there is no module {name!r}, neither in the current folder nor in the environment"
-    found = first
-    for part in rest:
-        if spec.submodule_search_locations is None:
-            return f"there is no module {name!r}: {found!r} is not a package. To run a file, leave -m out"
-        inner = PathFinder.find_spec(part, list(spec.submodule_search_locations))
-        if inner is None:
-            return None if _changes_path(spec) else f"there is no module {part!r} in the package {found!r}"
-        spec, found = inner, f"{found}.{part}"
-    locations = spec.submodule_search_locations
-    if locations is None or PathFinder.find_spec("__main__", list(locations)) is not None or _changes_path(spec):
-        return None
-    return f"the package {name!r} has no module __main__. Give one of its modules"
-
-
-def _find_top_level(name: str) -> ModuleSpec | None:
-    """The module that ``python -m`` finds: it searches the current folder first, which this process may not."""
-    if not getattr(sys.flags, "safe_path", False):  # a flag since Python 3.11
-        found = PathFinder.find_spec(name, [os.getcwd(), *sys.path])
-        if found is not None:
-            return found
-    specs = (finder.find_spec(name, None, None) for finder in sys.meta_path)
-    return next((spec for spec in specs if spec is not None), None)
-
-
-def _changes_path(package: ModuleSpec) -> bool:
-    source = Path(package.origin) if package.has_location and package.origin else None
-    return source is not None and source.is_file() and b"__path__" in source.read_bytes()
+    """Whether this may be a module; its packages are not imported, since they may import Transformer Engine."""
+    top, *_ = parts = name.split(".")
+    return all(map(str.isidentifier, parts)) and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
 
 
 def launch(plan: Launch, command: Sequence[str]) -> NoReturn:

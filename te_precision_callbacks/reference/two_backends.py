@@ -70,9 +70,7 @@ def keeping_apart(create: Callable[..., Any]) -> Callable[..., Any]:
         else:
             two = isinstance(asked, str) and "cpu:" in asked.lower() and "," in asked
         if two:
-            given = {
-                name: bound[name] for name in ("ranks", "use_local_synchronization", "sort_ranks") if name in bound
-            }
+            given = {name: bound[name] for name in _RANKS if name in bound}
             second = distributed_c10d.new_group(**given, backend="gloo")
             if isinstance(group, distributed_c10d.ProcessGroup):  # this rank is in it
                 _seconds[group] = _Second(second, threading.get_ident())

@@ -141,11 +141,10 @@ class RunFacts:
                     found[name] = version(name)
                 except PackageNotFoundError:
                     continue
-        settings = read_environment(os.environ).settings
         return {
             "front_door": self._front_door,
             "versions": found,
-            "environment": {setting.variable.name: setting.value for setting in settings},
+            "environment": read_environment(os.environ).settings,
             "torch_settings": dict(torch.settings),
             "platform": platform.platform(),
             "gpu": torch.gpus[0].name if torch.gpus else None,

@@ -88,13 +88,8 @@ class Family:
         """
         if math.isnan(value):
             return math.inf
-        match self.worse:
-            case Worse.HIGH:
-                return value
-            case Worse.LOW:
-                return -value
-            case _:
-                return abs(value)
+        sign = sign_of(self.worse)
+        return abs(value) if math.isnan(sign) else sign * value
 
 
 _SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0}

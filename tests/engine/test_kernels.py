@@ -56,7 +56,7 @@ def measure(way: str) -> Measure:
             assert kernels._pass_for(values) is (native if in_cpp else eager).add
             sums, maxima = kernels.measure(values, codes, *args, **options)
         else:
-            sums, maxima = eager.measure(values, codes, *args, **options)
+            sums, maxima = measured_by(eager.add, values, codes, *args, **options)
         return exact.named(sums, maxima, compared=codes is not None, histogram_too=options.get("histogram", False))
 
     return measure

@@ -24,7 +24,9 @@ from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
     MAXIMA,
-    WIDTHS,
+    MOMENT_SUMS,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
     Pending,
     Places,
     layout,
@@ -44,6 +46,7 @@ INF, NAN = math.inf, math.nan
 WIDE = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 BYTES = torch.arange(256, dtype=torch.uint8)
+WIDTHS = Places(len(MOMENT_SUMS), len(MAXIMA), len(COMPARISON_SUMS), len(SCALE_SUMS), len(SCALE_MAXIMA), EXPONENT_BINS)
 BITS = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
 
 Measure = Callable[..., dict[str, Any]]
@@ -130,7 +133,7 @@ def measure(kernel: ModuleType) -> Measure:
     """``measure`` with the columns by name, and the exponent counts as "histogram"."""
 
     def measure(values: torch.Tensor, codes: torch.Tensor | None = None, *args: Any, **options: Any) -> dict[str, Any]:
-        found = kernel.measure(values, codes, *args, **options)
+        found = measured_by(kernel.add, values, codes, *args, **options)
         return named(*found, compared=codes is not None, histogram_too=options.get("histogram", False))
 
     return measure
@@ -341,7 +344,7 @@ def test_elements_2_to_the_31_apart(measure: Measure, dtype: torch.dtype) -> Non
 
 def test_indices_beyond_int32_take_the_same_path(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     values = VIEWS["four dimensions that stay"](normal(5760))
-    sums, maxima = kernel.measure(values)
+    sums, maxima = measured_by(kernel.add, values)
     launched = kernel._measure
     launches = []
 
@@ -351,7 +354,7 @@ def test_indices_beyond_int32_take_the_same_path(kernel: ModuleType, monkeypatch
             return lambda *args, **options: launched[grid](*args, **options | {"SMALL": False})
 
     monkeypatch.setattr(kernel, "_measure", Wide())
-    wide_sums, wide_maxima = kernel.measure(values)
+    wide_sums, wide_maxima = measured_by(kernel.add, values)
     assert launches
     assert torch.equal(sums, wide_sums)
     assert torch.equal(maxima, wide_maxima)
@@ -432,7 +435,7 @@ def test_errors_whose_squares_float32_cannot_hold(measure: Measure) -> None:
 )
 def test_wrong_arguments(kernel: ModuleType, arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        kernel.measure(*arguments)
+        measured_by(kernel.add, *arguments)
 
 
 # --- what the host does -----------------------------------------------------------------------------------------------
@@ -478,7 +481,7 @@ def test_the_host_neither_waits_nor_copies(
     values = view(torch.zeros(400, 300, dtype=torch.bfloat16))
     codes, scale_inv = torch.zeros(values.shape, dtype=torch.uint8), torch.ones(1)
     with Operations() as operations:
-        kernel.measure(values, codes, scale_inv, histogram=True)
+        measured_by(kernel.add, values, codes, scale_inv, histogram=True)
     assert operations.names <= {"detach", "view", "empty", "zeros", "full"}
     most = kernel.program_count(values.device)
     assert operations.most <= most * (6 + 5 + 3 + 256 + 3 + 2)
@@ -501,7 +504,7 @@ def test_the_interpreter_leaves_no_trace() -> None:
 
     before = state()
     with interpreted() as module:
-        module.measure(normal(10), histogram=True)
+        measured_by(module.add, normal(10), histogram=True)
     assert state() == before
 
 
@@ -540,7 +543,7 @@ def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType,
     assert torch.equal(together[1], alone[1])
     by_hand = vectors(1200)
     for one in pending:
-        sums, maxima = kernel.measure(one.values, one.codes, one.scale_inv, histogram=histogram)
+        sums, maxima = measured_by(kernel.add, one.values, one.codes, one.scale_inv, histogram=histogram)
         begin = one.places.moments
         by_hand[0][begin : begin + len(sums)] += sums
         kept = by_hand[1][begin : begin + len(maxima)]
@@ -552,7 +555,7 @@ def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType,
 @pytest.mark.parametrize("field", Places._fields)
 def test_columns_that_nobody_wants_go_nowhere(kernel: ModuleType, field: str) -> None:
     whole = pending_of(normal(16, 16), 0, codes=True, histogram=field == "exponents")
-    of_whole = kernel.measure(whole.values, whole.codes, whole.scale_inv, histogram=field == "exponents")
+    of_whole = measured_by(kernel.add, whole.values, whole.codes, whole.scale_inv, histogram=field == "exponents")
     begin, width = getattr(whole.places, field), getattr(WIDTHS, field)
     found, expected = vectors(300), vectors(300)
     kernel.add([whole._replace(places=Places(**{field: 7}))], *found)

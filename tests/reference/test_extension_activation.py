@@ -34,11 +34,6 @@ def _squared_relu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x) ** 2
 
 
-def _situglu(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return 4 * torch.tanh(first / 4) * torch.sigmoid(first) * 25 * torch.tanh(second / 25)
-
-
 def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     first = first.clamp(max=7.0)
@@ -58,7 +53,6 @@ ACTIVATIONS: list[tuple[str, str, Function]] = [
     ("reglu", "dreglu", _gate(F.relu)),
     ("sreglu", "dsreglu", _gate(_squared_relu)),
     ("swiglu", "dswiglu", _gate(F.silu)),
-    ("situglu", "dsituglu", _situglu),
     ("clamped_swiglu", "clamped_dswiglu", _clamped_swiglu),
 ]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}

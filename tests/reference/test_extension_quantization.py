@@ -288,7 +288,7 @@ def test_swap_first_dims() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_the_wrong_tensor_to_write_to() -> None:
-    with pytest.raises(ReferenceBackendError, match="not to a Tensor"):
+    with pytest.raises(ReferenceBackendError, match="Quantizer does not write to a Tensor"):
         tex.quantize(torch.zeros(2, 16), _delayed(), torch.zeros(2, 16))
 
 

@@ -32,14 +32,13 @@ def test_each_pair_is_multiplied_by_a_complex_number() -> None:
 @pytest.mark.parametrize("rotated", [8, 16])
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("started", [False, True])
-@pytest.mark.parametrize("cp_size", [1, 2])
 def test_like_transformer_engines_own_torch(
-    dtype: torch.dtype, interleaved: bool, rotated: int, layout: str, started: bool, cp_size: int
+    dtype: torch.dtype, interleaved: bool, rotated: int, layout: str, started: bool
 ) -> None:
     torch.manual_seed(0)
     freqs = RotaryPositionEmbedding(rotated, interleaved=interleaved)(64)
     shape = {"sbhd": (8, 2, 3, 16), "bshd": (2, 8, 3, 16), "thd": (20, 3, 16)}[layout]
-    cu_seqlens = torch.tensor([0, 8, 20]) * cp_size if layout == "thd" else None
+    cu_seqlens = torch.tensor([0, 8, 20]) if layout == "thd" else None
     starts = torch.tensor([3, 7]) if started else None
     grad = torch.randn(shape)
     results = []
@@ -47,8 +46,7 @@ def test_like_transformer_engines_own_torch(
         torch.manual_seed(1)
         x = torch.randn(shape).to(dtype).to(kind).requires_grad_()
         out = apply_rotary_pos_emb(
-            x, freqs, layout, start_positions=starts, interleaved=interleaved, fused=fused, cu_seqlens=cu_seqlens,
-            cp_size=cp_size, cp_rank=cp_size - 1,
+            x, freqs, layout, start_positions=starts, interleaved=interleaved, fused=fused, cu_seqlens=cu_seqlens
         )  # fmt: skip
         out.backward(grad.to(dtype).to(kind))
         assert x.grad is not None
@@ -83,5 +81,7 @@ def test_what_the_gpu_refuses_is_refused() -> None:
         tex.fused_rope_forward(torch.zeros(6, 1, 1, 8), freqs, None, sbhd, False, None, 1, 0)
     with pytest.raises(ReferenceBackendError, match="4 dimensions; 8 cannot"):
         tex.fused_rope_forward(torch.zeros(4, 1, 1, 4), freqs, None, sbhd, False, None, 1, 0)
+    with pytest.raises(ReferenceBackendError, match="cp_size=2 is not in the reference backend"):
+        tex.fused_rope_forward(torch.zeros(4, 1, 1, 8), freqs, None, sbhd, False, None, 2, 0)
     with pytest.raises(ReferenceBackendError, match="cu_seqlens"):
         tex.fused_rope_forward(torch.zeros(4, 1, 8), freqs, None, tex.NVTE_QKV_Format.NVTE_THD, False, None, 1, 0)

@@ -183,7 +183,7 @@ def test_without_rows_or_columns() -> None:
 
 
 def test_the_wrong_tensor_to_write_to() -> None:
-    with pytest.raises(ReferenceBackendError, match="MXFP8Tensor, not to a Tensor"):
+    with pytest.raises(ReferenceBackendError, match="MXFP8Quantizer does not write to a Tensor"):
         tex.quantize(torch.zeros(32, 32), _quantizer(), torch.zeros(32, 32))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from te_precision_callbacks.cli import main
 from te_precision_callbacks.reference import compiled_extension, launch
-from te_precision_callbacks.reference.launch import Backend, script_command, why_no_module
+from te_precision_callbacks.reference.launch import Backend, script_command
 from tests.forked import executable
 from tests.reference.processes import REPOSITORY, answers, python, te_precision
 
@@ -177,7 +177,7 @@ def test_torch_compile(tmp_path: Path) -> None:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with ``training``, a package that can be run, and ``plain``, a folder of modules."""
+    """A folder with ``training``, a package that can be run."""
     files = {
         "training/__init__.py": "",
         "training/sizes.py": "HIDDEN = 64",
@@ -187,9 +187,6 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             print(json.dumps([__name__, __spec__.name, __package__, sys.argv, sys.path[0], HIDDEN]))
             sys.exit(7)
             """,
-        "plain/deep/train.py": "",
-        "grown/__init__.py": "__path__.append('elsewhere')",
-        "torch/notes.txt": "",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -215,23 +212,6 @@ def test_a_module_finds_what_it_finds_without_us(packages: Path) -> None:
 
 @pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize(
-    "name",
-    [
-        "training",
-        "training.sizes",
-        "plain.deep.train",
-        "grown",  # what this package has, it says when it is imported
-        "grown.missing",
-        "torch.distributed.run",  # the folder of this name is no package while there is one
-        "json.tool",
-    ],
-)
-def test_a_module_that_may_be_run(name: str) -> None:
-    assert why_no_module(name) is None
-
-
-@pytest.mark.usefixtures("packages")
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.py"], "there is no file, and no program on the PATH, named 'missing.py'"),
@@ -240,11 +220,6 @@ def test_a_module_that_may_be_run(name: str) -> None:
         (["--backend", "cuda", "x.py"], "'cuda' is not one of"),
         ([], "Missing argument"),
         (["-m"], "Missing argument"),
-        (["-m", "missing"], "there is no module 'missing', neither in the current folder"),
-        (["-m", "training.missing"], "there is no module 'missing' in the package 'training'"),
-        (["-m", "training.sizes.py"], "there is no module 'training.sizes.py': 'training.sizes' is not a package"),
-        (["-m", "plain.deep"], "the package 'plain.deep' has no module __main__"),
-        (["-m", ".training"], "there is no module '.training'"),
     ],
 )
 def test_wrong_use(

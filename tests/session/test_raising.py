@@ -72,7 +72,6 @@ INSIDE = {
     "RanksDifferError": "ranks are in different steps",
     "QuantizationError": "a statistic that a layer cannot have",
     "LayoutError": "a quantized tensor that cannot be decoded",
-    "Fp8StateError": "the state of FP8 training cannot be read",
     "LogFileError": "a log that cannot be written",
     "RecordingError": "a run that cannot be recorded",
     "DumpError": "a tensor that cannot be dumped",

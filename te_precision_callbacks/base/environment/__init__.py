@@ -3,8 +3,7 @@
 Usage::
 
     environment = read_environment(os.environ)
-    for setting in environment.settings:
-        setting.variable.effect, setting.value
+    environment.settings  # name -> value
     environment.problems  # bad values, contradictions, misspelled names
 
 Most variables are read once, when a library is imported: setting one later has no effect.
@@ -13,27 +12,29 @@ Most variables are read once, when a library is imported: setting one later has 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from te_precision_callbacks.base.environment import others, transformer_engine
-from te_precision_callbacks.base.environment.conflicts import Problem, conflicts
-from te_precision_callbacks.base.environment.variable import Variable
+from te_precision_callbacks.base.environment.variables import VARIABLES, WITHOUT_INFLUENCE
 
-VARIABLES: tuple[Variable, ...] = (*transformer_engine.VARIABLES, *others.VARIABLES)
-"""The variables that change precision or numerics, and those of nvidia-dlfw-inspect and of this package."""
-
-_DEFAULTS = {variable.name: variable.default for variable in VARIABLES}
 _PREFIXES = ("NVTE_", "NVDLFW_INSPECT_", "TE_PRECISION_")
-_KNOWN = transformer_engine.WITHOUT_INFLUENCE | set(_DEFAULTS)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A variable of :data:`VARIABLES` that is set."""
+class Problem:
+    """Something wrong with the variables that are set.
 
-    variable: Variable
-    value: str
+    Attributes:
+        names: the variables.
+        what: what is wrong, and what the library makes of it.
+        remedy: what to do.
+        stops: whether a run ends with an exception; otherwise a setting has no effect, or another one than it seems.
+    """
+
+    names: tuple[str, ...]
+    what: str
+    remedy: str
+    stops: bool
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ class Environment:
     """What the environment sets.
 
     Attributes:
-        settings: the variables that are set, in the order of :data:`VARIABLES`.
+        settings: the variables of :data:`VARIABLES` that are set, with their values.
         problems: what is wrong with them.
     """
 
-    settings: tuple[Setting, ...]
+    settings: Mapping[str, str]
     problems: tuple[Problem, ...]
 
 
@@ -57,34 +58,47 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     Args:
         environ: such as ``os.environ``.
     """
-    settings = tuple(Setting(variable, environ[variable.name]) for variable in VARIABLES if variable.name in environ)
-    problems = [problem for setting in settings if (problem := _bad_value(setting)) is not None]
-    problems += conflicts({setting.variable.name: setting.value for setting in settings}, _DEFAULTS)
-    problems += [_unknown(name) for name in sorted(environ) if name.startswith(_PREFIXES) and name not in _KNOWN]
-    return Environment(settings, tuple(problems))
+    settings = {name: environ[name] for name in VARIABLES if name in environ}
+    return Environment(settings, (*_bad_values(settings), *_conflicts(settings), *_unknown(environ)))
 
 
-def markdown() -> str:
-    """The table of docs/doctor.md; ``python -m te_precision_callbacks.base.environment`` prints it."""
-    lines = ["| variable | default | changes | effect | read in |", "|---|---|---|---|---|"]
-    for name, default, _, effect, influence, source in VARIABLES:
-        shown = f"`{default}`" if default else ""
-        lines.append(f"| `{name}` | {shown} | {influence} | {effect} | {source} |")
-    return "\n".join(lines)
+def _bad_values(settings: Mapping[str, str]) -> Iterator[Problem]:
+    for name, value in settings.items():
+        fault = VARIABLES[name](value)
+        if fault is not None:
+            yield Problem((name,), f"{name}={value!r}: {fault.what}", "Give another value, or unset it.", fault.stops)
 
 
-def _bad_value(setting: Setting) -> Problem | None:
-    variable = setting.variable
-    fault = variable.fault(setting.value)
-    if fault is None:
-        return None
-    unset = f", or unset it for {variable.default!r}" if variable.default else ", or unset it"
-    what = f"{variable.name}={setting.value!r}: {fault.what}"
-    return Problem((variable.name,), what, f"Give another value{unset}.", fault.stops)
+_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_TF32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
-def _unknown(name: str) -> Problem:
-    what = f"{name} has no effect: neither Transformer Engine 2.20, nvidia-dlfw-inspect 0.2 nor this package reads it"
-    nearest = difflib.get_close_matches(name, sorted(_KNOWN), n=1, cutoff=0.8)
-    remedy = f"Is {nearest[0]} meant?" if nearest else "Check its spelling, or unset it."
-    return Problem((name,), what, remedy, stops=False)
+def _conflicts(settings: Mapping[str, str]) -> Iterator[Problem]:
+    """The contradictions that users have run into."""
+    if all(settings.get(name) == "0" for name in _ATTENTION):  # NVIDIA/TransformerEngine, issue 1821
+        yield Problem(
+            _ATTENTION,
+            f"{', '.join(_ATTENTION[:-1])} and {_ATTENTION[-1]} are all 0, so no attention kernel is left:"
+            " DotProductAttention raises ValueError",
+            "Allow one of them.",
+            stops=True,
+        )
+    if tuple(map(settings.get, _TF32)) == ("0", "1"):  # Project-MONAI/MONAI, issue 6754
+        yield Problem(
+            _TF32,
+            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 asks for TF32, which NVIDIA_TF32_OVERRIDE=0 forbids: float32 matmuls"
+            " run without TF32",
+            "Unset one of them.",
+            stops=False,
+        )
+
+
+def _unknown(environ: Mapping[str, str]) -> Iterator[Problem]:
+    known = WITHOUT_INFLUENCE | VARIABLES.keys()
+    for name in sorted(name for name in environ if name.startswith(_PREFIXES) and name not in known):
+        what = (
+            f"{name} has no effect: neither Transformer Engine 2.20, nvidia-dlfw-inspect 0.2 nor this package reads it"
+        )
+        nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
+        remedy = f"Is {nearest[0]} meant?" if nearest else "Check its spelling, or unset it."
+        yield Problem((name,), what, remedy, stops=False)

@@ -52,18 +52,7 @@ def doctor_command(
 
 
 def _for_json(examination: Examination, found: tuple[Finding, ...]) -> dict[str, Any]:
-    from te_precision_callbacks.base.environment import Environment
-
-    parts = {**vars(examination), "findings": found}
-    environment = examination.environment
-    if isinstance(environment, Environment):
-        settings = [
-            {name: value for name, value in setting.variable._asdict().items() if name != "fault"}
-            | {"value": setting.value}
-            for setting in environment.settings
-        ]
-        parts["environment"] = {"settings": settings, "problems": environment.problems}
-    return parts
+    return {**vars(examination), "findings": found}
 
 
 # ---------------------------------------------------------------------- the screen
@@ -139,13 +128,9 @@ def _show_torch(torch: Torch) -> None:
 
 
 def _show_environment(environment: Environment) -> None:
-    table = terminal.table("variable", "value", "default", "changes", "effect")
-    for variable, value in ((setting.variable, setting.value) for setting in environment.settings):
-        cells = (variable.name, value, variable.default or "unset", variable.influence, variable.effect)
-        table.add_row(*map(terminal.cell, cells))
-    if environment.settings:
-        terminal.show(table)
-    else:
+    for name, value in environment.settings.items():
+        _line(name, repr(value))
+    if not environment.settings:
         terminal.show("  none of those that change precision")
 
 

@@ -74,10 +74,6 @@ class Places(NamedTuple):
     exponents: int = -1
 
 
-WIDTHS = Places(len(MOMENT_SUMS), len(MAXIMA), len(COMPARISON_SUMS), len(SCALE_SUMS), len(SCALE_MAXIMA), EXPONENT_BINS)
-"""How many columns begin at each place."""
-
-
 class BlockPlaces(NamedTuple):
     """As :class:`Places`, of what only a tensor that is quantized in blocks has.
 

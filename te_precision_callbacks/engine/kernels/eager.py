@@ -14,15 +14,9 @@ import torch
 
 from te_precision_callbacks.base.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.engine.kernels.columns import (
-    COMPARISON_SUMS,
     EXPONENT_BINS,
-    MAXIMA,
-    MOMENT_SUMS,
     NOTHING,
-    WIDTHS,
     Pending,
-    Places,
-    layout,
 )
 from te_precision_callbacks.statistics.table import Bins
 
@@ -205,65 +199,41 @@ def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
     return counts[:number]
 
 
-def measure(
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`te_precision_callbacks.engine.kernels.measure`."""
+def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """As :func:`te_precision_callbacks.engine.kernels.add`."""
+    for one in pending:
+        for name, part in _columns(one).items():
+            place = getattr(one.places, name)
+            if place >= 0:
+                _merge(name, (maxima if name in _KEPT else sums).narrow(0, place, len(part)), part)
+
+
+_KEPT = ("maxima", "scale_maxima")
+"""The columns of :class:`Places` of which the maximum is kept; the others are added."""
+
+
+def _columns(pending: Pending) -> dict[str, torch.Tensor]:
+    """The columns of a tensor, by their names in :class:`Places`."""
+    values, codes, scale_inv, e5m2, places, *_ = pending
     flat = flattened(values) if codes is None else values.reshape(-1)
-    count = len(MOMENT_SUMS) + (len(COMPARISON_SUMS) if codes is not None else 0) + EXPONENT_BINS * histogram
-    sums = torch.zeros(count, dtype=torch.float64, device=values.device)
-    maxima = torch.full((len(MAXIMA),), NOTHING, dtype=torch.float64, device=values.device)
     number_format = E5M2 if e5m2 else E4M3
     flat_codes = None if codes is None else codes.reshape(-1)
     scale = None if scale_inv is None else scale_inv.reshape(())
+    found: dict[str, torch.Tensor] = {}
     step = piece_size(flat)
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step].unsqueeze(0)
-        piece_sums, piece_maxima = moments(piece)
-        parts = [piece_sums[:, 0]]
+        of_piece = dict(zip(("moments", "maxima"), (part[:, 0] for part in moments(piece)), strict=True))
         if flat_codes is not None and scale is not None:
             decoded = number_format.decode(flat_codes[start : start + step].unsqueeze(0))
-            parts.append(comparison(piece, decoded * scale, number_format.max * scale)[:, 0])
-        if histogram:
-            parts.append(exponents(piece))
-        sums += torch.cat(parts)
-        torch.maximum(maxima, piece_maxima[:, 0], out=maxima)
-    if scale is None:
-        return sums, maxima
-    scale_sums, scale_maxima = scale_columns(scale)
-    before_bins = len(MOMENT_SUMS) + len(COMPARISON_SUMS)
-    return torch.cat([sums[:before_bins], scale_sums, sums[before_bins:]]), torch.cat([maxima, scale_maxima])
+            of_piece["compared"] = comparison(piece, decoded * scale, number_format.max * scale)[:, 0]
+        if places.exponents >= 0:
+            of_piece["exponents"] = exponents(piece)
+        found = {name: _merge(name, found[name], part) if found else part for name, part in of_piece.items()}
+    if scale is not None:
+        found["scales"], found["scale_maxima"] = scale_columns(scale)
+    return found
 
 
-def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """As :func:`te_precision_callbacks.engine.kernels.add`."""
-    for values, codes, scale_inv, e5m2, places, *_ in pending:
-        histogram = places.exponents >= 0
-        found = measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
-        merge(found, layout(codes=codes is not None, histogram=histogram).places, places, sums, maxima)
-
-
-def merge(
-    found: tuple[torch.Tensor, torch.Tensor], at: Places, places: Places, sums: torch.Tensor, maxima: torch.Tensor
-) -> None:
-    """Merge columns into vectors.
-
-    Args:
-        found: sums and maxima of a measurement.
-        at: where its columns begin in these.
-        places: where they go; what is not there stays as it is.
-        sums, maxima: the vectors.
-    """
-    for name, begin, place, width in zip(Places._fields, at, places, WIDTHS, strict=True):
-        if begin < 0 or place < 0:
-            continue
-        if name in ("maxima", "scale_maxima"):
-            kept = maxima.narrow(0, place, width)
-            torch.maximum(kept, found[1].narrow(0, begin, width), out=kept)
-        else:
-            sums.narrow(0, place, width).add_(found[0].narrow(0, begin, width))
+def _merge(name: str, kept: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(kept, part, out=kept) if name in _KEPT else kept.add_(part)

@@ -4,8 +4,7 @@ Usage::
 
     from te_precision_callbacks.engine.kernels import triton_kernel
 
-    sums, maxima = triton_kernel.measure(activation, histogram=True)
-    sums, maxima = triton_kernel.measure(gradient, codes, scale_inv, e5m2=True)  # and how well the codes represent it
+    triton_kernel.add([Pending(gradient, codes, scale_inv, True, places)], sums, maxima)
 
 It runs on a GPU, and on CPU tensors where ``TRITON_INTERPRET=1`` was set before triton was imported. The host never
 waits for the device.
@@ -25,7 +24,7 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import Pending, Places, layout, measured_by
+from te_precision_callbacks.engine.kernels.columns import Pending, Places, layout
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     CODE_FORMATS,
@@ -68,18 +67,6 @@ _NUMBERS = [
 
 _jit_of_tensors: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_BEGINS)
 _jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_NUMBERS)
-
-
-def measure(
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`te_precision_callbacks.engine.kernels.measure`; its tensors and errors are those of :func:`add`."""
-    return measured_by(add, values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:

@@ -19,14 +19,14 @@ file                         content
 ``enums.py``                 enumerations
 ``scaling.py``               amax, and the update of delayed scaling
 ``quantizers.py``            which implementation serves which quantizer
+``casting.py``               what these implementations have in common
 ``buffers.py``               making the tensors that quantizers write to
 ``float8.py``                per-tensor FP8
 ``float8_block.py``          FP8 in blocks of 128 or 128 x 128
 ``mxfp8.py``                 FP8 in blocks of 32
-``nvfp4.py``                 FP4 in blocks of 16
-``nvfp4_weights.py``         its transposes, and casting parts of master weights
+``nvfp4.py``                 FP4 in blocks of 16, and its transposes
 ``swizzling.py``             the order of scales that a GEMM reads
-``partial_cast.py``          quantizing shards of master weights
+``partial_cast.py``          quantizing shards of master weights to MXFP8
 ``quantization.py``          quantize, dequantize and their relatives
 ``operands.py``, ``gemm.py`` matrix products
 ``grouped.py``               grouped tensors, and their GEMMs
@@ -71,7 +71,6 @@ from te_precision_callbacks.reference.extension.activation import (
     dreglu,
     drelu,
     dsilu,
-    dsituglu,
     dsreglu,
     dsrelu,
     dswiglu,
@@ -83,7 +82,6 @@ from te_precision_callbacks.reference.extension.activation import (
     reglu,
     relu,
     silu,
-    situglu,
     sreglu,
     srelu,
     swiglu,
@@ -95,10 +93,8 @@ from te_precision_callbacks.reference.extension.attention import (
 )
 from te_precision_callbacks.reference.extension.attention_support import get_fused_attn_backend
 from te_precision_callbacks.reference.extension.enums import (
-    CommOverlapAlgo,
     CommOverlapType,
     DType,
-    Float8BlockScaleTensorFormat,
     FP8BwdTensors,
     FP8FwdTensors,
     FP8TensorMeta,
@@ -117,7 +113,6 @@ from te_precision_callbacks.reference.extension.gemm import generic_gemm, te_gen
 from te_precision_callbacks.reference.extension.grouped import (
     bgrad_group_quantize,
     get_grouped_gemm_setup_workspace_size,
-    group_dequantize,
     group_quantize,
     splits_to_offsets,
     splits_to_offsets_multi,
@@ -135,8 +130,6 @@ from te_precision_callbacks.reference.extension.multi_tensor import (
     multi_tensor_compute_scale_and_scale_inv,
     multi_tensor_l2norm,
     multi_tensor_scale,
-    multi_tensor_scale_tensor,
-    multi_tensor_unscale_l2norm,
 )
 from te_precision_callbacks.reference.extension.normalization import (
     layernorm_bwd,
@@ -145,32 +138,14 @@ from te_precision_callbacks.reference.extension.normalization import (
     rmsnorm_bwd_add,
     rmsnorm_fwd,
 )
-from te_precision_callbacks.reference.extension.nvfp4_weights import (
-    nvfp4_2d_compute_partial_amax,
-    nvfp4_2d_multi_tensor_transpose,
-    nvfp4_2d_partial_cast,
-    nvfp4_2d_scale_transpose,
-    nvfp4_compute_global_scale,
-    nvfp4_compute_per_block_scale,
-    nvfp4_data_transpose,
-    nvfp4_expand_scale_to_fp8,
-    nvfp4_fused_scale,
-    nvfp4_multi_tensor_2d_partial_cast,
-    nvfp4_multi_tensor_compute_partial_amax,
-    nvfp4_multi_tensor_fused_scale,
-)
+from te_precision_callbacks.reference.extension.nvfp4 import nvfp4_2d_scale_transpose, nvfp4_data_transpose
 from te_precision_callbacks.reference.extension.optimizers import (
     multi_tensor_adam,
-    multi_tensor_adam_capturable,
-    multi_tensor_adam_capturable_master,
     multi_tensor_adam_fp8,
-    multi_tensor_adam_param_remainder,
     multi_tensor_sgd,
 )
 from te_precision_callbacks.reference.extension.padding import fused_multi_row_padding, fused_multi_row_unpadding
 from te_precision_callbacks.reference.extension.partial_cast import (
-    fp8_block_scaling_compute_partial_amax,
-    fp8_block_scaling_partial_cast,
     multi_tensor_compute_scale_inv_e8m0,
     mxfp8_scaling_compute_partial_amax,
     mxfp8_scaling_partial_cast,
@@ -233,6 +208,6 @@ globals().update(_missing.FUNCTIONS)
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(
-        f"transformer_engine_torch has no attribute {name!r}: neither the reference backend nor, as far as it knows, "
-        "the compiled extension of Transformer Engine 2.20.2."
+        f"The reference backend's transformer_engine_torch has no attribute {name!r}: the Python code of Transformer "
+        "Engine 2.20.2 does not look it up."
     )

@@ -77,23 +77,6 @@ def _where_positive(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.where(x > 0, value, torch.zeros_like(value))
 
 
-def situ_gate(beta: float) -> Activation:
-    """beta * tanh(x / beta) * sigmoid(x)."""
-
-    def gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        bounded, gate = torch.tanh(x / beta), torch.sigmoid(x)
-        return grad * ((1.0 - bounded.square()) * gate + beta * bounded * gate * (1.0 - gate))
-
-    return Activation(lambda x: beta * torch.tanh(x / beta) * torch.sigmoid(x), gradient)
-
-
-def situ_up(beta: float) -> Activation:
-    """beta * tanh(x / beta)."""
-    return Activation(
-        lambda x: beta * torch.tanh(x / beta), lambda grad, x: grad * (1.0 - torch.tanh(x / beta).square())
-    )
-
-
 def clamped_quick_gelu(limit: float, alpha: float) -> Activation:
     """x, at most ``limit``, through x * sigmoid(alpha * x)."""
     inner = quick_gelu(alpha)
@@ -192,18 +175,6 @@ qgeglu, dqgeglu = _gated_functions(QUICK_GELU)
 reglu, dreglu = _gated_functions(RELU)
 sreglu, dsreglu = _gated_functions(SQUARED_RELU)
 swiglu, dswiglu = _gated_functions(SILU)
-
-
-def situglu(input: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
-    """beta1 * tanh(first / beta1) * sigmoid(first) * beta2 * tanh(second / beta2)."""
-    return _gated(situ_gate(beta1), input, quantizer, situ_up(beta2))
-
-
-def dsituglu(
-    grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0
-) -> Any:
-    """Gradient of :func:`situglu`."""
-    return _gated_backward(situ_gate(beta1), grad, fwd_input, quantizer, situ_up(beta2))
 
 
 def clamped_swiglu(

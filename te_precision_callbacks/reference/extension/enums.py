@@ -164,28 +164,6 @@ class CommOverlapType(IntEnum):
     AG = 1
 
 
-class CommOverlapAlgo(IntEnum):
-    """How a GEMM overlaps with a collective."""
-
-    BULK_OVERLAP_AG = 0
-    BULK_OVERLAP_RS = 1
-    SPLIT_PIPELINED_AG_P2P = 2
-    SPLIT_PIPELINED_RS = 3
-    SPLIT_PIPELINED_RS_P2P = 4
-    ATOMIC_GEMM_RS = 5
-    ATOMIC_GEMM_AG_P2P = 6
-    ATOMIC_GEMM_RS_P2P = 7
-    EXTERNAL_BULK_OVERLAP_AG = 8
-
-
-class Float8BlockScaleTensorFormat(IntEnum):
-    """How the scales of block-scaled FP8 lie in memory."""
-
-    GEMM_READY = 0
-    COMPACT = 1
-    INVALID = 2
-
-
 class NVTERoutingMapFormat(IntEnum):
     """How a router's choices are stored."""
 

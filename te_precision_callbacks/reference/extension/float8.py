@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics.gemm_shapes import takes_any_layout
-from te_precision_callbacks.base.numerics.layouts import PER_TENSOR, scaling_mode
+from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import build, empty, is_noop, overwrite, transposed_shape
+from te_precision_callbacks.reference.extension.casting import Casting
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.target import capability
 
@@ -40,8 +41,10 @@ def transposed(data: torch.Tensor) -> torch.Tensor:
     return data.movedim(-1, 0).contiguous() if data.dim() > 1 else data.clone()
 
 
-class _PerTensorScaling:
+class _PerTensorScaling(Casting):
     """The buffers, which both kinds of scaling share."""
+
+    modes = (PER_TENSOR,)
 
     def create(
         self,
@@ -72,12 +75,7 @@ class _PerTensorScaling:
             fp8_dtype=quantizer.dtype,
         )
 
-    def fit(self, quantizer: Any, out: Any) -> None:
-        """Give ``out`` the buffers that the quantizer's usages ask for, and only those."""
-        if scaling_mode(out) != PER_TENSOR:
-            raise ReferenceBackendError(
-                f"{type(quantizer).__name__} writes to a Float8Tensor, not to a {type(out).__name__}."
-            )
+    def _fit(self, quantizer: Any, out: Any) -> None:
         with_data, with_transpose = _usages(quantizer)
         data, transpose = out._data, out._transpose
         if data is None and transpose is None:
@@ -119,10 +117,6 @@ class DelayedScaling(_PerTensorScaling):
     rounds_first = False
     sums_unrounded = True
 
-    def takes_amax(self, quantizer: Any) -> bool:
-        """No: the written tensor is measured."""
-        return False
-
     def write(
         self,
         quantizer: Any,
@@ -147,9 +141,6 @@ def raise_amax(quantizer: Any, measured: torch.Tensor) -> None:
 
 class CurrentScaling(_PerTensorScaling):
     """The scale comes from the tensor's own amax."""
-
-    rounds_first = True
-    sums_unrounded = False
 
     def takes_amax(self, quantizer: Any) -> bool:
         """Yes."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics.blocks import block_amaxes, times_blocks
-from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, scaling_mode
+from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D
 from te_precision_callbacks.base.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
@@ -39,6 +39,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     transposed_shape,
     written,
 )
+from te_precision_callbacks.reference.extension.casting import Casting
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.target import capability
 
@@ -46,15 +47,10 @@ BLOCK = 128
 """Elements, and with 2D blocks rows too, that share a scale."""
 
 
-class BlockScaling:
+class BlockScaling(Casting):
     """Quantizing to FP8 in blocks."""
 
-    rounds_first = True
-    sums_unrounded = False
-
-    def takes_amax(self, quantizer: Any) -> bool:
-        """No: each block has its own amax."""
-        return False
+    modes = (BLOCK_1D, BLOCK_2D)
 
     def create(
         self,
@@ -83,16 +79,7 @@ class BlockScaling:
             is_2D_scaled=is_2d,
         )
 
-    def fit(self, quantizer: Any, out: Any) -> None:
-        """Give ``out`` the buffers that the quantizer's usages ask for, and only those.
-
-        Raises:
-            ReferenceBackendError: ``out`` is not scaled in blocks, or has no data.
-        """
-        if scaling_mode(out) not in (BLOCK_1D, BLOCK_2D):
-            raise ReferenceBackendError(
-                f"{type(quantizer).__name__} writes to a Float8BlockwiseQTensor, not to a {type(out).__name__}."
-            )
+    def _fit(self, quantizer: Any, out: Any) -> None:
         if out._rowwise_data is not None:
             shape, device = list(out._rowwise_data.shape), out._rowwise_data.device
         elif out._columnwise_data is not None:

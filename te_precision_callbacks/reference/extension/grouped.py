@@ -13,16 +13,15 @@ where the results lie. On a GPU these functions never read on the host how many 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsInt
+from typing import Any
 
 import torch
 
 from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.dtypes import fp8_format, torch_dtype
+from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.gemm import product_into
-from te_precision_callbacks.reference.extension.operands import dequantized
 from te_precision_callbacks.reference.extension.quantization import quantize, row_sum
 
 _BUFFERS = {
@@ -142,24 +141,6 @@ def bgrad_group_quantize(
     grouped = group_quantize(tensor, quantizer, num_tensors, first_dims, last_dims, tensor_offsets)
     parts = _parts(tensor, num_tensors, first_dims, last_dims)
     return grouped, torch.stack([row_sum(part).to(tensor.dtype) for part in parts])
-
-
-@torch.no_grad()
-def group_dequantize(input: Any, otype: SupportsInt) -> Any:
-    """A grouped tensor as one in high precision, of type ``otype``."""
-    whole = torch.zeros(tuple(input.logical_shape), dtype=torch_dtype(otype), device=_device(input))
-    flat, first = whole.view(-1), 0
-    for part in _matrices(input):
-        values = dequantized(part).reshape(-1)
-        flat[first : first + values.numel()] = values.to(whole.dtype)
-        first += values.numel()
-    dims = input.first_dims, input.last_dims
-    return _grouped(whole, input.num_tensors, *dims, input.tensor_offsets, None, {"data": flat})
-
-
-def _device(grouped: Any) -> torch.device:
-    device: torch.device = (grouped.columnwise_data if grouped.rowwise_data is None else grouped.rowwise_data).device
-    return device
 
 
 def _parts(

@@ -44,6 +44,7 @@ MISSING: dict[str, tuple[str, ...]] = {
     "grouped tensors": (
         "bulk_allocate",
         "copy_data_ptrs_to_device",
+        "group_dequantize",
         "group_requantize_inplace",
         "grouped_swizzle_for_gemm",
         "nvfp4_group_quantize_with_amax",
@@ -51,6 +52,7 @@ MISSING: dict[str, tuple[str, ...]] = {
     "operations of te.ops": (
         "dropout_bwd",
         "dropout_fwd",
+        "dsituglu",
         "group_scaled_clamped_swiglu",
         "group_scaled_swiglu",
         "scaled_clamped_dswiglu",
@@ -61,6 +63,7 @@ MISSING: dict[str, tuple[str, ...]] = {
         "scaled_situglu",
         "scaled_srelu",
         "scaled_swiglu",
+        "situglu",
     ),
     "permutation of tokens to experts": (
         "moe_permute_bwd",
@@ -90,6 +93,29 @@ MISSING: dict[str, tuple[str, ...]] = {
         "ep_prepare",
         "ep_prepare_and_dispatch",
         "ep_zero_copy_supported",
+    ),
+    "scaling and norms by a number in a tensor": (
+        "multi_tensor_scale_tensor",
+        "multi_tensor_unscale_l2norm",
+    ),
+    "Adam in a CUDA graph": (
+        "multi_tensor_adam_capturable",
+        "multi_tensor_adam_capturable_master",
+    ),
+    "Adam with store_param_remainders": ("multi_tensor_adam_param_remainder",),
+    "casting shards of master weights to FP8 blocks or NVFP4": (
+        "fp8_block_scaling_compute_partial_amax",
+        "fp8_block_scaling_partial_cast",
+        "nvfp4_2d_compute_partial_amax",
+        "nvfp4_2d_multi_tensor_transpose",
+        "nvfp4_2d_partial_cast",
+        "nvfp4_compute_global_scale",
+        "nvfp4_compute_per_block_scale",
+        "nvfp4_expand_scale_to_fp8",
+        "nvfp4_fused_scale",
+        "nvfp4_multi_tensor_2d_partial_cast",
+        "nvfp4_multi_tensor_compute_partial_amax",
+        "nvfp4_multi_tensor_fused_scale",
     ),
     "the Newton-Schulz iteration": (
         "cusolvermp_ctx_create",
@@ -122,31 +148,18 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class CommOverlapHelper:
-    """Bootstraps userbuffers: not in the reference backend."""
+def _class(name: str, purpose: str) -> type:
+    """A class, since Transformer Engine has it in annotations that are evaluated; making an object raises."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse("CommOverlapHelper", "userbuffers")
+    def init(self: object, *args: Any, **kwargs: Any) -> None:
+        refuse(name, purpose)
 
-
-class CommOverlap:
-    """Overlaps a GEMM with a collective: not in the reference backend.
-
-    A class, since Transformer Engine has it in annotations that are evaluated.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse("CommOverlap", "userbuffers")
+    return type(name, (), {"__init__": init, "__module__": __name__})
 
 
-class CommOverlapP2P:
-    """Overlaps a GEMM with point-to-point messages: not in the reference backend.
-
-    A class, since Transformer Engine has it in annotations that are evaluated.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse("CommOverlapP2P", "userbuffers")
+CommOverlapHelper, CommOverlap, CommOverlapP2P = (
+    _class(name, "userbuffers") for name in ("CommOverlapHelper", "CommOverlap", "CommOverlapP2P")
+)
 
 
 class _Submodule:

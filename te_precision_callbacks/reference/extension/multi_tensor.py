@@ -45,16 +45,6 @@ def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists:
 
 
 @torch.no_grad()
-def multi_tensor_scale_tensor(
-    chunk_size: int, is_infinite: torch.Tensor, tensor_lists: TensorLists, scale: torch.Tensor
-) -> None:
-    """:func:`multi_tensor_scale` with the scale in a tensor of one element."""
-    for source, target in groups(tensor_lists, (2,)):
-        _note_nonfinite(source, is_infinite)
-        overwrite(target, (source.float().reshape(-1) * scale.float().view(-1)).view(source.shape))
-
-
-@torch.no_grad()
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,23 +56,9 @@ def multi_tensor_l2norm(
         float32 [1]; float32 [number of tensors], or [0].
     """
     norms = [torch.sqrt(tensor.float().square().sum()) for (tensor,) in groups(tensor_lists, (1,))]
-    return _norms(norms, noop_flag, bool(per_tensor))
-
-
-@torch.no_grad()
-def multi_tensor_unscale_l2norm(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    inv_scale: torch.Tensor,
-    per_tensor: bool | None = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`multi_tensor_l2norm` of the tensors times ``inv_scale`` (one element); the tensors do not change."""
-    factor = inv_scale.float().view(-1)
-    norms = [
-        torch.sqrt((tensor.float().reshape(-1) * factor).square().sum()) for (tensor,) in groups(tensor_lists, (1,))
-    ]
-    return _norms(norms, noop_flag, bool(per_tensor))
+    each = torch.stack(norms) if norms else torch.empty(0, dtype=torch.float32, device=noop_flag.device)
+    _note_nonfinite(each, noop_flag)
+    return torch.sqrt(each.square().sum()).reshape(1), each if per_tensor else each[:0]
 
 
 @torch.no_grad()
@@ -103,10 +79,3 @@ def multi_tensor_compute_scale_and_scale_inv(
 def _note_nonfinite(source: torch.Tensor, flag: torch.Tensor) -> None:
     if not bool(source.isfinite().all()):
         flag.fill_(1)
-
-
-def _norms(norms: list[torch.Tensor], flag: torch.Tensor, per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    each = torch.stack(norms) if norms else torch.empty(0, dtype=torch.float32, device=flag.device)
-    _note_nonfinite(each, flag)
-    total = torch.sqrt(each.square().sum()).reshape(1)
-    return total, each if per_tensor else each[:0]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics.blocks import block_amaxes, times_blocks
-from te_precision_callbacks.base.numerics.layouts import MXFP8, SWIZZLE_COLUMNS, SWIZZLE_ROWS, scaling_mode
+from te_precision_callbacks.base.numerics.layouts import MXFP8, SWIZZLE_COLUMNS, SWIZZLE_ROWS
 from te_precision_callbacks.base.numerics.scaling import e8m0_codes, mxfp8_scale_inv
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
@@ -37,6 +37,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     round_up,
     written,
 )
+from te_precision_callbacks.reference.extension.casting import Casting
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.swizzling import as_stored
 
@@ -47,15 +48,11 @@ _ELEMENTS_AT_ONCE = 1 << 20
 """Elements that are quantized at once: all intermediate results fit into a cache."""
 
 
-class BlockScaling:
+class BlockScaling(Casting):
     """Quantizing to MXFP8."""
 
-    rounds_first = True
+    modes = (MXFP8,)
     sums_unrounded = True
-
-    def takes_amax(self, quantizer: Any) -> bool:
-        """No: each block has its own amax."""
-        return False
 
     def create(
         self,
@@ -86,16 +83,7 @@ class BlockScaling:
             with_gemm_swizzled_scales=bool(quantizer.optimize_for_gemm),
         )
 
-    def fit(self, quantizer: Any, out: Any) -> None:
-        """Give ``out`` the buffers that the quantizer's usages ask for, and only those; set its type and scale order.
-
-        Raises:
-            ReferenceBackendError: ``out`` is not an MXFP8 tensor, or has no data.
-        """
-        if scaling_mode(out) != MXFP8:
-            raise ReferenceBackendError(
-                f"{type(quantizer).__name__} writes to an MXFP8Tensor, not to a {type(out).__name__}."
-            )
+    def _fit(self, quantizer: Any, out: Any) -> None:
         data = out._columnwise_data if out._columnwise_data is not None else out._rowwise_data
         if data is None:
             raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")

@@ -9,8 +9,12 @@ Usage::
     out._columnwise_data  # uint8, [columns, rows / 2]: the transpose, quantized by itself
     out._rowwise_scale_inv  # E4M3 as uint8, padded with zeros to multiples of 128 x 4
 
-``pytorch/csrc/quantizer.cpp``, ``NVFP4Quantizer`` (TE 2.20). The arithmetic of the kernels is in
-:mod:`te_precision_callbacks.base.numerics.nvfp4`.
+    # The blocks of a weight are square, so its transpose needs no requantization.
+    columnwise_data = nvfp4_data_transpose(out._rowwise_data, out=None)
+    nvfp4_2d_scale_transpose(out._rowwise_scale_inv, columnwise_scale_inv, rows // 16, columns // 16)
+
+``pytorch/csrc/quantizer.cpp``, ``NVFP4Quantizer``, and ``pytorch/csrc/extensions/transpose.cpp`` (TE 2.20). The
+arithmetic of the kernels is in :mod:`te_precision_callbacks.base.numerics.nvfp4`.
 
 ``NVTE_USE_FAST_MATH=1``, with which the GPU divides approximately, changes nothing here;
 ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1`` has the same effect as upstream.
@@ -26,7 +30,13 @@ import torch
 
 from te_precision_callbacks.base.numerics.blocks import block_amaxes
 from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
-from te_precision_callbacks.base.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, scaling_mode
+from te_precision_callbacks.base.numerics.layouts import (
+    NVFP4,
+    SWIZZLE_COLUMNS,
+    SWIZZLE_ROWS,
+    packed,
+    unpacked,
+)
 from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Rules, quantized
 from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
@@ -40,15 +50,15 @@ from te_precision_callbacks.reference.extension.buffers import (
     usages,
     zeros,
 )
+from te_precision_callbacks.reference.extension.casting import Casting
 from te_precision_callbacks.reference.extension.swizzling import as_stored
 from te_precision_callbacks.reference.target import capability
 
 
-class BlockScaling:
+class BlockScaling(Casting):
     """NVFP4 with all options of its quantizer."""
 
-    rounds_first = True
-    sums_unrounded = False
+    modes = (NVFP4,)
 
     def takes_amax(self, quantizer: Any) -> bool:
         """Yes, unless the amax is measured after the Hadamard transform, or for each row."""
@@ -93,12 +103,7 @@ class BlockScaling:
             nvfp4_e4m3_max=quantizer.nvfp4_e4m3_max,
         )
 
-    def fit(self, quantizer: Any, out: Any) -> None:
-        """Give ``out`` the buffers that the quantizer's usages ask for, and only those."""
-        if scaling_mode(out) != NVFP4:
-            raise ReferenceBackendError(
-                f"{type(quantizer).__name__} writes to an NVFP4Tensor, not to a {type(out).__name__}."
-            )
+    def _fit(self, quantizer: Any, out: Any) -> None:
         data = out._rowwise_data if out._rowwise_data is not None else out._columnwise_data
         if data is None:
             raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
@@ -322,3 +327,39 @@ def _check_options(quantizer: Any, matrix: torch.Tensor, out: Any) -> None:
             "An amax from before the random Hadamard transform is not supported, neither here nor in the compiled "
             "extension: use with_post_rht_amax=True."
         )
+
+
+@torch.no_grad()
+def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
+    """The transpose of packed E2M1 codes.
+
+    Args:
+        input: uint8, [rows, columns / 2], an even number of rows.
+        out: uint8, [columns, rows / 2], to write to; a new tensor if None.
+    """
+    if input.dim() != 2 or input.shape[0] % 2:
+        raise ReferenceBackendError(
+            f"nvfp4_data_transpose takes a matrix with an even number of rows, not {list(input.shape)}."
+        )
+    shape = (input.shape[1] * 2, input.shape[0] // 2)
+    if out is not None and tuple(out.shape) != shape:
+        raise ReferenceBackendError(f"nvfp4_data_transpose: out has shape {list(out.shape)}; {list(shape)} is needed.")
+    result = packed(unpacked(input).t())
+    return result.contiguous() if out is None else out.copy_(result)
+
+
+@torch.no_grad()
+def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles: int, K_tiles: int) -> None:
+    """The scales of the transpose of a tensor with square blocks.
+
+    Args:
+        input: E4M3 as uint8, [padded rows, padded columns / 16], each scale on the 16 rows of its block.
+        output: E4M3 as uint8, [padded columns, padded rows / 16]; its padding becomes 0 below the blocks, and does not
+            change beside them.
+        M_tiles: blocks along the rows.
+        K_tiles: blocks along the columns.
+    """
+    of_blocks = input[: M_tiles * BLOCK : BLOCK, :K_tiles].t()
+    valid = output[:, :M_tiles]
+    valid.zero_()
+    valid[: K_tiles * BLOCK] = of_blocks.repeat_interleave(BLOCK, 0)[: valid.shape[0]]

@@ -1,4 +1,4 @@
-"""Casting a shard of a master weight into its place in a quantized model weight, for distributed optimizers.
+"""Casting a shard of a master weight into its place in an MXFP8 model weight, for distributed optimizers.
 
 Usage::
 
@@ -7,14 +7,12 @@ Usage::
     multi_tensor_compute_scale_inv_e8m0(2048, None, [[amax], [scale_inv]])
     mxfp8_scaling_partial_cast(shard, rowwise, columnwise, scale_rowwise, scale_columnwise, rows, columns, start_offset)
 
-``common/recipe/mxfp8_scaling.cu``, ``common/recipe/fp8_block_scaling.cu`` and ``common/multi_tensor/compute_scale.cu``
-(TE 2.20); ``pytorch/tensor/utils.py`` calls them. A shard is flat: some consecutive elements of a weight [rows,
+``common/recipe/mxfp8_scaling.cu`` and ``common/multi_tensor/compute_scale.cu`` (TE 2.20); ``pytorch/tensor/utils.py``
+calls them. A shard is flat: some consecutive elements of a weight [rows,
 columns], from ``start_offset`` on.
 """
 
 from __future__ import annotations
-
-from typing import SupportsInt
 
 import torch
 
@@ -22,58 +20,9 @@ from te_precision_callbacks.base.numerics.blocks import block_amaxes
 from te_precision_callbacks.base.numerics.formats import E4M3, E8M0
 from te_precision_callbacks.base.numerics.scaling import e8m0_codes, mxfp8_scale_inv
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension import float8_block, mxfp8
+from te_precision_callbacks.reference.extension import mxfp8
 from te_precision_callbacks.reference.extension.buffers import padded
-from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.multi_tensor import TensorLists, groups
-
-
-@torch.no_grad()
-def fp8_block_scaling_compute_partial_amax(
-    tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
-) -> None:
-    """The amax of each block of 128 x 128 of a weight, over the elements in a shard: 0 for a block without any.
-
-    Args:
-        tensor: the shard, float32 or bfloat16.
-        amax: float32, [h / 128, at least w / 128], written.
-        h: rows of the weight.
-        w: its columns.
-        start_offset: of the shard's first element in the weight.
-        block_len: 128.
-    """
-    _check_block_length(block_len)
-    amaxes = block_amaxes(in_place(tensor.float(), h, w, start_offset), (block_len, block_len))
-    amax[:, : amaxes.shape[1]] = amaxes
-
-
-@torch.no_grad()
-def fp8_block_scaling_partial_cast(
-    inp: torch.Tensor,
-    out: torch.Tensor,
-    scale: torch.Tensor,
-    h: int,
-    w: int,
-    start_offset: int,
-    block_len: int,
-    out_dtype: SupportsInt,
-) -> None:
-    """Quantize a shard with the scales of blocks of 128 x 128.
-
-    Args:
-        inp: the shard, float32 or bfloat16.
-        out: uint8, as many elements, written.
-        scale: float32, [h / 128, at least w / 128]: multiplies the elements.
-        h: rows of the weight.
-        w: its columns.
-        start_offset: of the shard's first element in the weight.
-        block_len: 128.
-        out_dtype: E4M3 or E5M2.
-    """
-    _check_block_length(block_len)
-    row, column = _places(inp, h, w, start_offset)
-    scaled = inp.reshape(-1).float() * scale[row // block_len, column // block_len]
-    out.copy_(fp8_format(out_dtype).encode(scaled).view(out.shape))
 
 
 @torch.no_grad()
@@ -96,7 +45,7 @@ def mxfp8_scaling_compute_partial_amax(
         start_offset: of the shard's first element in the weight.
     """
     _check_mxfp8(rows, cols)
-    weight = in_place(input.float(), rows, cols, start_offset)
+    weight = _in_place(input.float(), rows, cols, start_offset)
     for amax, block in ((amax_rowwise, (1, mxfp8.BLOCK)), (amax_colwise, (mxfp8.BLOCK, 1))):
         amax.copy_(padded(block_amaxes(weight, block), amax.shape))
 
@@ -164,16 +113,11 @@ def _places(shard: torch.Tensor, rows: int, columns: int, start: int) -> tuple[t
     return places // columns, places % columns
 
 
-def in_place(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
+def _in_place(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
     """The weight, with zeros outside the shard, whose first element is element ``start`` of the weight."""
     weight = shard.new_zeros(rows, columns)
     weight[_places(shard, rows, columns, start)] = shard.reshape(-1)
     return weight
-
-
-def _check_block_length(block_len: int) -> None:
-    if block_len != float8_block.BLOCK:
-        raise ReferenceBackendError(f"block_len={block_len}: only {float8_block.BLOCK} is supported.")
 
 
 def _check_mxfp8(rows: int, columns: int) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.enums import NVTE_QKV_Format
+from te_precision_callbacks.reference.extension.missing import refuse
 
 
 @torch.no_grad()
@@ -41,14 +42,14 @@ def fused_rope_forward(
         start_positions: [batch], the position of each sequence's first token; None for 0.
         qkv_format: SBHD, BSHD or THD.
         interleaved: whether neighbours or halves are swapped.
-        cu_seqlens: for THD, [batch + 1]: where each sequence starts, over all ranks of context parallelism.
-        cp_size: ranks that share each sequence; each has one chunk from the front and one from the back.
-        cp_rank: the number of this rank.
+        cu_seqlens: for THD, [batch + 1]: where each sequence starts.
+        cp_size: 1; the backend has no context parallelism.
+        cp_rank: has no effect.
 
     Returns:
         contiguous, the shape and type of ``input``.
     """
-    angles = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
+    angles = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
     return _rotate(input, angles, interleaved, backward=False)
 
 
@@ -64,7 +65,7 @@ def fused_rope_backward(
     cp_rank: int,
 ) -> torch.Tensor:
     """Gradient of :func:`fused_rope_forward`: the reverse rotation, with the same arguments."""
-    angles = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
+    angles = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
     return _rotate(output_grads, angles, interleaved, backward=True)
 
 
@@ -135,9 +136,10 @@ def _angles(
     qkv_format: int,
     cu_seqlens: torch.Tensor | None,
     cp_size: int,
-    cp_rank: int,
 ) -> torch.Tensor:
     """The angles for each token, [..., 1, rotated dimensions], to be multiplied with [..., heads, head size]."""
+    if cp_size > 1:
+        refuse(f"Rotary embedding with cp_size={cp_size}", "context parallelism")
     rotated = freqs.shape[-1]
     if tensor.shape[-1] < rotated:
         raise ReferenceBackendError(f"Heads have {tensor.shape[-1]} dimensions; {rotated} cannot be rotated.")
@@ -145,39 +147,25 @@ def _angles(
     if qkv_format == NVTE_QKV_Format.NVTE_THD:
         if cu_seqlens is None:
             raise ReferenceBackendError("Rotary embedding of tokens without a batch dimension needs cu_seqlens.")
-        places = _places_of_tokens(tensor, cu_seqlens, start_positions, cp_size, cp_rank)
+        places = _places_of_tokens(tensor, cu_seqlens, start_positions)
         return table[places].unsqueeze(1)
     sequence_first = qkv_format == NVTE_QKV_Format.NVTE_SBHD
     length = tensor.shape[0 if sequence_first else 1]
-    if length * cp_size > table.shape[0]:
-        raise ReferenceBackendError(
-            f"Rotary embedding of {length * cp_size} positions; only {table.shape[0]} were made."
-        )
-    places = _places(length, cp_size, cp_rank, tensor.device).unsqueeze(1)
+    if length > table.shape[0]:
+        raise ReferenceBackendError(f"Rotary embedding of {length} positions; only {table.shape[0]} were made.")
+    places = torch.arange(length, device=tensor.device).unsqueeze(1)
     if start_positions is not None:
         places = places + start_positions.long()
     angles = table[places].unsqueeze(2)
     return angles if sequence_first else angles.transpose(0, 1)
 
 
-def _places(length: int, cp_size: int, cp_rank: int, device: torch.device) -> torch.Tensor:
-    """The position of each of a rank's tokens in its sequence, int64, [length]."""
-    places = torch.arange(length, device=device)
-    if cp_size == 1:
-        return places
-    half = length // 2
-    front = places[:half] + cp_rank * half
-    back = places[half:] + length * cp_size - (cp_rank + 1) * half - half
-    return torch.cat([front, back])
-
-
 def _places_of_tokens(
-    tensor: torch.Tensor, cu_seqlens: torch.Tensor, start_positions: torch.Tensor | None, cp_size: int, cp_rank: int
+    tensor: torch.Tensor, cu_seqlens: torch.Tensor, start_positions: torch.Tensor | None
 ) -> torch.Tensor:
     places = torch.zeros(tensor.shape[0], dtype=torch.int64, device=tensor.device)
-    bounds = [bound // cp_size for bound in cu_seqlens.tolist()]
-    for index, (start, end) in enumerate(pairwise(bounds)):
-        places[start:end] = _places(end - start, cp_size, cp_rank, tensor.device)
+    for index, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        places[start:end] = torch.arange(end - start, device=tensor.device)
         if start_positions is not None:
             places[start:end] += start_positions[index].long()
     return places
