@@ -24,6 +24,7 @@ from tests.conftest import feature
 PACKAGE = Path(te_precision_callbacks.__file__).parent
 LOADS_AND_ATTACHES = (
     "config",
+    "session/named_layers.py",
     "session/observed_model.py",
     "instrumentation/refusals.py",
     "instrumentation/upstream.py",
@@ -85,8 +86,8 @@ CASES = {
     "no section": Case({"s": WATCHED | {"enabled": False}}, two, ATTACH),
     "no feature": Case({"s": feature("LogTensorStats", ["all"], enabled=False)}, two, ATTACH),
     "no layer": Case({"s": WATCHED}, plain, ATTACH),
-    "one name twice": Case({"s": WATCHED}, alike, "session/observed_model.py:_take_names"),
-    "names of nvidia-dlfw-inspect": Case(selected(layer_numbers=[1]), blocks, "session/observed_model.py:_take_names"),
+    "one name twice": Case({"s": WATCHED}, alike, "session/observed_model.py:_plan"),
+    "names of nvidia-dlfw-inspect": Case(selected(layer_numbers=[1]), blocks, "session/observed_model.py:_plan"),
     "a GEMM among tensors": Case({"s": GEMM}, two, "config/checking.py:_without_gemms"),
     "a key beside one that decides": Case(
         selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_what_is_ignored"
@@ -102,7 +103,7 @@ CASES = {
 }
 
 LATER = {
-    "session/observed_model.py:_name_by_number": "ranks that have different layers at one path",
+    "session/named_layers.py:_name_by_number": "ranks that have different layers at one path",
     "session/observed_model.py:_say_recomputed": "a checkpoint that computes a forward again outside of te.autocast",
     "session/observed_model.py:follow": "a module that trains outside of the model",
 }
