@@ -94,8 +94,10 @@ def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any
             node = loader.get_single_node()
             if node is None:
                 return None, Places(str(path))
-            if _expanded(node, {}) > MOST_ENTRIES:
-                raise ConfigError(f"{path} {_too_many()}")
+            entries = _expanded(node, {})
+            if entries > MOST_ENTRIES:
+                endless = f"{path}: an anchor contains itself."
+                raise ConfigError(endless if math.isinf(entries) else f"{path} {_too_many()}")
             index = _Index(str(path), _LINE_BREAK.split(text), problems)
             index.enter(node, ())
             return loader.construct_document(node), Places(str(path), index.marks)
