@@ -84,7 +84,8 @@ def where_first(comparison: Comparison) -> Iterator[str]:
     medians = f" (medians of steps {departure.iteration} to {departure.until})" if departure.steps > 1 else ""
     yield (
         f"First at step {first.iteration}: {first.name}, {origin(first)}. {departure.statistic} is"
-        f" {number(departure.b)} instead of {number(departure.a)}{medians}: {difference(departure)}{_beyond(departure)}."
+        f" {number(departure.b)} instead of {number(departure.a)}{medians}:"
+        f" {difference(departure)}{_beyond(departure)}."
     )
     if any(parting.iteration < first.iteration for parting in comparison.parted):
         between = f"between steps {first.since - 1} and {first.iteration}"
