@@ -292,7 +292,7 @@ class RecordedRun:
         if rank is None:
             return (
                 f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with local numbers:"
-                f" {', '.join(map(str, sorted(filter(None, ranks))))}. Choose one with rank=."
+                f" {', '.join(map(str, sorted(rank for rank in ranks if rank is not None)))}. Choose one with rank=."
             )
         return f"rank {rank} has no local {statistic!r} of {tensor!r}. Leave rank= out, or choose another rank."
 

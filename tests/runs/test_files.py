@@ -25,6 +25,7 @@ from te_precision_callbacks.runs import (
     RunError,
     RunWriter,
     SeveralRunsError,
+    UnknownSubjectError,
     list_runs,
     open_run,
     tails,
@@ -561,6 +562,15 @@ def test_other_ranks_write_only_what_is_theirs(tmp_path: Path) -> None:
     assert rows == {("layer0", None): 1.0, ("layer1", 0): 5.0, ("layer1", 1): 6.0}
     assert run.steps["iteration"].to_pylist() == [0, 1]
     assert run.grid("amax", "weight", rank=1).values.tolist() == [[6.0, 6.0]]
+
+
+def test_a_grid_of_what_is_not_reduced_names_the_ranks_that_have_it(tmp_path: Path) -> None:
+    sink = RecordSink(tmp_path)
+    sink.start(info(tmp_path, rank=0, world=2))
+    sink.write(records(0, SeriesTable(), [1.0], own=[True]))
+    sink.close(None)
+    with pytest.raises(UnknownSubjectError, match=r"Ranks with local numbers: 0\. Choose one with rank="):
+        open_run(tmp_path).grid("amax", "weight")
 
 
 def test_a_rank_that_has_nothing_of_its_own_writes_nothing(tmp_path: Path) -> None:
