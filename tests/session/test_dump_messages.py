@@ -189,7 +189,7 @@ def test_a_small_budget_holds_small_files(tmp_path: Path, caplog: pytest.LogCapt
     [
         ({"max_byte": "10 Mo"}, r"'DumpTensors' has no key 'max_byte' (given: '10 Mo'). Did you mean 'max_bytes'"),
         ({"file_format": "pickle"}, "'file_format' of 'DumpTensors' must be one of safetensors, torch, not 'pickle'"),
-        ({"max_bytes": "10M"}, "Did you mean '10MB'?"),
+        ({"max_bytes": "10 MBytes"}, "10 MBytes"),
         ({"when": "non_finite"}, "Did you mean 'nonfinite'?"),
         ({"high_precision_tensor": False}, "would write nothing"),
     ],
