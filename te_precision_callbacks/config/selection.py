@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from te_precision_callbacks.config.interrupting import LIMIT, TookTooLong, at_most
 from te_precision_callbacks.config.problems import ConfigError, Problems, Vocabulary, Where, shown, suggestion
 
 if TYPE_CHECKING:
@@ -50,10 +51,6 @@ SPAN = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 """A number, or a range of numbers, as a text."""
 
 _NEGATIVE = re.compile(r"\(\?<?!")
-
-_ATOM = r"(?:\\.|\[[^\]]{1,99}\]|[^\\()\[\]])"
-_REPEATED_TWICE = re.compile(rf"\((?:\?:)?{_ATOM}[*+]\)[*+{{]|(?:\.[*+]){{2}}")
-"""A repetition inside a repetition, (a+)+, or behind itself, .*.*: both match the same characters in ever more ways."""
 
 _WITHOUT_END = LARGEST_NUMBER + 1
 
@@ -145,12 +142,16 @@ class LayerIndex:
 
         A pattern with a negative look-around is searched only in the name: an alias that lacks the excluded text would
         select a layer that the user meant to leave out.
+
+        Raises:
+            TookTooLong: the search would take forever.
         """
         if pattern.pattern not in self._by_pattern:
             named = [names[:1] for names in self._names] if _NEGATIVE.search(pattern.pattern) else self._names
-            self._by_pattern[pattern.pattern] = [
-                position for position, names in enumerate(named) if any(pattern.search(name) for name in names)
-            ]
+            with at_most(LIMIT):
+                self._by_pattern[pattern.pattern] = [
+                    position for position, names in enumerate(named) if any(pattern.search(name) for name in names)
+                ]
         return self._by_pattern[pattern.pattern]
 
 
@@ -215,11 +216,23 @@ class LayerSelector:
         return cls(parsed[EXACT], parsed[PATTERN], parsed[NUMBERS], parsed[TYPES], place)
 
     def select(self, index: LayerIndex) -> Sequence[int]:
-        """The indices of the selected layers, in increasing order."""
+        """The indices of the selected layers, in increasing order.
+
+        Raises:
+            ConfigError: the regular expression takes too long on these names.
+        """
         if self.exact_names is not None:
             return sorted({position for name in self.exact_names for position in index.named(name)})
         if self.pattern is not None:
-            return index.matching(self.pattern)
+            try:
+                return index.matching(self.pattern)
+            except TookTooLong:
+                raise ConfigError(
+                    f"{self.place(PATTERN)}: {PATTERN!r} {shown(self.pattern.pattern)} was still being searched in the"
+                    f" names of the {len(index.layers)} layers after {LIMIT} seconds. A part of it can match the same"
+                    " characters in many ways, like (a+)+ or .*.*.*: write the pattern without a repetition inside a"
+                    f" repetition, or give {EXACT!r}."
+                ) from None
         numbered = None if self.numbers is None else {p for span in self.numbers for p in index.numbered(*span)}
         if self.types is None:
             return sorted(numbered or ())
@@ -227,7 +240,11 @@ class LayerSelector:
         return sorted(typed if numbered is None else typed & numbered)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
-        """The first of several indexes in which something is selected; if there is none, the first one."""
+        """The first of several indexes in which something is selected; if there is none, the first one.
+
+        Raises:
+            ConfigError: as in :meth:`select`.
+        """
         return next((index for index in indexes if self.select(index)), indexes[0])
 
     def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
@@ -339,11 +356,6 @@ def _pattern(key: str, value: Any, place: Where) -> re.Pattern[str]:
         raise ConfigError(
             f"{place(key)}: {key!r} has {len(value):,} characters; a regular expression here has up to"
             f" {LONGEST_PATTERN:,}. To list layers, use {EXACT!r}."
-        )
-    if twice := _REPEATED_TWICE.search(value):
-        raise ConfigError(
-            f"{place(key)}: {key!r} has {shown(twice[0])}, which repeats a repetition: a search could take practically"
-            " forever. Write a+ in place of (a+)+, and .* in place of .*.*."
         )
     try:
         return re.compile(value)

@@ -52,7 +52,10 @@ class Budget:
                 f" {self.bytes:,} bytes are in use"
             )
         if self.files + 1 > limits.max_files:
-            return f"max_files={limits.max_files:,} is reached: there are {self.files:,} files in the rank's folder"
+            files = f"{self.files:,} file{'' if self.files == 1 else 's'}"
+            return (
+                f"max_files={limits.max_files:,} is reached: the rank's folder has {files}, with those of earlier runs"
+            )
         return why_full(self._folder, nbytes)
 
     def count(self, nbytes: int) -> None:

@@ -203,7 +203,7 @@ def test_a_budget_of_files_counts_those_of_an_earlier_run(tmp_path: Path, caplog
     }, "the second run's first one is beside the first run's, and its second one is not there"
     for name, seed in (("iter_000000/linear.activation", 0), ("iter_000000/linear.activation.1", 10)):
         assert torch.equal(dumps.load(found[f"{name}.safetensors"]).tensors["high_precision"], random(seed))
-    assert len(messages(caplog, "max_files=3 is reached: there are 3 files")) == 1
+    assert len(messages(caplog, "max_files=3 is reached: the rank's folder has 3 files")) == 1
 
 
 # --- conditions ------------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ If a section has several of these keys, nvidia-dlfw-inspect's rule applies:
 
 A section that selects no layer of the model, and an exact name that no layer has, are refused at the start;
 `allow_unmatched=True` turns both into warnings. If other entries of a list match, a type or a number that no layer has
-only causes a warning, since one config may be for several models. A regular expression that repeats a repetition, such
-as `(a+)+` or `.*.*`, is refused: its search could take practically forever.
+only causes a warning, since one config may be for several models. A regular expression whose search in the names takes
+more than half a second is refused.
 
 ### Names
 

@@ -117,7 +117,7 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
     numbers = [(f"{series.last:.3g}", _worst_number(series)) for series in worst]
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
     left = max(width - taken, _LEAST_NAME)
-    longest = max(sum(map(len, _name(series))) for series in worst)
+    longest = max(len(statistic), *(sum(map(len, _name(series))) for series in worst))
     named = min(longest, left if left < 2 * _LEAST_NAME else max(left * 2 // 3, left - _MOST_CURVE - 1))
     room = min(left - named - 1, _MOST_CURVE)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
