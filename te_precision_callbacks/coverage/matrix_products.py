@@ -373,6 +373,7 @@ _OF_ATEN: Mapping[str, _Find] = {
     **dict.fromkeys(_PRODUCTS, _matrices(0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), _matrices(1, 2)),
     **dict.fromkeys(("addmm_", "baddbmm_", "addbmm_", "addmv_"), _matrices(1, 2)),
+    **dict.fromkeys(("_scaled_addmm", "_scaled_addmm_"), _matrices(1, 2)),  # torch 2.15
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
     **dict.fromkeys(("addr", "addr_"), _outer),
     "_euclidean_dist": _distances,
@@ -406,6 +407,7 @@ _OF_ATEN: Mapping[str, _Find] = {
     "_efficient_attention_forward": _attention(backward=False, heads_first=False, bounds=4),
     "_efficient_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
     "_cudnn_attention_forward": _attention(backward=False, heads_first=False, bounds=4),
+    "_cudnn_attention_forward_no_dropout_inplace": _attention(backward=False, heads_first=False, bounds=4, first=1),
     "_cudnn_attention_backward": _attention(backward=True, heads_first=False, bounds=9),
 }  # fmt: skip
 

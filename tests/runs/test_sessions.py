@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     facts = run.segments[0].facts
     assert facts["recipes"] == ["fp8_delayed_scaling"]
     assert facts["te_backend"] in ("reference", "compiled")
-    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch"] == importlib.metadata.version("torch")
     assert "LogTensorStats" in facts["config_text"]
     assert facts["front_door"] == "session"
     assert facts["mesh"] == {}
