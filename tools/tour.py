@@ -231,15 +231,20 @@ def _size(found: re.Match[str]) -> tuple[int, int, int]:
     return int(found["width"]), int(found["height"]), int(found["top"] or 0)
 
 
-def taken(wanted: Sequence[Picture], folder: Path, chromium: str) -> Iterator[tuple[Picture, bytes]]:
+def browser() -> str | None:
+    """The path of Chromium; None if it is not installed."""
+    return shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def taken(wanted: Sequence[Picture], folder: Path, executable: str) -> Iterator[tuple[Picture, bytes]]:
     """The pictures as PNG, of reports in a folder, in the browser of which the path is given."""
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS))
+        launched = playwright.chromium.launch(executable_path=executable, args=list(_ARGUMENTS))
         for picture in wanted:
-            page = browser.new_page(viewport={"width": picture.width, "height": picture.height}, color_scheme="light")
+            page = launched.new_page(viewport={"width": picture.width, "height": picture.height}, color_scheme="light")
             page.goto(f"{(folder / picture.report).as_uri()}#{picture.address}")
             page.wait_for_selector("body[data-shown]")
             for plot in page.locator(".plot").all():
@@ -252,7 +257,7 @@ def taken(wanted: Sequence[Picture], folder: Path, chromium: str) -> Iterator[tu
             image.quantize(128).save(out, format="PNG", optimize=True)
             yield picture, out.getvalue()
             page.close()
-        browser.close()
+        launched.close()
 
 
 @contextmanager
@@ -282,10 +287,10 @@ def main(arguments: Sequence[str]) -> None:
                 print(f"{page.relative_to(ROOT)}: {sum(not output.is_true for output in outputs)} outputs had changed")
         if "--outputs" in arguments:
             return
-        chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-        if chromium is None:
+        executable = browser()
+        if executable is None:
             raise SystemExit("The pictures were not renewed: they need chromium (apt-get install chromium).")
-        for picture, data in taken(pictures(), Path(folder), chromium):
+        for picture, data in taken(pictures(), Path(folder), executable):
             picture.file.write_bytes(data)
             print(f"{picture.file.relative_to(ROOT)}: {len(data) / 1000:.0f} kB")
 

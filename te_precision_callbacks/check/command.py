@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import Observe
@@ -239,4 +240,4 @@ def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torc
 def _without_errors(path: str, config: Config) -> str:
     number, enabled = len(config.sections), len(config.enabled_sections)
     rest = "" if enabled == number else f", of which {number - enabled} not enabled"
-    return f"{path}: no errors in {number} section{'' if number == 1 else 's'}{rest}."
+    return f"{path}: no errors in {many(number, 'section')}{rest}."

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from te_precision_callbacks.base.counts import many
+
 KEPT_FREE = 1 << 30
 """Bytes that stay free on the disk, or a twentieth of the disk if that is less."""
 
@@ -52,7 +54,7 @@ class Budget:
                 f" {self.bytes:,} bytes are in use"
             )
         if self.files + 1 > limits.max_files:
-            files = f"{self.files:,} file{'' if self.files == 1 else 's'}"
+            files = many(self.files, "file")
             return (
                 f"max_files={limits.max_files:,} is reached: the rank's folder has {files}, with those of earlier runs"
             )

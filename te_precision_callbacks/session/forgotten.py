@@ -11,7 +11,7 @@ import torch
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.instrumentation.answers import MOST_FORWARDS
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.session.loop import Loop
 
@@ -80,7 +80,7 @@ class ForgottenSteps:
                 "The optimizer has stepped, but all observed layers are in evaluation mode (%s). Their forwards count"
                 " as evaluations, so nothing is observed and no product is counted. Call model.train() before the"
                 " training, or ignore this warning if the layers are meant to stay so.",
-                " and ".join(folded((named.name for named in modules), most=2)),
+                in_sentence(*(named.name for named in modules), most=2),
             )
         self.has_stepped = True
         self._steps.clear()

@@ -30,7 +30,7 @@ from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.fused import NotFused, choose, paths_in_words
 from te_precision_callbacks.instrumentation.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.instrumentation.upstream import Inspector
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.session.model_changes import ModelChanges
@@ -278,7 +278,7 @@ class ObservedModel:
                 " te.autocast: %s. Only the first forward runs in low precision; the backward does not. %s",
                 len(named),
                 "" if len(named) == 1 else "s",
-                " and ".join(folded(named, most=2)),
+                in_sentence(*named, most=2),
                 _FOR_TRAINER if self._front_door == "transformers" else remedy(Reason.RECOMPUTED, ""),
             )
 

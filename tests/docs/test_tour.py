@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +72,7 @@ def test_each_page_has_one_screen_and_a_picture(tour: ModuleType) -> None:
 
 def test_pictures_show_the_runs(tour: ModuleType, folder: Path, outputs: dict[str, list[object]]) -> None:
     """Pictures that are taken now look like those of the pages: fonts differ between machines, plots do not."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    chromium = tour.browser()
     if chromium is None:
         pytest.skip("pictures are taken with Chromium, which is not installed: apt-get install chromium")
     for picture, data in tour.taken(tour.pictures(), folder, chromium):

@@ -14,12 +14,12 @@ from typing import Any
 import typer
 
 from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import folded, form_of
 from te_precision_callbacks.views.compare.result import Comparison, FactDifference, Parting
 from te_precision_callbacks.views.compare.wording import (
     MOST_NAMES,
     difference,
-    many,
     number,
     of_losses,
     origin,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.views.compare.judging_scales import ZERO_BELOW
 from te_precision_callbacks.views.compare.result import Comparison, Departure, LossComparison, Pairing, Parting
@@ -150,11 +151,6 @@ def number(value: float) -> str:
 
 def _percent(share: float, *, signed: bool = True) -> str:
     return f"{100 * share:{'+' if signed else ''}.3g} %"
-
-
-def many(count: int, what: str) -> str:
-    """A number of things."""
-    return f"{count:,} {what}{'' if count == 1 or what == 'series' else 's'}"
 
 
 def _some(names: Iterable[str]) -> str:
