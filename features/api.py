@@ -146,6 +146,7 @@ class TransformerEngineAPI(UpstreamAPI):
         super().__init__()
         self.observation: Observation
         self._plain: PlainObservation | None = None
+        self._is_planned = False
         self._reduces = True
         self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
@@ -344,6 +345,7 @@ class TransformerEngineAPI(UpstreamAPI):
             if not is_upstream(type(feature)):
                 _warn_if_never_called(name, feature)
         self._plain = plain = PlainObservation()
+        self._is_planned = False
         self._observe(plain)
         # Code that asks Transformer Engine's buffers for the statistics of a step gets those of the engine too.
         STATS_BUFFERS.log_stats = self._log_statistics
@@ -379,8 +381,9 @@ class TransformerEngineAPI(UpstreamAPI):
         found: list[tuple[Measured, int]] = []
         if self._plain is not None:
             group = debug_api.get_tensor_reduction_group()
-            if is_distributed(group):
+            if is_distributed(group) and not self._is_planned:
                 self.plan(config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs)
+                self._is_planned = True
             iteration = TEDebugState.get_iteration() - 1  # it counts before it calls
             found = self._plain.log(iteration, group)
         by_name = {(m.layer, m.tensor, m.statistic, of): torch.tensor(m.value) for all_of, of in found for m in all_of}
