@@ -21,6 +21,7 @@ from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
 from te_precision_callbacks.coverage.micro_batches import Call, leaves
 from te_precision_callbacks.coverage.operator_products import OperatorProducts, in_backward
 from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
@@ -120,7 +121,8 @@ class ModelWatch:
                     self.operators.calls.leave()
             return result
 
-        return around
+        not_compiled: Callable[..., Any] = torch.compiler.disable(around, recursive=False)  # type: ignore[no-untyped-call]
+        return not_compiled
 
     def _end_call(self, call: Call | None, result: Any, *, tells_result: bool) -> None:
         here = self.operators.calls.here
@@ -164,6 +166,7 @@ class ModelWatch:
     def _looks(self) -> bool:
         return self.active and not self.failure and not self._is_paused()
 
+    @outside_of_dynamo
     def _guarded(self, do: Callable[[], ResultT]) -> ResultT | None:
         """What does not reach training if it fails, and is left out after a failure."""
         try:

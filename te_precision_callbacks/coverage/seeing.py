@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
 )
 
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
+
 
 class Watcher(Protocol):
     """What a mode reports to."""
@@ -66,12 +68,17 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a DTensor's runs operators on its shards, which are reported
         result = operator(*arguments, **(keywords or {}))
         if name is not None:
-            try:
-                self.watcher.after(name, arguments, result)
-            except Exception as error:
-                self.watcher.fail(error)
+            self._leave(name, arguments, result)
         return result
 
+    @outside_of_dynamo
+    def _leave(self, name: str, arguments: Sequence[Any], result: Any) -> None:
+        try:
+            self.watcher.after(name, arguments, result)
+        except Exception as error:
+            self.watcher.fail(error)
+
+    @outside_of_dynamo
     def _enter(self, operator: Any, types: Iterable[type], arguments: Sequence[Any]) -> Any:
         """The name of an operator that is reported; None if it only runs, NotImplemented if others do its work."""
         if self._is_over():

@@ -11,6 +11,8 @@ Read from Transformer Engine 2.20.2. While installed, these are replaced, and no
 - ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) in the same way, and ``forward``
   and ``backward`` of ``FusedAttnFunc``.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
+- ``te.Linear.forward``, which ``torch.compile`` takes into the graph as one operator (torch 2.15), with GEMMs that
+  Python never sees. It runs outside of the graph, as the forwards of all other modules do.
 - ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` that have
   GEMMs.
 
@@ -163,6 +165,7 @@ class GemmTap:
         from transformer_engine.pytorch.attention.dot_product_attention import backends
         from transformer_engine.pytorch.cpp_extensions import fused_attn, gemm
         from transformer_engine.pytorch.module import _common, base
+        from transformer_engine.pytorch.module.linear import Linear
         from transformer_engine.pytorch.ops import fuser
 
         self._running.forget()
@@ -182,6 +185,7 @@ class GemmTap:
         module_class = base.TransformerEngineBaseModule
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._seams.replace(module_class, name, around(getattr(module_class, name)))
+        self._seams.replace(Linear, "forward", outside_of_dynamo(Linear.forward))
         for function, high in (*functions_of_modules(), (backends.FusedAttnFunc, None)):
             self._seams.replace(function, "forward", staticmethod(self._around_forward(function.forward, high)))
             self._seams.replace(function, "backward", staticmethod(self._around_backward(function.backward)))
