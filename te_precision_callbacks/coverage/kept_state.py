@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_precision_callbacks.base.vocabulary import class_names, name_of_format
 from te_precision_callbacks.coverage.coverage import StateRow
@@ -68,7 +67,7 @@ class KeptState:
         self._removals: list[Callable[[], None]] = []
 
     def watch(self, model: Model, is_counting: Callable[[], bool]) -> None:
-        """Look at a model, at the calls of its blocks, and at the next steps of its optimizers.
+        """Look at a model, at the calls of its blocks, and at what :meth:`note_step` is called with.
 
         Args:
             model: the model.
@@ -77,7 +76,6 @@ class KeptState:
         self.close()
         roots = [root for _, root in named_roots(model) or ()]
         self._parameters = tuple(dict.fromkeys(parameter for root in roots for parameter in root.parameters()))
-        self._removals.append(register_optimizer_step_post_hook(outside_of_dynamo(self._look)).remove)
 
         def enter(module: torch.nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
             if is_counting():
@@ -153,7 +151,8 @@ class KeptState:
             sizes[subject, dtype] += calls * seen_sizes[call, subject, dtype]
         return tuple(StateRow(*key, count, sizes[key]) for key, count in tensors.items())
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at what an optimizer keeps, after a step of it."""
         try:
             own = set(map(id, self._parameters))
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -78,7 +78,7 @@ class OptimizerSteps:
         on_step: called after each step, with the optimizer.
     """
 
-    def __init__(self, on_step: Callable[[torch.optim.Optimizer], None]) -> None:
+    def __init__(self, *on_step: Callable[[torch.optim.Optimizer], None]) -> None:
         self._on_step = on_step
         self._of: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._most = 0
@@ -102,7 +102,8 @@ class OptimizerSteps:
         """Count a step of an optimizer."""
         count = self._of[optimizer] = self._of.get(optimizer, 0) + 1
         self._most = max(self._most, count)
-        self._on_step(optimizer)
+        for call in self._on_step:
+            call(optimizer)
 
 
 def _after_step(counter: weakref.ref[OptimizerSteps]) -> Callable[..., None]:

@@ -90,6 +90,11 @@ class ModelProducts:
         finally:
             self.close()
 
+    def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at what an optimizer keeps, after one of its steps."""
+        if self.counting:
+            self._watch.state.note_step(optimizer)
+
     def close(self) -> None:
         """Count no longer, and leave torch as it was."""
         self._watch.close()

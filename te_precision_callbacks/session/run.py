@@ -131,7 +131,7 @@ class Run:
         self._written = LogAndRecords(options, findings.log_dir, model.layers.given, ranks)
         self._sinks = Sinks([*self._written.sinks, *sinks, *options.sinks], self._describe, failures)
         self.observation = Observation(engine, recorder)
-        self._optimizer_steps = OptimizerSteps(self._forgotten.note)
+        self._optimizer_steps = OptimizerSteps(self._forgotten.note, self.hooks.products.note_optimizer_step)
         self._delivery = Delivery(
             inspector,
             self.observation,

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 import yaml
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.instrumentation.upstream import Snapshot
@@ -122,6 +123,30 @@ def test_a_session_that_cannot_start_puts_everything_back(tmp_path: Path, keywor
         pass
     assert global_state() == before
     assert module_state(net) == modules
+
+
+@pytest.mark.parametrize("hook_comes_first", [True, False])
+def test_a_step_may_be_called_by_a_hook_of_the_optimizer(tmp_path: Path, hook_comes_first: bool) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    steps: list[Any] = []
+
+    def step(*_: Any) -> None:
+        steps.append(session.step())
+
+    handles = []
+    if hook_comes_first:
+        handles.append(register_optimizer_step_post_hook(step))
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        if not hook_comes_first:
+            handles.append(register_optimizer_step_post_hook(step))
+        for _ in range(2):
+            train_step(net)
+            optimizer.step()
+        handles[0].remove()
+        assert session.coverage().state
+    assert len(steps) == 2
+    assert all(steps)
 
 
 def test_a_schedule_of_an_earlier_session_does_not_silence_the_next(tmp_path: Path) -> None:
