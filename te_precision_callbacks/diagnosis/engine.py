@@ -1,0 +1,122 @@
+"""The incremental engine: rules see each step once, and the verdict is there after each step.
+
+diagnosis = Diagnosis()
+diagnosis.know(facts, iteration)                # when they are known, and when they change
+new = diagnosis.step(numbers)                   # what was found in this step and not before
+diagnosis.verdict                               # all of it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding, NotJudged, Verdict, worst_first
+from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules import RULES
+
+_Key = tuple[str, str, str]
+
+
+class Diagnosis:
+    """Judges a run by the rules.
+
+    Args:
+        rules: the rules.
+    """
+
+    def __init__(self, rules: Iterable[Rule] = RULES) -> None:
+        self._judges: list[tuple[Rule, Judge]] = [(rule, rule.judge()) for rule in rules]
+        self._findings: dict[_Key, Finding] = {}
+        self._failed: dict[str, str] = {}
+        self._facts = Facts()
+        self._last: int | None = None
+        self._steps: list[int] = []
+
+    def know(self, facts: Facts, iteration: int) -> list[Finding]:
+        """Judge facts that are new.
+
+        Returns:
+            The findings that are new, or worse than before.
+        """
+        self._facts = facts
+        return self._judge(iteration, lambda judge: judge.facts(facts, iteration))
+
+    def step(self, numbers: StepNumbers) -> list[Finding]:
+        """Judge the numbers of a step; each step once, in order.
+
+        Returns:
+            The findings that are new, or worse than before.
+        """
+        found = self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts))
+        self._steps.append(numbers.iteration)
+        return found
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the rules say so far."""
+        judged, not_judged = [], []
+        for rule, judge in self._judges:
+            if rule.id in self._failed:
+                not_judged.append(NotJudged(rule.id, self._failed[rule.id], ""))
+            elif judge.judged:
+                judged.append(rule.id)
+            elif judge.applies is not False:
+                not_judged.append(NotJudged(rule.id, f"it needs {rule.needs}", rule.collect))
+        return Verdict(tuple(worst_first(self._findings.values())), tuple(judged), tuple(not_judged))
+
+    def _judge(self, iteration: int, look: Callable[[Judge], Iterable[Sighting]]) -> list[Finding]:
+        changed: dict[_Key, Finding] = {}
+        for rule, judge in self._judges:
+            if rule.id in self._failed:
+                continue
+            try:
+                sightings = list(look(judge))
+            except Exception as error:  # a rule must not end a training; the verdict says that it was not judged
+                self._failed[rule.id] = f"it failed in step {iteration}: {type(error).__name__}: {error}"
+                continue
+            for sighting in sightings:
+                key = (rule.id, sighting.tensor, sighting.key)
+                finding, is_news = self._noted(rule, sighting, self._findings.get(key), iteration)
+                self._findings[key] = finding
+                if is_news:
+                    changed[key] = finding
+        return worst_first(changed.values())
+
+    def _noted(self, rule: Rule, sighting: Sighting, known: Finding | None, iteration: int) -> tuple[Finding, bool]:
+        severity = sighting.severity or rule.severity
+        until = None if sighting.since is None else iteration
+        if known is None:
+            layers = tuple(self._facts.in_order(sighting.layers, sighting.tensor))
+            earlier = [step for step in self._steps if sighting.since is not None and step < sighting.since]
+            return (
+                Finding(
+                    rule=rule.id,
+                    severity=severity,
+                    title=rule.title,
+                    layers=layers,
+                    tensor=sighting.tensor,
+                    statistic=sighting.statistic,
+                    since=sighting.since,
+                    until=until,
+                    last_good=max(earlier, default=None),
+                    seen=sighting.seen,
+                    why=rule.why,
+                    remedy=rule.remedy,
+                    patch=sighting.patch,
+                    disproof=rule.disproof,
+                    source=rule.source,
+                ),
+                True,
+            )
+        more = tuple(layer for layer in sighting.layers if layer not in known.layers)
+        worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
+        seen = sighting.seen if worse else known.seen
+        severity = severity if worse else known.severity
+        layers = (*known.layers, *self._facts.in_order(more, sighting.tensor))
+        if worse and sighting.layers:
+            leading = self._facts.in_order(sighting.layers, sighting.tensor)
+            layers = (*leading, *(layer for layer in layers if layer not in leading))
+        return dataclasses.replace(known, layers=layers, until=until, severity=severity, seen=seen), worse

@@ -1,0 +1,182 @@
+"""The facts about a run that rules use: its layers, their precision, and why a product is not in low precision.
+
+They are made from the rows of the record's tables (:mod:`te_precision_callbacks.runs.tables`), which a live run has
+too, so a live run and a recorded one are judged alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
+from te_precision_callbacks.layers.folding import form_of
+
+Row = Mapping[str, Any]
+
+_BACKWARD = frozenset({"gradient", "dgrad", "wgrad"})
+
+_UNSEEN = 1 << 40
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """A layer.
+
+    Attributes:
+        name: its name.
+        module_class: the class of its module.
+        forward: the place of its forward among those of all layers; None if it was not seen.
+        backward: the same of its backward.
+        formats: tensor -> its format as an operand, such as ``FP8 E4M3``; empty where that is not known.
+        recipe: the name of its recipe; empty without one.
+        shape: m and k of its forward product: its outputs and inputs; empty where they are not known.
+        reasons: GEMM -> the name of the reason why it is not in low precision, and what exactly.
+        low: the GEMMs that run in low precision.
+        never: GEMM -> why it did not run, for those that the step left out.
+    """
+
+    name: str
+    module_class: str = ""
+    forward: int | None = None
+    backward: int | None = None
+    formats: Mapping[str, str] = field(default_factory=dict)
+    recipe: str = ""
+    shape: tuple[int, ...] = ()
+    reasons: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    low: frozenset[str] = frozenset()
+    never: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the script keeps it in high precision, by a region of ``te.autocast(enabled=False)``."""
+        reason, exactly = self.reasons.get("fprop", ("", ""))
+        return reason == "NO_AUTOCAST" and "enabled=False" in exactly
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its weight needs no gradient."""
+        return self.never.get("wgrad", NO_BACKWARD) != NO_BACKWARD
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of an iteration.
+
+    Attributes:
+        layers: name -> layer; in the order of the model.
+        run: what run.json says.
+        states: subject -> the types in which it is kept, as in the table of states.
+        micro_batches: the most calls of a product in a step.
+    """
+
+    layers: Mapping[str, LayerFacts] = field(default_factory=dict)
+    run: Row = field(default_factory=dict)
+    states: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    micro_batches: int = 1
+
+    @classmethod
+    def from_rows(
+        cls,
+        run: Row,
+        layers: Iterable[Row],
+        gemms: Sequence[Row],
+        operands: Iterable[Row],
+        states: Iterable[Row] = (),
+    ) -> Facts:
+        """Facts from rows of the tables of :mod:`te_precision_callbacks.runs.tables` that hold in one iteration."""
+        formats: dict[str, dict[str, str]] = defaultdict(dict)
+        for row in operands:
+            if row["format"]:
+                formats[row["layer"]].setdefault(row["tensor"], row["format"])
+        shapes: dict[str, tuple[int, ...]] = {}
+        recipes: dict[str, str] = {}
+        reasons: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+        low: dict[str, set[str]] = defaultdict(set)
+        never: dict[str, dict[str, str]] = defaultdict(dict)
+        classes: dict[str, str] = {}
+        for row in gemms:
+            name, gemm = row["layer"], row["gemm"]
+            if gemm == "fprop":
+                shapes[name] = (row["m"], row["k"])
+            recipes[name] = row["recipe"] or recipes.get(name, "")
+            classes.setdefault(name, row["family"] or "")
+            if row["runs"] == "never":
+                never[name][gemm] = row["not_run"] or ""
+            if row["runs"] not in ("seen", "planned"):
+                continue
+            if row["reason"]:
+                reasons[name][gemm] = row["reason"], row["reason_ref"] or ""
+            elif row["macs"]:
+                low[name].add(gemm)
+        found = {}
+        rows = {row["layer"]: row for row in layers}
+        for name in dict.fromkeys([*rows, *classes]):
+            row = rows.get(name, {})
+            found[name] = LayerFacts(
+                name,
+                row.get("class") or classes.get(name, ""),
+                row.get("exec_fwd"),
+                row.get("exec_bwd"),
+                formats.get(name, {}),
+                recipes.get(name, ""),
+                shapes.get(name, ()),
+                reasons.get(name, {}),
+                frozenset(low.get(name, ())),
+                never.get(name, {}),
+            )
+        kept: dict[str, set[str]] = defaultdict(set)
+        for row in states:
+            kept[row["subject"]].add(row["dtype"])
+        of_te = [row["calls"] for row in gemms if row["family"] in ("te", "te_ops") and row["gemm"] == "fprop"]
+        most = max(filter(None, of_te), default=1)
+        return cls(found, run, {subject: frozenset(types) for subject, types in kept.items()}, most)
+
+    def place(self, layer: str, tensor: str) -> tuple[int, int]:
+        """A key that orders the tensors of a step by execution: the forward's first, then the backward's.
+
+        Args:
+            layer: the layer.
+            tensor: the tensor.
+        """
+        known = self.layers.get(layer)
+        backward = tensor in _BACKWARD
+        place = None if known is None else known.backward if backward else known.forward
+        return int(backward), _UNSEEN + self._places.get(layer, _UNSEEN) if place is None else place
+
+    def in_order(self, layers: Iterable[str], tensor: str) -> list[str]:
+        """Layers by the order in which a tensor of theirs comes."""
+        return sorted(layers, key=lambda layer: self.place(layer, tensor))
+
+    def format_of(self, layer: str, tensor: str) -> str:
+        """The format of an operand; empty where that is not known."""
+        known = self.layers.get(layer)
+        return "" if known is None else known.formats.get(tensor, "")
+
+    def recipe_of(self, layer: str) -> str:
+        """The recipe of a layer; empty without one."""
+        known = self.layers.get(layer)
+        return "" if known is None else known.recipe
+
+    @functools.cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {name: place for place, name in enumerate(self.layers)}
+
+    @staticmethod
+    def form_of(layer: str) -> str:
+        """A key that layers share whose names differ in their numbers alone."""
+        return form_of(layer)
+
+    def kind_of(self, layer: str) -> str:
+        """A key that alike layers share."""
+        known = self.layers.get(layer)
+        form = form_of(layer)
+        return form if known is None else f"{form}|{known.module_class}|{known.shape}"
+
+
+def at(rows: Iterable[Row], iteration: int) -> list[Row]:
+    """The rows whose span has an iteration."""
+    return [row for row in rows if row["since"] <= iteration and (row["until"] is None or iteration <= row["until"])]

@@ -1,0 +1,159 @@
+"""What a diagnosis finds: findings, and the verdict over all rules.
+
+verdict = session.findings
+str(verdict)            # "1 warning in 9 of 12 rules: the gradient of h.4.mlp.fc1 ..."
+for finding in verdict:
+    print(finding.severity, finding.rule, finding.layers, finding.seen, finding.remedy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from te_precision_callbacks.base import notebooks
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.layers.folding import in_sentence
+
+Severity = Literal["error", "warning", "note"]
+
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+"""From the worst to the least."""
+
+_MOST_NAMES = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong with a run, or that deserves a look.
+
+    Attributes:
+        rule: the id of the rule, as in ``te-precision rules``.
+        severity: ``error``: the run is broken. ``warning``: it loses accuracy, or trains something else than intended.
+            ``note``: healthy runs have it too.
+        title: what the rule looks for.
+        layers: the layers, the first one by order of execution first. The others may have inherited it. Empty where the
+            whole model is meant.
+        tensor: the tensor; empty where none is meant.
+        statistic: the statistic that shows it, as in records; empty where none does.
+        since: the first debug iteration in which it was seen; None for what holds from the start.
+        until: the last one.
+        last_good: the last iteration before ``since`` with numbers that do not show it; None if there is none.
+        seen: what was seen, with numbers.
+        why: why it matters.
+        remedy: what to do.
+        patch: a section for the config that does it, in YAML; empty where there is none.
+        disproof: what would show that nothing is wrong.
+        source: where the rule and its threshold come from.
+    """
+
+    rule: str
+    severity: Severity
+    title: str
+    layers: tuple[str, ...]
+    tensor: str
+    statistic: str
+    since: int | None
+    until: int | None
+    last_good: int | None
+    seen: str
+    why: str
+    remedy: str
+    patch: str
+    disproof: str
+    source: str
+
+    @property
+    def subject(self) -> str:
+        """The tensor and the layers, in few words: ``gradient of h.4.mlp.fc1 and 3 more layers``."""
+        if not self.layers:
+            return "the model"
+        first, more = self.layers[0], len(self.layers) - 1
+        names = in_sentence(*self.layers, most=_MOST_NAMES) if more < _MOST_NAMES else in_sentence(first)
+        others = f" and {many(more, 'more layer')}" if more >= _MOST_NAMES else ""
+        return f"{self.tensor} of {names}{others}" if self.tensor else f"{names}{others}"
+
+    @property
+    def when(self) -> str:
+        """Since which step, in words; empty for what holds from the start."""
+        return "" if self.since is None else f"since step {self.since}"
+
+    def __str__(self) -> str:
+        since = f", {self.when}" if self.when else ""
+        return f"{self.subject}: {self.seen} ({self.rule}{since})"
+
+    def as_json(self) -> dict[str, Any]:
+        """All attributes, as JSON values."""
+        return {**asdict(self), "layers": list(self.layers), "subject": self.subject}
+
+
+class NotJudged(NamedTuple):
+    """A rule that could not be judged.
+
+    Attributes:
+        rule: its id.
+        why: why not.
+        collect: what to collect so that it can be; empty if that is not the reason.
+    """
+
+    rule: str
+    why: str
+    collect: str
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings by severity, and of one severity in the order in which they were found."""
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+@dataclass(frozen=True)
+class Verdict(Sequence[Finding]):
+    """What the rules say about a run. Iterating gives the findings, the worst first.
+
+    Attributes:
+        findings: the findings, the worst first.
+        judged: the ids of the rules that were judged.
+        not_judged: the rules that were not, although they apply to the run.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    judged: tuple[str, ...] = ()
+    not_judged: tuple[NotJudged, ...] = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.findings[index]
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is no error and no warning."""
+        return all(finding.severity == "note" for finding in self.findings)
+
+    @property
+    def summary(self) -> str:
+        """The verdict in one line, without the findings."""
+        rules = f"{len(self.judged)} of {many(len(self.judged) + len(self.not_judged), 'rule')}"
+        if not self.judged:
+            return "Nothing could be judged."
+        counts = [
+            many(count, severity)
+            for severity in SEVERITIES
+            if (count := sum(finding.severity == severity for finding in self.findings))
+        ]
+        if self.healthy:
+            also = f", {counts[0]}" if counts else ""
+            return f"Nothing wrong in {rules} judged{also}."
+        return f"{', '.join(counts)} in {rules} judged."
+
+    def __str__(self) -> str:
+        first = f" First: {self.findings[0]}." if self.findings and not self.healthy else ""
+        return self.summary + first
+
+    def _repr_html_(self) -> str:
+        rows = [(each.severity, each.rule, each.subject, each.seen, each.remedy) for each in self.findings]
+        return notebooks.paragraph(self.summary) + notebooks.table(
+            ("severity", "rule", "subject", "seen", "remedy"), rows
+        )

@@ -1,0 +1,88 @@
+"""What is seen in several due steps in a row. A step without numbers of the statistic does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.rule import Sighting
+
+
+class Lasting(NamedTuple):
+    """Something that was seen in several due steps in a row.
+
+    Attributes:
+        steps: in how many.
+        since: the first one.
+    """
+
+    steps: int
+    since: int
+
+
+class Streaks:
+    """Counts in how many due steps in a row something holds for each layer."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Lasting] = {}
+
+    def hold(self, layers: Iterable[int], iteration: int) -> dict[int, Lasting]:
+        """Layer -> how long it has held, for those in which it holds now; for the others it begins anew."""
+        before, self._held = self._held, {}
+        for layer in layers:
+            last = before.get(layer)
+            self._held[layer] = Lasting(1, iteration) if last is None else Lasting(last.steps + 1, last.since)
+        return self._held
+
+
+class ColumnStreaks:
+    """The streaks of each column that a rule looks at.
+
+    Args:
+        steps: in how many due steps in a row something must hold.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._streaks: dict[object, Streaks] = {}
+
+    def sightings(
+        self,
+        numbers: StepNumbers,
+        facts: Facts,
+        column: Column,
+        holds: npt.NDArray[np.bool_],
+        seen: str,
+        *values: npt.NDArray[np.float64],
+        severity: Severity | None = None,
+        key: str = "",
+    ) -> Iterator[Sighting]:
+        """One sighting of all layers in which something has held for long enough.
+
+        Args:
+            numbers, facts: the step.
+            column: the column.
+            holds: [layers of the column]: in which it holds now.
+            seen: what was seen, with a ``{}`` for each of ``values``.
+            values: [layers of the column], what is put there; of the first layer in order of execution.
+            severity: as in :class:`Sighting`.
+            key: keeps several conditions on a column apart; as in :class:`Sighting`.
+        """
+        streaks = self._streaks.setdefault((column.family, key), Streaks())
+        held = streaks.hold(column.layers[holds].tolist(), numbers.iteration)
+        found = {numbers.names[layer]: last for layer, last in held.items() if last.steps >= self.steps}
+        if not found:
+            return
+        tensor = column.family.tensor
+        layers = facts.in_order(found, tensor)
+        names = [numbers.names[layer] for layer in column.layers.tolist()]
+        since = min(last.since for last in found.values())
+        place = names.index(layers[0])
+        text = seen.format(*(float(each[place]) for each in values))
+        yield Sighting(tuple(layers), tensor, column.family.statistic, text, since, severity, key=key)

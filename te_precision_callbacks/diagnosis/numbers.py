@@ -1,0 +1,131 @@
+"""The numbers of a step, by tensor and statistic: what rules look at.
+
+A step is two arrays, series and values. Steps with the same series, which most are, are split by the same indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.statistics.names import OWN_RECIPE
+from te_precision_callbacks.statistics.series import Family, Series
+
+Places = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float64]
+
+
+class Column(NamedTuple):
+    """A statistic of a tensor in a step, in the layers that have it.
+
+    Attributes:
+        family: the tensor and the statistic.
+        layers: [layers], int64: the number of each layer, which is the same in all steps.
+        values: [layers], float64.
+    """
+
+    family: Family
+    layers: Places
+    values: Values
+
+
+class StepNumbers:
+    """The numbers of a step.
+
+    Attributes:
+        iteration: the debug iteration.
+        names: the name of each layer, by its number.
+    """
+
+    def __init__(self, iteration: int, names: list[str], columns: Mapping[Family, Column]) -> None:
+        self.iteration = iteration
+        self.names = names
+        self._columns = columns
+
+    def all(self, statistic: str, tensors: Iterable[str] = ()) -> Iterator[Column]:
+        """The columns of a statistic: of the tensors themselves, or of what their own recipe has made of them.
+
+        Args:
+            statistic: its plain name, as in the table of docs/statistics.md.
+            tensors: the tensors; all of them if none is given.
+        """
+        wanted = frozenset(tensors)
+        for family, column in self._columns.items():
+            request = family.request
+            if request is None or request.statistic.name != statistic or request.recipe not in (None, OWN_RECIPE):
+                continue
+            if (not wanted or family.tensor in wanted) and not request.columnwise:
+                yield column
+
+    def one(self, statistic: str, tensor: str) -> Column | None:
+        """The column of a statistic of a tensor; None if the step has none."""
+        return next(self.all(statistic, (tensor,)), None)
+
+
+class Splitter:
+    """Splits steps into columns.
+
+    Args:
+        series_of: the series of a number.
+    """
+
+    def __init__(self, series_of: Callable[[int], Series]) -> None:
+        self.names: list[str] = []
+        self._series_of = series_of
+        self._numbers: dict[str, int] = {}
+        self._families: dict[Family, int] = {}
+        self._layer_of = np.empty(0, np.int64)
+        self._family_of = np.empty(0, np.int64)
+        self._last: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._split: list[tuple[Family, Places, Places]] = []
+
+    def step(
+        self, iteration: int, series: npt.NDArray[np.int32], values: Values, unscaled: frozenset[str] = frozenset()
+    ) -> StepNumbers:
+        """The numbers of a step.
+
+        Args:
+            iteration: the debug iteration.
+            series: [numbers], int32.
+            values: [numbers], float64.
+            unscaled: the layers in their first step of delayed scaling, whose statistics of quantization are left out.
+        """
+        if not np.array_equal(series, self._last):
+            self._split_by(series)
+        columns = {}
+        for family, places, layers in self._split:
+            found = values[places]
+            if unscaled and family.is_of_delayed_scaling:
+                kept = np.array([self.names[layer] not in unscaled for layer in layers.tolist()], bool)
+                layers, found = layers[kept], found[kept]
+            if len(layers):
+                columns[family] = Column(family, layers, found)
+        return StepNumbers(iteration, self.names, columns)
+
+    def _split_by(self, series: npt.NDArray[np.int32]) -> None:
+        self._know(int(series.max(initial=-1)) + 1)
+        families = self._family_of[series]
+        order = np.argsort(families, kind="stable")
+        begins = np.flatnonzero(np.diff(families[order], prepend=-1))
+        known = list(self._families)
+        self._split = [
+            (known[int(families[places[0]])], places, self._layer_of[series[places]])
+            for places in np.split(order, begins[1:])
+            if len(places)
+        ]
+        self._last = series.copy()
+
+    def _know(self, count: int) -> None:
+        """Number the layers and families of all series below a number."""
+        new = [self._series_of(number) for number in range(len(self._layer_of), count)]
+        if not new:
+            return
+        layers, families = self._numbers, self._families
+        of_layers = [layers.setdefault(one.layer, len(layers)) for one in new]
+        of_families = [families.setdefault(one.family, len(families)) for one in new]
+        self._layer_of = np.append(self._layer_of, np.array(of_layers, np.int64))
+        self._family_of = np.append(self._family_of, np.array(of_families, np.int64))
+        self.names[len(self.names) :] = list(layers)[len(self.names) :]

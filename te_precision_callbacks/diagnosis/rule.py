@@ -1,0 +1,97 @@
+"""A rule: what is looked for, from what, how bad it is, why, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
+from te_precision_callbacks.diagnosis.numbers import StepNumbers
+
+Subject = Literal["tensor", "layer", "group of alike layers", "model", "config"]
+
+
+class Sighting(NamedTuple):
+    """What a rule has seen in a step.
+
+    Attributes:
+        layers: the layers; they need not be in order.
+        tensor: the tensor; empty where none is meant.
+        statistic: the statistic that shows it; empty where none does.
+        seen: what was seen, with numbers. Of several layers, this is about the first one.
+        since: the first iteration of it; None for what holds from the start.
+        severity: None for that of the rule.
+        patch: a section of a config that mends it; empty where there is none.
+        key: what else keeps findings of a rule and a tensor apart.
+    """
+
+    layers: tuple[str, ...]
+    tensor: str
+    statistic: str
+    seen: str
+    since: int | None
+    severity: Severity | None = None
+    patch: str = ""
+    key: str = ""
+
+
+class Judge:
+    """Judges one rule in one run, step by step. A subclass overrides :meth:`facts` or :meth:`step`.
+
+    Attributes:
+        applies: whether the rule is about what this run has; None as long as that is not known.
+        judged: whether there was enough to judge by.
+    """
+
+    def __init__(self) -> None:
+        self.applies: bool | None = True
+        self.judged = False
+
+    def facts(self, facts: Facts, iteration: int) -> Iterable[Sighting]:
+        """Judge the facts, when they are known and whenever they have changed."""
+        return ()
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterable[Sighting]:
+        """Judge the numbers of a step."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the rule book.
+
+    Attributes:
+        id: its name, for ``te-precision rules ID`` and for ``on_finding=``.
+        title: what is wrong, in one line.
+        subject: what it is about.
+        needs: what it is judged by.
+        collect: what to add to a config to have that, in words.
+        condition: when it fires, with its thresholds.
+        silent: what healthy runs have, and does not count.
+        severity: the worst severity of its findings.
+        recipes: the recipes that it holds for; empty for all.
+        source: where the rule and its thresholds come from.
+        why: why it matters.
+        disproof: what would show that nothing is wrong.
+        remedy: what to do.
+        cost: what the remedy costs; empty if nothing.
+        judge: makes a judge for a run.
+    """
+
+    id: str
+    title: str
+    subject: Subject
+    needs: str
+    collect: str
+    condition: str
+    silent: str
+    severity: Severity
+    source: str
+    why: str
+    disproof: str
+    remedy: str
+    judge: Callable[[], Judge]
+    recipes: tuple[str, ...] = ()
+    cost: str = ""

@@ -1,0 +1,17 @@
+"""The rule book: each rule with its condition, its source and its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from te_precision_callbacks.diagnosis.rule import Rule
+from te_precision_callbacks.diagnosis.rules import gradients, losses, precision, scales, siblings
+
+RULES: Sequence[Rule] = (
+    *losses.RULES,
+    *scales.RULES,
+    *siblings.RULES,
+    *gradients.RULES,
+    *precision.RULES,
+)
+"""All rules. Of two findings of one severity in one step, that of the earlier rule comes first."""

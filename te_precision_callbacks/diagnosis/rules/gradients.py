@@ -1,0 +1,211 @@
+"""Rules on gradients that do not arrive, and on numbers that grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
+from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, most_underflow
+
+DEAD_STEPS = 3
+"""Due steps in a row in which a gradient is 0."""
+
+ZEROS, ZEROS_STEPS = 7.0, 3
+"""Percent of the elements of a weight's gradient that are 0, and due steps in a row."""
+
+GROWTH, GROWTH_STEPS, LEAST_PAST = 6.0, 3, 4
+"""Powers of two above the median of its own past, due steps in a row, and due steps of a past."""
+
+
+class DeadGradient(Judge):
+    """A layer that computes, and whose gradient is 0 or never comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streaks = ColumnStreaks(DEAD_STEPS)
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        gradient = numbers.one("cur_amax", "gradient")
+        if gradient is None:
+            return
+        self.judged = True
+        activation = numbers.one("cur_amax", "activation")
+        if activation is None:
+            works = np.ones(len(gradient.layers), bool)
+        else:
+            active = activation.layers[activation.values != 0]
+            works = np.isin(gradient.layers, active) | ~np.isin(gradient.layers, activation.layers)
+            yield from self._that_never_come(numbers, facts, activation, gradient)
+        yield from self._streaks.sightings(
+            numbers, facts, gradient, (gradient.values == 0) & works, "all elements are 0", key="zero"
+        )
+
+    def _that_never_come(
+        self, numbers: StepNumbers, facts: Facts, activation: Column, gradient: Column
+    ) -> Iterator[Sighting]:
+        names = [numbers.names[layer] for layer in activation.layers.tolist()]
+        learns = np.array([name in facts.layers and not facts.layers[name].is_frozen for name in names])
+        absent = ~np.isin(activation.layers, gradient.layers) & (activation.values != 0) & learns
+        for sighting in self._streaks.sightings(
+            numbers, facts, activation, absent, "no backward reaches the layer", key="absent"
+        ):
+            yield sighting._replace(tensor="gradient")
+
+
+class ZerosInWgrad(Judge):
+    """Zeros in the gradient of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streaks = ColumnStreaks(ZEROS_STEPS)
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for column in numbers.all("zeros%", ("wgrad",)):
+            self.judged = True
+            values = column.values
+            yield from self._streaks.sightings(
+                numbers,
+                facts,
+                column,
+                (values >= ZEROS) & (values < 100),
+                "{:.3g} % of the elements are 0",
+                values,
+            )
+
+
+class Growth(Judge):
+    """A tensor whose amax has grown far above its own past."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streaks = ColumnStreaks(GROWTH_STEPS)
+        self._past: dict[str, list[npt.NDArray[np.float64]]] = {}
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for column in numbers.all("cur_amax"):
+            tensor = column.family.tensor
+            with np.errstate(divide="ignore", invalid="ignore"):
+                now = np.log2(column.values)
+            now[~np.isfinite(now)] = np.nan
+            row = np.full(len(numbers.names), np.nan)
+            row[column.layers] = now
+            past = self._past.setdefault(tensor, [])
+            if len(past) >= LEAST_PAST:
+                self.judged = True
+                before = np.array([_median(past, layer) for layer in column.layers.tolist()])
+                with np.errstate(invalid="ignore"):
+                    grown = now - before
+                    holds = grown >= GROWTH
+                hurts = _hurts(numbers, facts, column) & holds
+                kinds: tuple[tuple[npt.NDArray[np.bool_], Severity], ...] = (
+                    (hurts, "warning"),
+                    (holds & ~hurts, "note"),
+                )
+                for mask, severity in kinds:
+                    yield from self._streaks.sightings(
+                        numbers,
+                        facts,
+                        column,
+                        mask,
+                        "amax is {:.3g} times the median of its past",
+                        np.exp2(grown),
+                        severity=severity,
+                        key=severity,
+                    )
+            past.append(row)
+
+
+def _median(past: list[npt.NDArray[np.float64]], layer: int) -> float:
+    known = [row[layer] for row in past if layer < len(row) and np.isfinite(row[layer])]
+    return float(np.median(known)) if len(known) >= LEAST_PAST else np.nan
+
+
+def _hurts(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
+    """[layers of the column]: whether elements of the tensor are lost."""
+    found = np.zeros(len(column.layers), bool)
+    tensor = column.family.tensor
+    for statistic in ("underflows%", "overflows%"):
+        lost = numbers.one(statistic, tensor)
+        if lost is not None:
+            most = OVERFLOW if statistic == "overflows%" else most_underflow(numbers, facts, lost) / 2
+            found |= np.isin(column.layers, lost.layers[lost.values >= most])
+    return found
+
+
+RULES = (
+    Rule(
+        id="dead-gradient",
+        title="a layer gets no gradient",
+        subject="layer",
+        needs="cur_amax of gradients",
+        collect="LogTensorStats with tensors: [activation, gradient] and stats: [cur_amax], or no config at all",
+        condition=(
+            f"the gradient of a layer is 0, or no backward reaches it although it has a weight to train, in"
+            f" {DEAD_STEPS} due steps in a row in which its activation is not 0"
+        ),
+        silent="the first steps of LoRA and of layers that begin at 0, experts without tokens, frozen layers",
+        severity="warning",
+        source="arithmetic; the number of steps is ours",
+        why="the layer does not learn, and the loss may still fall",
+        disproof="the layer is meant to be frozen. Then set requires_grad=False for its parameters",
+        remedy=(
+            "Look for a detach(), a no_grad() or a product with 0 behind the layer. If the gradient is 0 only in low"
+            " precision, keep the layers behind it in high precision"
+        ),
+        judge=DeadGradient,
+    ),
+    Rule(
+        id="zeros-in-wgrad",
+        title="many elements of a weight's gradient are 0",
+        subject="tensor",
+        needs="zeros% of wgrad",
+        collect="LogTensorStats with tensors: [wgrad] and stats: [zeros%]",
+        condition=f"zeros% of wgrad is at least {ZEROS:g} in {ZEROS_STEPS} due steps in a row, and not 100",
+        silent="activation functions such as ReLU, whose zeros are exact: hence a note",
+        severity="note",
+        source="arXiv 2604.12374, 2.2: 7 % of the parameters at the end of an NVFP4 run, 3 times those of BF16",
+        why=(
+            "an NVFP4 run has about 3 times as many as one in BF16. Those of FC1 come from underflow in FC2's dgrad,"
+            " those of FC2 mainly from underflow in FC1's fprop"
+        ),
+        disproof="a run in BF16 has as many",
+        remedy="Compare with a run in BF16; keep the output projections in MXFP8 or BF16",
+        judge=ZerosInWgrad,
+    ),
+    Rule(
+        id="growth",
+        title="a tensor has grown far above its own past",
+        subject="tensor",
+        needs=f"cur_amax of tensors in more than {LEAST_PAST} due steps",
+        collect="LogTensorStats with stats: [cur_amax], or no config at all; and a longer run",
+        condition=(
+            f"amax is at least 2^{GROWTH:g} times the median of its past in {GROWTH_STEPS} due steps in a row. A note;"
+            " a warning if elements of the tensor overflow, or underflow by half of what the rule underflow takes"
+        ),
+        silent="growth that loses nothing is a note: massive activations are healthy",
+        severity="warning",
+        source="arXiv 2409.12517 (SwiGLU), 2402.17762 (massive activations); the threshold is ours",
+        why=(
+            "outliers grow before a run in FP8 diverges, and one large element makes a tensor's scale too coarse"
+            " for the"
+            " others"
+        ),
+        disproof="amax stops growing, and nothing is lost in quantization",
+        remedy=(
+            "Keep the layer that reads the tensor in high precision (often fc2), use a recipe with a scale for each"
+            " block, or lower the learning rate"
+        ),
+        cost="the layer runs at the speed of BF16",
+        judge=Growth,
+    ),
+)

@@ -1,0 +1,165 @@
+"""Rules on what a step loses: inf and nan, what is above the range of a format, what rounds to 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+
+OVERFLOW, OVERFLOW_STEPS = 0.01, 2
+"""Percent of the elements, and due steps in a row."""
+
+UNDERFLOW = {"NVFP4": 40.0, "MXFP8": 20.0, "FP8": 20.0}
+"""Percent of the elements, by the first word of the format."""
+
+UNDERFLOW_STEPS = 2
+
+_OF_UNKNOWN = max(UNDERFLOW.values())
+
+
+class Nonfinite(Judge):
+    """Inf and nan: the first step that has any, and in it the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_found = False
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        found: dict[tuple[str, str], str] = {}
+        for column in numbers.all("cur_amax"):
+            self.judged = True
+            for layer in column.layers[~np.isfinite(column.values)].tolist():
+                found[numbers.names[layer], column.family.tensor] = "it has inf or nan"
+        for column in numbers.all("nonfinite_num"):
+            self.judged = True
+            some = column.values > 0
+            for layer, count in zip(column.layers[some].tolist(), column.values[some].tolist(), strict=True):
+                found[numbers.names[layer], column.family.tensor] = f"{count:,.0f} elements are inf or nan"
+        if self._is_found or not found:
+            return
+        self._is_found = True
+        layer, tensor = min(found, key=lambda place: facts.place(*place))
+        others = len({name for name, _ in found} - {layer})
+        inherit = f"; {others} more layers have some in the same step" if others else ""
+        yield Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, numbers.iteration)
+
+
+class Overflow(Judge):
+    """Elements above the range of their format, in several due steps in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streaks = ColumnStreaks(OVERFLOW_STEPS)
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for column in numbers.all("overflows%"):
+            self.judged = True
+            values = column.values
+            yield from self._streaks.sightings(
+                numbers,
+                facts,
+                column,
+                values >= OVERFLOW,
+                "{:.3g} % of the elements are above the range of the format",
+                values,
+            )
+
+
+class Underflow(Judge):
+    """Elements that round to 0, in several due steps in a row, far more than the format usually loses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streaks = ColumnStreaks(UNDERFLOW_STEPS)
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for column in numbers.all("underflows%"):
+            self.judged = True
+            values = column.values
+            yield from self._streaks.sightings(
+                numbers,
+                facts,
+                column,
+                values >= most_underflow(numbers, facts, column),
+                "{:.3g} % of the elements round to 0",
+                values,
+            )
+
+
+def most_underflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
+    """[layers of the column]: the percent of elements that round to 0 from which on that is a finding."""
+    formats = (facts.format_of(numbers.names[layer], column.family.tensor) for layer in column.layers.tolist())
+    return np.array([UNDERFLOW.get(text.partition(" ")[0], _OF_UNKNOWN) for text in formats])
+
+
+RULES = (
+    Rule(
+        id="nonfinite",
+        title="inf or nan in a tensor",
+        subject="tensor",
+        needs="nonfinite_num or cur_amax of tensors",
+        collect="LogTensorStats with stats: [nonfinite_num], or no config at all",
+        condition="a tensor has an element that is inf or nan; the first one in order of execution is named",
+        silent="nothing: gradients scaled for FP16 are inf in steps that a GradScaler skips, and this rule names them",
+        severity="error",
+        source="arithmetic",
+        why="inf and nan spread to all weights in the next optimizer step, and training does not recover",
+        disproof="the optimizer has skipped the step, as with a GradScaler",
+        remedy=(
+            "Run the step again with debug='activation_overflow', which stops at the module and batch that made the"
+            " first one. Go back to a checkpoint from before"
+        ),
+        judge=Nonfinite,
+    ),
+    Rule(
+        id="overflow",
+        title="elements above the range of the format",
+        subject="tensor",
+        needs="overflows% of quantized tensors",
+        collect="LogFp8TensorStats with stats: [overflows%], or no config at all",
+        condition=f"overflows% is at least {OVERFLOW:g} in {OVERFLOW_STEPS} due steps in a row",
+        silent="single steps, in which the amax of delayed scaling has grown: the next scale knows it",
+        severity="warning",
+        source="arXiv 2605.26189: a stale amax saturates, invisible in the loss; the threshold is ours",
+        why="the largest elements are cut to the largest code, and they matter most to the product",
+        disproof="a run with current scaling has the same loss",
+        remedy=(
+            "Use Float8CurrentScaling or a block recipe, whose scale fits each step; or shorten amax_history_len, or"
+            " set a margin"
+        ),
+        cost="current scaling reads each tensor once more, for its amax",
+        recipes=("fp8_delayed_scaling",),
+        judge=Overflow,
+    ),
+    Rule(
+        id="underflow",
+        title="far more elements round to 0 than the format usually loses",
+        subject="tensor",
+        needs="underflows% of quantized tensors",
+        collect="LogFp8TensorStats with stats: [underflows%], or no config at all",
+        condition=(
+            "underflows% is at least "
+            + ", ".join(f"{most:g} ({name})" for name, most in UNDERFLOW.items())
+            + f" in {UNDERFLOW_STEPS} due steps in a row"
+        ),
+        silent="the first step of delayed scaling, which has no scale yet; zeros themselves, which lose nothing",
+        severity="warning",
+        source=(
+            "no threshold is published; ours, calibrated on healthy runs. A bad run of BioNeMo's ESM2 peaks at 5.89 %"
+        ),
+        why="what rounds to 0 takes no part in the product; of a gradient, small elements are many and add up",
+        disproof="the same layers in BF16 train to the same loss",
+        remedy="Keep the first of these layers in high precision, or use a recipe with a scale for each block",
+        cost="the layer runs at the speed of BF16",
+        judge=Underflow,
+    ),
+)

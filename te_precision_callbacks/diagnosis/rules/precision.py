@@ -1,0 +1,188 @@
+"""Rules on what runs in which precision, and on what is kept in which type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.layers.folding import in_sentence
+
+LEAST_LOW = 3
+"""Alike layers in low precision that make another one a hole."""
+
+TAIL = 0.15
+"""The last share of the layers that NVFP4 is advised against."""
+
+MANY = 8
+"""Micro-batches in a step."""
+
+_CHOSEN = frozenset({Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.RECIPE_EXCEPTION.name})
+"""The reasons that somebody has chosen."""
+
+
+class Hole(Judge):
+    """A layer in high precision among alike layers in low precision."""
+
+    def facts(self, facts: Facts, iteration: int) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        forms: dict[str, list[LayerFacts]] = {}
+        for layer in facts.layers.values():
+            if layer.reasons or layer.low:
+                forms.setdefault(facts.form_of(layer.name), []).append(layer)
+        self.judged |= bool(forms)
+        for alike in forms.values():
+            low = [layer for layer in alike if "fprop" in layer.low]
+            holes = [layer for layer in alike[1:-1] if _is_hole(layer)]
+            if len(low) < LEAST_LOW or len(holes) >= len(low):
+                continue
+            for reason in dict.fromkeys(layer.reasons["fprop"] for layer in holes):
+                found = [layer.name for layer in holes if layer.reasons["fprop"] == reason]
+                text = Reason[reason[0]].value if reason[0] in Reason.__members__ else reason[0]
+                exactly = f" ({reason[1]})" if reason[1] and reason[1] != text else ""
+                count = f"{len(low)} alike layers are in low precision, such as {in_sentence(low[0].name)}"
+                seen = f"it runs in high precision: {text}{exactly}; {count}"
+                yield Sighting(tuple(found), "", "", seen, None, key=f"{facts.form_of(found[0])} {reason[0]}")
+
+
+def _is_hole(layer: LayerFacts) -> bool:
+    return "fprop" in layer.reasons and layer.reasons["fprop"][0] not in _CHOSEN and not layer.is_explicit
+
+
+class Mxfp8Hybrid(Judge):
+    """Gradients in E5M2 under MXFP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applies = None
+
+    def facts(self, facts: Facts, iteration: int) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        of_recipe = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
+        self.applies = bool(of_recipe)
+        self.judged = self.applies
+        found = [layer.name for layer in of_recipe if layer.formats.get("gradient") == "MXFP8 E5M2"]
+        if found:
+            yield Sighting(tuple(found), "gradient", "", "gradients are in E5M2: the recipe has Format.HYBRID", None)
+
+
+class Nvfp4Tail(Judge):
+    """NVFP4 in the last layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applies = None
+
+    def facts(self, facts: Facts, iteration: int) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
+        self.applies = any(layer.recipe == "nvfp4" for layer in ran)
+        self.judged = self.applies
+        if not self.applies:
+            return
+        ordered = sorted(ran, key=lambda layer: facts.place(layer.name, "activation"))
+        tail = ordered[len(ordered) - max(1, round(TAIL * len(ordered))) :]
+        if all(layer.recipe == "nvfp4" and "fprop" in layer.low for layer in tail):
+            names = tuple(layer.name for layer in tail)
+            yield Sighting(names, "", "", f"the last {len(tail)} of {len(ordered)} layers run in NVFP4", None)
+
+
+class LowPrecisionState(Judge):
+    """Optimizer state and gradients in bfloat16."""
+
+    def facts(self, facts: Facts, iteration: int) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        self.judged |= bool(facts.states)
+        for subject, text in (
+            ("optimizer_state", "the optimizer keeps its state in bfloat16"),
+            ("main_grad", "gradients are accumulated in bfloat16"),
+            ("reduce", "gradients are reduced over ranks in bfloat16"),
+        ):
+            enough = subject == "optimizer_state" or facts.micro_batches >= MANY
+            if enough and "bfloat16" in facts.states.get(subject, ()):
+                over = f" over {facts.micro_batches} micro-batches" if subject != "optimizer_state" else ""
+                yield Sighting((), "", "", f"{text}{over}", None, key=subject)
+
+
+RULES = (
+    Rule(
+        id="hole",
+        title="a layer in high precision among alike layers in low precision",
+        subject="layer",
+        needs="the precision of each product, which every session has",
+        collect="a recorded run, or a session",
+        condition=(
+            f"the forward product of a layer runs in high precision, and those of at least {LEAST_LOW} layers"
+            f" whose names"
+            " differ from its name in numbers alone, and of more than there are such layers, run in low precision"
+        ),
+        silent=(
+            "layers that a section of the config, the recipe or te.autocast(enabled=False) keeps in high"
+            " precision, and the"
+            " first and the last of alike layers"
+        ),
+        severity="warning",
+        source="ours",
+        why="the run is slower than planned, and a comparison with BF16 says less than it seems to",
+        disproof="the layer was left out on purpose, by code that the session cannot see",
+        remedy=(
+            "Do what the reason says: make it a Transformer Engine layer, pad its shape, or call it inside of"
+            " te.autocast"
+        ),
+        judge=Hole,
+    ),
+    Rule(
+        id="mxfp8-hybrid",
+        title="MXFP8 with gradients in E5M2",
+        subject="config",
+        needs="the formats of operands",
+        collect="a recorded run, or a session",
+        condition="a layer with the MXFP8 recipe has gradients in E5M2",
+        silent="FP8 block scaling, for which one user found HYBRID better (NVIDIA/TransformerEngine#2754)",
+        severity="warning",
+        source="NVIDIA-NeMo/Megatron-Bridge#638: training diverged; arXiv 2506.08027: E4M3 everywhere",
+        why="with a scale for 32 elements the range of E4M3 is enough, and E5M2 has one bit of mantissa less",
+        disproof="a run with Format.E4M3 has the same loss",
+        remedy="MXFP8BlockScaling(fp8_format=Format.E4M3), the default of the recipe",
+        recipes=("mxfp8",),
+        judge=Mxfp8Hybrid,
+    ),
+    Rule(
+        id="nvfp4-tail",
+        title="NVFP4 in the last layers",
+        subject="model",
+        needs="the precision of each product, which every session has",
+        collect="a recorded run, or a session",
+        condition=f"all of the last {100 * TAIL:g} % of the layers, in order of execution, run in NVFP4",
+        silent="nothing: a note",
+        severity="note",
+        source="arXiv 2509.25149: a 12B model kept its first 2 and last 8 blocks in BF16; the last 4 suffice",
+        why="long runs with NVFP4 in all linear layers diverged",
+        disproof="short runs and fine-tuning need not show it",
+        remedy="Keep the last layers in BF16 or MXFP8: DisableFP8Layer, or a region of te.autocast",
+        cost="these layers run at the speed of BF16",
+        recipes=("nvfp4",),
+        judge=Nvfp4Tail,
+    ),
+    Rule(
+        id="bf16-state",
+        title="optimizer state or gradients in bfloat16",
+        subject="model",
+        needs="the types of what the optimizer keeps, after its first step",
+        collect="a session over at least one step of the optimizer",
+        condition=(
+            f"optimizer state in bfloat16; gradients accumulated or reduced in it over {MANY} micro-batches or more"
+        ),
+        silent="few micro-batches",
+        severity="note",
+        source=(
+            "Nemotron 3 Ultra: gradients of the output layer accumulated in BF16 were a large run's first divergence"
+        ),
+        why="runs that seem to diverge in FP8 often lose small updates there",
+        disproof="the same run with float32 state has the same loss",
+        remedy="Keep optimizer state, main_grad and reductions in float32",
+        cost="memory: two bytes more for each number",
+        judge=LowPrecisionState,
+    ),
+)

@@ -1,0 +1,109 @@
+"""Rules on the scale of delayed scaling, which is made from earlier steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
+from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+
+TOO_SMALL, TOO_SMALL_STEPS = 0.1, 3
+"""Powers of two by which amax is above the range of the scale, and due steps in a row."""
+
+TOO_LARGE, TOO_LARGE_STEPS, LOST = 6.0, 2, 5.0
+"""Powers of two by which the range is above amax, due steps in a row, and percent of the elements that round to 0."""
+
+_LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
+"""Format of an operand -> its largest number."""
+
+
+class StaleScale(Judge):
+    """The range of a scale of delayed scaling, compared with the amax of the same step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applies = None
+        self._small = ColumnStreaks(TOO_SMALL_STEPS)
+        self._large = ColumnStreaks(TOO_LARGE_STEPS)
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if facts.layers:
+            self.applies = any(layer.recipe == "fp8_delayed_scaling" for layer in facts.layers.values())
+        for scales in numbers.all("scale_inv_max"):
+            tensor = scales.family.tensor
+            amax = numbers.one("cur_amax", tensor)
+            if amax is None:
+                continue
+            amax_of = dict(zip(amax.layers.tolist(), amax.values.tolist(), strict=True))
+            names = [numbers.names[layer] for layer in scales.layers.tolist()]
+            largest = np.array([_largest(facts, name, tensor) for name in names])
+            found = np.array([amax_of.get(layer, np.nan) for layer in scales.layers.tolist()])
+            with np.errstate(divide="ignore", invalid="ignore"):
+                above = np.log2(largest * scales.values / found)
+            above[~np.isfinite(above)] = np.nan
+            self.judged |= bool(np.isfinite(above).any())
+            lost = numbers.one("underflows%", tensor)
+            lost_of = {} if lost is None else dict(zip(lost.layers.tolist(), lost.values.tolist(), strict=True))
+            losing = np.array([lost_of.get(layer, 0.0) for layer in scales.layers.tolist()])
+            with np.errstate(invalid="ignore"):
+                small, large = above <= -TOO_SMALL, (above >= TOO_LARGE) & (losing >= LOST)
+            yield from self._small.sightings(
+                numbers,
+                facts,
+                scales,
+                small,
+                "amax is {:.3g} times the range of its scale",
+                np.exp2(-above),
+                key="small",
+            )
+            yield from self._large.sightings(
+                numbers,
+                facts,
+                scales,
+                large,
+                "the range of its scale is {:.3g} times its amax, and {:.3g} % of the elements round to 0",
+                np.exp2(above),
+                losing,
+                key="large",
+            )
+
+
+def _largest(facts: Facts, layer: str, tensor: str) -> float:
+    """The largest number of an operand's format; nan where the layer does not run delayed scaling."""
+    if facts.recipe_of(layer) != "fp8_delayed_scaling":
+        return float("nan")
+    return _LARGEST.get(facts.format_of(layer, tensor), float("nan"))
+
+
+RULES = (
+    Rule(
+        id="stale-scale",
+        title="the scale of delayed scaling does not fit the tensor",
+        subject="tensor",
+        needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
+        collect="LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax]",
+        condition=(
+            f"amax is above the range of the scale in {TOO_SMALL_STEPS} due steps in a row; or the range is at least"
+            f" 2^{TOO_LARGE:g} times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} due steps in a row"
+        ),
+        silent="the first step, which has no scale yet; single steps of growth",
+        severity="warning",
+        source="arXiv 2605.26189 (a stale amax); the thresholds are ours, calibrated on planted spikes",
+        why="a spike stays in the amax history, and until it has left, small elements round to 0",
+        disproof="underflows% falls when the history has passed the spike",
+        remedy=(
+            "Shorten amax_history_len, use amax_compute_algo='most_recent', or use Float8CurrentScaling. Where"
+            " amax keeps"
+            " rising, look for the cause of the growth"
+        ),
+        cost="current scaling reads each tensor once more, for its amax",
+        recipes=("fp8_delayed_scaling",),
+        judge=StaleScale,
+    ),
+)

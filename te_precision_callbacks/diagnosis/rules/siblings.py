@@ -1,0 +1,164 @@
+"""The rule on tensors that differ from those of alike layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW
+
+LEAST_ALIKE = 6
+"""Alike layers, without the first and the last one."""
+
+FAR, FAR_STEPS = 12.0, 3
+"""Powers of two between neighbours that need no consequence, and due steps in a row."""
+
+NEAR, NEAR_STEPS, LOST = 5.0, 2, 1.0
+"""Powers of two with a consequence, due steps in a row, and percent of the elements that round to 0."""
+
+SPREADS = 6.0
+"""A jump counts from so many median absolute deviations of all steps between neighbours."""
+
+_STATISTICS = ("std", "cur_amax")
+
+_FLOWS_BACK = frozenset({"gradient", "dgrad", "wgrad"})
+
+_FLOWS = frozenset({"activation", "gradient", "dgrad", "output"})
+"""The tensors that one layer hands to the next, so that a jump lasts through the layers that follow."""
+
+
+class Sibling(Judge):
+    """Tensors that are far from the same tensor of alike layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._far, self._near = ColumnStreaks(FAR_STEPS), ColumnStreaks(NEAR_STEPS)
+        self._alike: Mapping[str, Sequence[str]] = {}
+        self._of: Facts | None = None
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for statistic in _STATISTICS:
+            for column in numbers.all(statistic):
+                yield from self._judge(numbers, facts, column, statistic)
+
+    def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
+        tensor = column.family.tensor
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bits = np.log2(column.values)
+        bits[~np.isfinite(bits)] = np.nan
+        jumps = np.zeros(len(bits))
+        groups = self._groups(numbers, facts, column)
+        for places in groups:
+            known = places[np.isfinite(bits[places])]
+            if len(known) < LEAST_ALIKE + 2:
+                continue
+            self.judged = True
+            if np.ptp(bits[known]) >= NEAR:
+                jumps[known] = deviations(bits[known], flows=tensor in _FLOWS)
+        far, some = np.abs(jumps) >= FAR, np.abs(jumps) >= NEAR
+        lossy = some & _loses(numbers, column)
+        of_amax_alone = tensor == "activation" and statistic == "cur_amax"
+        seen = f"{'amax' if statistic == 'cur_amax' else statistic} is {{:.3g}}, {{:.3g}} times that of alike layers"
+        values = column.values, np.exp2(jumps)
+        yield from self._near.sightings(numbers, facts, column, lossy, seen, *values, key="lossy")
+        if of_amax_alone:
+            yield from self._far.sightings(
+                numbers, facts, column, some & ~lossy, seen, *values, severity="note", key="amax"
+            )
+        else:
+            yield from self._far.sightings(numbers, facts, column, far & ~lossy, seen, *values)
+
+    def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
+        """The places in a column of layers that are alike, in the order in which the tensor passes through them."""
+        tensor = column.family.tensor
+        places: dict[tuple[str, str], list[int]] = {}
+        for place, layer in enumerate(column.layers.tolist()):
+            name = numbers.names[layer]
+            places.setdefault((facts.kind_of(name), facts.format_of(name, tensor)), []).append(place)
+        names = [numbers.names[layer] for layer in column.layers.tolist()]
+        return [
+            np.array(sorted(group, key=lambda place: facts.place(names[place], tensor)))
+            for group in places.values()
+            if len(group) >= LEAST_ALIKE + 2
+        ]
+
+
+def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
+    """How many powers of two each of alike layers is away from the others; 0 where that is ordinary.
+
+    The layers form stretches between jumps. A jump is a difference of neighbours that is far from the median of all
+    such differences, which is the trend with depth. The stretches on the level of the most layers are ordinary. Where
+    the tensor flows from layer to layer and a jump up lasts to the end, the layers before the jump are ordinary.
+
+    Args:
+        bits: [layers], the logarithms to base 2, in the order of execution.
+        flows: whether a layer hands the tensor to the next one.
+    """
+    steps = np.diff(bits)
+    trend = np.median(steps)
+    away = steps - trend
+    spread = 1.4826 * np.median(np.abs(away))
+    cuts = np.flatnonzero(np.abs(away) >= max(NEAR, SPREADS * spread)) + 1
+    found = np.zeros(len(bits))
+    if not len(cuts):
+        return found
+    flat = bits - trend * np.arange(len(bits))
+    stretches = np.split(np.arange(len(bits)), cuts)
+    levels = [float(np.median(flat[stretch])) for stretch in stretches]
+    near = [[abs(one - other) < NEAR for other in levels] for one in levels]
+    sizes = [sum(len(other) for other, is_near in zip(stretches, row, strict=True) if is_near) for row in near]
+    ordinary = int(np.argmax(sizes))
+    if flows and len(stretches) == 2 and levels[1] > levels[0] and len(stretches[0]) > 1:
+        ordinary = 0
+    for number, stretch in enumerate(stretches):
+        if not near[ordinary][number]:
+            found[stretch] = flat[stretch] - levels[ordinary]
+    return found
+
+
+def _loses(numbers: StepNumbers, column: Column) -> npt.NDArray[np.bool_]:
+    """[layers of the column]: whether more of the tensor is lost than in most layers."""
+    found = np.zeros(len(column.layers), bool)
+    for statistic, least in (("underflows%", LOST), ("overflows%", OVERFLOW)):
+        lost = numbers.one(statistic, column.family.tensor)
+        if lost is not None:
+            most = max(least, 4 * float(np.median(lost.values)))
+            found |= np.isin(column.layers, lost.layers[lost.values >= most])
+    return found
+
+
+RULES = (
+    Rule(
+        id="sibling",
+        title="a tensor differs from that of alike layers",
+        subject="group of alike layers",
+        needs=f"std or cur_amax of a tensor in at least {LEAST_ALIKE + 2} alike layers",
+        collect="LogTensorStats with stats: [std, cur_amax], or no config at all",
+        condition=(
+            f"between layers whose names differ in numbers alone, of one class, shape and format, the tensor's"
+            f" std or amax"
+            f" jumps by 2^{FAR:g} in {FAR_STEPS} due steps in a row; or by 2^{NEAR:g} in {NEAR_STEPS} and at least"
+            f" {LOST:g} % of its elements round to 0, or {OVERFLOW:g} % overflow, four times more than in most"
+            f" layers. A"
+            f" jump counts from {SPREADS:g} median absolute deviations of the steps between neighbours"
+        ),
+        silent="trends with depth; the amax of activations alone, which is a note; fewer alike layers",
+        severity="warning",
+        source="ours, calibrated on healthy and planted runs; massive activations: arXiv 2402.17762",
+        why="blocks of a model are alike; one that differs by orders of magnitude has a bug or no longer learns",
+        disproof="the model scales this layer on purpose, or its run in BF16 shows the same and trains well",
+        remedy=(
+            "Look at what the first of these layers does otherwise than the others: an initialization, a scaling"
+            " factor, a"
+            " mask. Compare with a run in BF16: te-precision compare"
+        ),
+        judge=Sibling,
+    ),
+)
