@@ -179,4 +179,9 @@ class Facts:
 
 def at(rows: Iterable[Row], iteration: int) -> list[Row]:
     """The rows whose span has an iteration."""
-    return [row for row in rows if row["since"] <= iteration and (row["until"] is None or iteration <= row["until"])]
+
+    def holds(row: Row) -> bool:
+        until = row.get("until")
+        return bool(row["since"] <= iteration and (until is None or iteration <= until))
+
+    return [row for row in rows if holds(row)]

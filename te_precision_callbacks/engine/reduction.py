@@ -169,7 +169,7 @@ class Reduction:
             self._own_layout = _Layout(map(_describe, slots.segments.values()), slots, all_of_them=True)
             self._own_version = slots.version
         layout = self._own_layout
-        layout.pack(slots, NO_STAMP, changed=False, noted=False)
+        layout.pack(slots, NO_STAMP, changed=False, noted=False, stops=False)
         return layout.unpack(layout.merged)
 
     def _reduce(self, messages: Messages, slots: Segments, stamp: Stamp) -> _Layout:
@@ -188,7 +188,7 @@ class Reduction:
                 if not layout.has_one_stamp():
                     self._part(messages, stamp)
                 if not layout.has_changed():
-                    messages.put_noted(layout.is_noted())
+                    messages.put_noted(layout.is_noted(), stops=layout.stops())
                     return layout
             for entry in messages.pooled(news, "names of statistics", why):
                 known = self._agreed.get(entry.key)
@@ -199,9 +199,11 @@ class Reduction:
     def _pack(self, messages: Messages, layout: _Layout, slots: Segments, stamp: Stamp, *, changed: bool) -> None:
         """Put the message together; a neutral one if that fails."""
         try:
-            layout.pack(slots, stamp, changed=changed, noted=messages.note)
+            layout.pack(slots, stamp, changed=changed, noted=messages.note, stops=messages.wants_stop)
         except Exception as error:
-            layout.pack_nothing(stamp, changed=changed, noted=messages.note, rank=messages.rank)
+            layout.pack_nothing(
+                stamp, changed=changed, noted=messages.note, stops=messages.wants_stop, rank=messages.rank
+            )
             self._failure = error
 
     def _tell(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
@@ -287,10 +289,10 @@ def _home(slots: Segments) -> torch.device:
 
 
 _PARTS = len(Stamp._fields)
-_TRAILER = 2 * _PARTS + 3
+_TRAILER = 2 * _PARTS + 4
 """Elements after the maxima: a stamp, its negative, whether the rank has segments that are not in the layout, its note,
-and its number if it could not pack its own numbers."""
-_CHANGED, _NOTED, _FAILED = -3, -2, -1
+whether it wants all ranks to stop, and its number if it could not pack its own numbers."""
+_CHANGED, _NOTED, _STOPS, _FAILED = -4, -3, -2, -1
 _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
 """The parts of a stamp that must be equal come first."""
 
@@ -360,6 +362,10 @@ class _Layout:
         """Whether some rank has a note."""
         return bool(self.merged[_NOTED] > 0)
 
+    def stops(self) -> bool:
+        """Whether some rank wants all to stop."""
+        return bool(self.merged[_STOPS] > 0)
+
     def failed(self) -> int | None:
         """The rank, or the last one, that could not pack its numbers."""
         return int(self.merged[_FAILED]) if self.merged[_FAILED] >= 0 else None
@@ -378,7 +384,7 @@ class _Layout:
         alike: npt.NDArray[np.bool_] = (largest == -smallest) | (largest == NOTHING)
         return alike
 
-    def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, noted: bool) -> None:
+    def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, noted: bool, stops: bool) -> None:
         """Put the message of this rank together: neutral where the rank has nothing to send.
 
         It is made where the measurements are, and copied to the host at once.
@@ -404,20 +410,21 @@ class _Layout:
             message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
         self._host[:-_TRAILER].copy_(message)
         self.merged[: self._due] = due
-        self._end(stamp, changed=changed, noted=noted, rank=None)
+        self._end(stamp, changed=changed, noted=noted, stops=stops, rank=None)
 
-    def pack_nothing(self, stamp: Stamp, *, changed: bool, noted: bool, rank: int) -> None:
+    def pack_nothing(self, stamp: Stamp, *, changed: bool, noted: bool, stops: bool, rank: int) -> None:
         """The same without numbers, in memory that is there."""
         self.merged[: self.split] = 0.0
         self.merged[self.split :] = NOTHING
-        self._end(stamp, changed=changed, noted=noted, rank=rank)
+        self._end(stamp, changed=changed, noted=noted, stops=stops, rank=rank)
 
-    def _end(self, stamp: Stamp, *, changed: bool, noted: bool, rank: int | None) -> None:
+    def _end(self, stamp: Stamp, *, changed: bool, noted: bool, stops: bool, rank: int | None) -> None:
         trailer = self.merged[-_TRAILER:]
         for place, part in enumerate(stamp):
             trailer[place] = part if part >= 0 else NOTHING
             trailer[_PARTS + place] = -part if part >= 0 else NOTHING
-        trailer[_CHANGED], trailer[_NOTED], trailer[_FAILED] = changed, noted, -1 if rank is None else rank
+        trailer[_CHANGED], trailer[_NOTED], trailer[_STOPS] = changed, noted, stops
+        trailer[_FAILED] = -1 if rank is None else rank
 
     def unpack(self, values: Values) -> list[Table]:
         """The segments with an output that is due on some rank, the shards of replicas added up."""

@@ -82,7 +82,7 @@ def _summary(session: Results, precision: Sequence[GemmPrecision], coverage: Cov
         unconverted_table(session.unconverted),
         refused_table(session),
     )
-    statistics = StatisticsTables(session._findings.statistics, _given_names(session))
+    statistics = StatisticsTables(session._results.statistics, _given_names(session))
     logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
