@@ -89,6 +89,11 @@ class Config:
         return str(self.source) if self.source else "a mapping"
 
     @property
+    def is_default(self) -> bool:
+        """Whether it has the section of the defaults: then the session also looks at steps of optimizers."""
+        return any(section.name in DEFAULT_CONFIG for section in self.enabled_sections)
+
+    @property
     def enabled_sections(self) -> tuple[Section, ...]:
         """The enabled sections."""
         return tuple(section for section in self.sections if section.enabled)

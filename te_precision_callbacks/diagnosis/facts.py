@@ -33,6 +33,7 @@ class LayerFacts:
         backward: the same of its backward.
         formats: tensor -> its format as an operand, such as ``FP8 E4M3``; empty where that is not known.
         recipe: the name of its recipe; empty without one.
+        weight_dtype: the types of its weights; empty where they are not known.
         shape: m and k of its forward product: its outputs and inputs; empty where they are not known.
         reasons: GEMM -> the name of the reason why it is not in low precision, and what exactly.
         low: the GEMMs that run in low precision.
@@ -45,6 +46,7 @@ class LayerFacts:
     backward: int | None = None
     formats: Mapping[str, str] = field(default_factory=dict)
     recipe: str = ""
+    weight_dtype: str = ""
     shape: tuple[int, ...] = ()
     reasons: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     low: frozenset[str] = frozenset()
@@ -123,6 +125,7 @@ class Facts:
                 row.get("exec_bwd"),
                 formats.get(name, {}),
                 recipes.get(name, ""),
+                row.get("weight_dtype") or "",
                 shapes.get(name, ()),
                 reasons.get(name, {}),
                 frozenset(low.get(name, ())),

@@ -49,15 +49,18 @@ class StepNumbers:
         """The columns of a statistic: of the tensors themselves, or of what their own recipe has made of them.
 
         Args:
-            statistic: its plain name, as in the table of docs/statistics.md.
+            statistic: its plain name, as in the table of docs/statistics.md, or that of a number that is not there.
             tensors: the tensors; all of them if none is given.
         """
         wanted = frozenset(tensors)
         for family, column in self._columns.items():
             request = family.request
-            if request is None or request.statistic.name != statistic or request.recipe not in (None, OWN_RECIPE):
-                continue
-            if (not wanted or family.tensor in wanted) and not request.columnwise:
+            if request is None:
+                is_it = family.statistic == statistic
+            else:
+                is_own = request.recipe in (None, OWN_RECIPE) and not request.columnwise
+                is_it = is_own and request.statistic.name == statistic
+            if is_it and (not wanted or family.tensor in wanted):
                 yield column
 
     def one(self, statistic: str, tensor: str) -> Column | None:

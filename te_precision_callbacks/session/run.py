@@ -29,6 +29,7 @@ from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.answers import ToldOfForwards
 from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
+from te_precision_callbacks.instrumentation.updates import UpdateWatch
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
@@ -117,6 +118,7 @@ class Run:
         told = ToldOfForwards(
             many_forwards=lambda module: self._forgotten.note_forwards(str(module.name)),
             refused=lambda module, refusal: self.model.note_refusal(module, refusal),
+            number=lambda name, value: self._delivery.take_scalar(name, value),
         )
         engine = StatisticsEngine(results.series, failures.report)
         self.hooks = ForwardHooks(classify, failures, results.audit, told, engine, notices)
@@ -137,7 +139,15 @@ class Run:
         self._diagnosis = LiveDiagnosis(
             results.diagnosis, results.series, ranks, options.on_finding, self._sinks.tell, failures.report
         )
-        self._optimizer_steps = OptimizerSteps(self._forgotten.note, self.hooks.products.note_optimizer_step)
+        self._updates = UpdateWatch(
+            lambda: options.config.is_default and bool(self.hooks.answers.watched.armed),
+            model.is_trained_by,
+            lambda name, value: self._delivery.take_scalar(name, value),
+            failures.report,
+        )
+        self._optimizer_steps = OptimizerSteps(
+            self._forgotten.note, self.hooks.products.note_optimizer_step, self._updates.after_step
+        )
         self._delivery = Delivery(
             inspector,
             self.observation,
@@ -201,6 +211,7 @@ class Run:
             self._written.attach()
             self.model.attach(model, ranks)
             self._judgement.attach(self.model.all_names)
+            self._updates.begin()
             self._optimizer_steps.begin()
             self.overflow.attach(model, ranks.messages)
         ranks.settle()
@@ -487,6 +498,7 @@ class Run:
             if self._ends is not None:
                 then.callback(self._ends.forget_exceptions)
             then.callback(self._optimizer_steps.remove)
+            then.callback(self._updates.remove)
             then.callback(self.resume_audit.end)
             then.callback(self.model.release)
             self._results.iteration = self._delivery.completed

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from te_precision_callbacks.diagnosis.rule import Rule
-from te_precision_callbacks.diagnosis.rules import gradients, losses, precision, scales, siblings
+from te_precision_callbacks.diagnosis.rules import gradients, losses, precision, scales, siblings, updates
 
 RULES: Sequence[Rule] = (
     *losses.RULES,
     *scales.RULES,
+    *updates.RULES,
     *siblings.RULES,
     *gradients.RULES,
     *precision.RULES,
