@@ -2,7 +2,7 @@
 
 Some elements of each weight are looked at, the same before and after the step. Nothing waits for the device.
 
-- :data:`UNCHANGED`: the percent of elements of matrices in bfloat16 or float16, with a gradient, that the step leaves as
+- :data:`UNCHANGED`: the percent of elements of bfloat16 or float16 matrices, with a gradient, that the step leaves as
   they are. An update below half a unit in the last place is lost there, unless the optimizer keeps a master weight or
   what it has rounded off.
 - :data:`BELOW_EPS`: the percent of weights whose gradient is smaller than the ``eps`` that Adam adds to its root mean
