@@ -203,6 +203,7 @@ class _Check:
             tokens=self._tokens,
             tokens_of=None if ran is None else ran.tokens,
         )
+        self._judge(products.coverage)
         if ran is not None and ran.without_kernel:
             self._findings.append(without_kernel(ran.without_kernel))
         if self._is_wanted and not any(product.is_low for product in products.coverage):
@@ -220,6 +221,16 @@ class _Check:
             products.not_counted,
             products.not_reached,
         )
+
+    def _judge(self, coverage: Coverage) -> None:
+        """Judge the plan by the rules on precision."""
+        if self._is_wanted:
+            for found in Diagnosis().know(Facts.of_plan(coverage, recipe_text(self._recipe)), 0):
+                text = f"{found.subject}: {found.seen}. {found.remedy} ({found.rule})."
+                if found.severity == "note":
+                    self._notes.append(text)
+                else:
+                    self._findings.append(Finding("rule", text, found.layers))
 
     def _plan(self) -> Plan:
         """The plan without the layers that Transformer Engine's debug path refuses."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
 from te_precision_callbacks.layers.folding import form_of
 
@@ -137,6 +138,26 @@ class Facts:
         of_te = [row["calls"] for row in gemms if row["family"] in ("te", "te_ops") and row["gemm"] == "fprop"]
         most = max(filter(None, of_te), default=1)
         return cls(found, run, {subject: frozenset(types) for subject, types in kept.items()}, most)
+
+    @classmethod
+    def of_plan(cls, products: Iterable[Product], recipe: str) -> Facts:
+        """Facts from planned products.
+
+        Args:
+            products: the products, in the order of the model.
+            recipe: the name of the recipe; empty without one.
+        """
+        gemms: list[Row] = []
+        operands: list[Row] = []
+        for product in products:
+            if not product.backward or product.family in ("te", "te_ops"):
+                reason = None if product.reason is None else product.reason.name
+                gemms.append({**vars(product), "reason": reason, "recipe": recipe if product.is_low else ""})
+                operands += [
+                    {"layer": product.layer, "tensor": tensor, "format": text}
+                    for tensor, text in product.operands.items()
+                ]
+        return cls.from_rows({}, (), gemms, operands)
 
     def place(self, layer: str, tensor: str) -> tuple[int, int]:
         """A key that orders the tensors of a step by execution: the forward's first, then the backward's.

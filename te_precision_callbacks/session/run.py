@@ -140,7 +140,7 @@ class Run:
             results.diagnosis, results.series, ranks, options.on_finding, self._sinks.tell, failures.report
         )
         self._updates = UpdateWatch(
-            lambda: options.config.is_default and bool(self.hooks.answers.watched.armed),
+            lambda: bool(self.hooks.answers.watched.armed),
             model.is_trained_by,
             lambda name, value: self._delivery.take_scalar(name, value),
             failures.report,
@@ -211,7 +211,8 @@ class Run:
             self._written.attach()
             self.model.attach(model, ranks)
             self._judgement.attach(self.model.all_names)
-            self._updates.begin()
+            if self._options.config.is_default:
+                self._updates.begin()
             self._optimizer_steps.begin()
             self.overflow.attach(model, ranks.messages)
         ranks.settle()

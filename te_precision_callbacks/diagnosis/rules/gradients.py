@@ -147,7 +147,7 @@ def _hurts(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np
     found = np.zeros(len(column.layers), bool)
     tensor = column.family.tensor
     for statistic in ("underflows%", "overflows%"):
-        lost = numbers.one(statistic, tensor)
+        lost = numbers.one(statistic, tensor, facts)
         if lost is not None:
             most = OVERFLOW if statistic == "overflows%" else most_underflow(numbers, facts, lost) / 2
             found |= np.isin(column.layers, lost.layers[lost.values >= most])

@@ -67,7 +67,7 @@ class Overflow(Judge):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        for column in numbers.all("overflows%"):
+        for column in numbers.all("overflows%", facts=facts):
             recipes = [facts.recipe_of(numbers.names[layer]) for layer in column.layers.tolist()]
             values = np.where([recipe in _CAN_OVERFLOW for recipe in recipes], column.values, 0.0)
             self.judged = True
@@ -94,7 +94,7 @@ class Underflow(Judge):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        for column in numbers.all("underflows%"):
+        for column in numbers.all("underflows%", facts=facts):
             self.judged = True
             values = column.values
             yield from self._streaks.sightings(

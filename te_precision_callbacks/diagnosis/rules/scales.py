@@ -35,7 +35,7 @@ class StaleScale(Judge):
         """As of :class:`Judge`."""
         if facts.layers:
             self.applies = any(layer.recipe == "fp8_delayed_scaling" for layer in facts.layers.values())
-        for scales in numbers.all("scale_inv_max"):
+        for scales in numbers.all("scale_inv_max", facts=facts):
             tensor = scales.family.tensor
             amax = numbers.one("cur_amax", tensor)
             if amax is None:
@@ -48,7 +48,7 @@ class StaleScale(Judge):
                 above = np.log2(largest * scales.values / found)
             above[~np.isfinite(above)] = np.nan
             self.judged |= bool(np.isfinite(above).any())
-            lost = numbers.one("underflows%", tensor)
+            lost = numbers.one("underflows%", tensor, facts)
             lost_of = {} if lost is None else dict(zip(lost.layers.tolist(), lost.values.tolist(), strict=True))
             losing = np.array([lost_of.get(layer, 0.0) for layer in scales.layers.tolist()])
             with np.errstate(invalid="ignore"):

@@ -63,7 +63,7 @@ class Sibling(Judge):
             if np.ptp(bits[known]) >= NEAR:
                 jumps[known] = deviations(bits[known], flows=tensor in _FLOWS)
         far, some = np.abs(jumps) >= (OF_WEIGHTS if tensor == "weight" else FAR), np.abs(jumps) >= NEAR
-        lossy = some & _loses(numbers, column)
+        lossy = some & _loses(numbers, facts, column)
         of_amax_alone = tensor == "activation" and statistic == "cur_amax"
         seen = (
             f"{'amax' if statistic == 'cur_amax' else statistic} is {{:.3g}}, {{:.3g}} times {{}} than in alike layers"
@@ -129,11 +129,11 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
     return found
 
 
-def _loses(numbers: StepNumbers, column: Column) -> npt.NDArray[np.bool_]:
+def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
     """[layers of the column]: whether more of the tensor is lost than in most layers."""
     found = np.zeros(len(column.layers), bool)
     for statistic, least in (("underflows%", LOST), ("overflows%", OVERFLOW)):
-        lost = numbers.one(statistic, column.family.tensor)
+        lost = numbers.one(statistic, column.family.tensor, facts)
         if lost is not None:
             most = max(least, 4 * float(np.median(lost.values)))
             found |= np.isin(column.layers, lost.layers[lost.values >= most])
