@@ -32,6 +32,8 @@ from te_precision_callbacks.coverage.contract_keeper import broken_clauses, left
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.planned_products import plan_products
 from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.diagnosis.engine import Diagnosis
+from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers

@@ -41,8 +41,8 @@ class Finding:
     Attributes:
         kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers on
             which no feature can act; ``recipe``, what a recipe or a feature refuses; ``shape``, sizes with which a GEMM
-            does not run; ``high_precision``, nothing runs in low precision; ``rule``, what a rule of the diagnosis finds in the plan; ``contract``, what a contract demands
-            and the plan does not hold.
+            does not run; ``high_precision``, nothing runs in low precision; ``rule``, what one of the rules finds
+            in the plan; ``contract``, what a contract demands and the plan does not hold.
         text: the finding in words, with the layers' names in short.
         layers: the layers, if it is about some.
     """
