@@ -124,6 +124,8 @@ def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ConfigError, match=r"config\.yml' does not exist.*Did you mean 'config\.yaml'"):
         load_config(tmp_path / "config.yml")
+    with pytest.raises(ConfigError, match=r"nosuch\.yaml' does not exist \(looked in '[^']*'\)\.$"):
+        load_config(tmp_path / "nosuch.yaml")
     with pytest.raises(ConfigError, match="folder does not exist either"):
         load_config(tmp_path / "nowhere" / "config.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -200,6 +202,24 @@ def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.Log
     assert load_config({"off": off}).plan(LAYERS, REGISTERED).unmatched == ()
     for body in ({}, {"layers": None}, {"Own": 3}):
         assert load_config({"off": {"enabled": False, **body}}).enabled_sections == ()
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ({"exact_layer_names": ["fc1"]}, r"'fc1' is a part of the name of 2 layers\. .* write layer_types: \[fc1\]"),
+        ({"exact_layer_names": ["LayerNormMLP"]}, r"'LayerNormMLP' is a class of 2 layers\. .*: \[LayerNormMLP\]"),
+        ({"exact_layer_names": ["model.hed"]}, r"Similar names: 'model\.head'"),
+        ({"layer_name_regex_pattern": "^LayerNormMLP"}, r"'LayerNormMLP' is a class of 2 layers\."),
+        ({"layer_name_regex_pattern": r"\d+\.layernorm_mpl\.fc."}, r"Similar names: 'layernorm_mlp'"),
+        ({"layer_types": ["LayerNormMPL"]}, r"Similar names: .*'LayerNormMLP'"),
+    ],
+)
+def test_a_suggestion_is_what_the_selector_takes(block: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        plan(block)
+    if "layer_name_regex_pattern" in block and "class" not in told:
+        assert "LayerNormMLP" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, shortened, shown, suggestion
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, nearest, shortened, shown
 
 MOST_BYTES = 4 * 1024 * 1024
 """The most bytes of a file, and characters of all texts in a mapping."""
@@ -179,7 +179,9 @@ def _similar_files(path: Path) -> str:
         present = [entry.name for entry in path.absolute().parent.iterdir() if entry.suffix in (".yaml", ".yml")]
     except OSError:
         return " That folder does not exist either."
-    return suggestion(path.name, present, known_as="YAML files there")
+    stems = {Path(name).stem: name for name in present}
+    close = [shown(stems[stem]) for stem in nearest(path.stem, stems)]  # an ending is no similarity
+    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def _check_events(text: str, path: Path) -> None:
