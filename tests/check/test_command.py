@@ -234,6 +234,15 @@ def test_findings_end_with_1(here: Path) -> None:
     assert "tokens is 30 and has to be a multiple of 16 (next: 32)" in one_line(told)
     found = as_json("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
     assert [finding["kind"] for finding in found["findings"]] == ["unmatched", "shape"]
+    assert told.startswith("config.yaml: 2 findings on this model, at the end.")
+    assert "no errors" not in told
+
+
+def test_a_section_without_a_layer_can_be_allowed(here: Path) -> None:
+    (here / "config.yaml").write_text(CONFIG.replace("[fc1]", "[fc9]"))
+    told = run("config.yaml", "--model", "my_models:build", "--allow-unmatched")
+    assert told.startswith("config.yaml: no errors in 3 sections")
+    assert "Note: config.yaml, line 4 (section 'watched'): the section 'watched' matches none" in one_line(told)
 
 
 @pytest.mark.usefixtures("here")
@@ -296,6 +305,7 @@ PLAN = "config.yaml --model my_models:build"
     [
         ("confg.yaml", "'confg.yaml' does not exist .* Did you mean 'config.yaml'?"),
         ("config.yaml --tokens 3", "--tokens: it is for a plan; give --model, too"),
+        ("config.yaml --allow-unmatched", "--allow-unmatched: it is for a plan"),
         ("config.yaml --recipe mxfp8", "--recipe: it is for a plan"),
         ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
         ("config.yaml --require 'fp8 >= 1%'", "--require: it is for a plan"),
