@@ -73,6 +73,8 @@ def test_parts_of_names_are_suggested() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("a:\n  b: [*head]", r"'\*head' in line 2 is an undefined alias: .* quote it: '\*head'\.$"),
+        ("a:\n  b: *.fc1\n", r"'\*\.fc1' in line 2 is an undefined alias: .* quote it: '\*\.fc1'\.$"),
         ("a: [1, 2", r"not valid YAML: while parsing a flow sequence that begins in line 1: .*\(line 2 column 1\)"),
         ("a:\n\tenabled: True", r"not valid YAML: there is a tab in line 2 column 1\. YAML indents with spaces"),
         (
@@ -231,6 +233,8 @@ def test_a_suggestion_is_what_the_selector_takes(block: dict[str, Any], told: st
         ({"layer_numbers": [0, "11-20"]}, r"no layer has a number from 11 to 20\."),
         ({"layer_numbers": ["0-20"]}, r"'0-20' goes beyond the layers\. The numbers go from 0 to 10"),
         ({"layer_numbers": ["0-9"]}, None),
+        ({"layer_name_regex_pattern": ""}, r"is empty, which matches every name and selects all layers"),
+        ({"exact_layer_names": ["model.head"], "layer_name_regex_pattern": ""}, "has no effect beside"),
         ({"layer_numbers": ["all"], "layer_types": ["fc1"]}, None),
     ],
 )

@@ -243,6 +243,8 @@ class LayerSelector:
                     parsed[key] = parse(key, block[key], place)
         problems.raise_any()
         _warn_of_what_is_ignored([key for key in SELECTOR_KEYS if key in block], place)
+        if parsed[EXACT] is None:
+            _warn_of_an_empty_pattern(parsed[PATTERN], place)
         return cls(parsed[EXACT], parsed[PATTERN], parsed[NUMBERS], parsed[TYPES], place)
 
     def select(self, index: LayerIndex) -> Sequence[int]:
@@ -343,7 +345,8 @@ def _as_type(word: str, key: str, index: LayerIndex) -> str:
     if key == TYPES or not (index.is_class(word) or (key == EXACT and index.is_part(word))):
         return ""
     what = "a class" if index.is_class(word) else "a part of the name"
-    return f" {shown(word)} is {what} of {many(len(index.of_type(word)), 'layer')}. To select them, write {TYPES}: [{word}]."
+    found = many(len(index.of_type(word)), "layer")
+    return f" {shown(word)} is {what} of {found}. To select them, write {TYPES}: [{word}]."
 
 
 def _no_type(word: str, index: LayerIndex) -> str:
@@ -365,6 +368,16 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
 
 def _unknown_key(key: str, place: Where) -> str:
     return f"{place(key)}: unknown layer selector {shown(key)}.{suggestion(key, SELECTOR_KEYS)}"
+
+
+def _warn_of_an_empty_pattern(pattern: re.Pattern[str] | None, place: Where) -> None:
+    if pattern is not None and not pattern.pattern:
+        logger.warning(
+            "%s: %r is empty, which matches every name and selects all layers. If that is meant, write %s: [all].",
+            place(PATTERN),
+            PATTERN,
+            TYPES,
+        )
 
 
 def _warn_of_what_is_ignored(given: Sequence[str], place: Where) -> None:

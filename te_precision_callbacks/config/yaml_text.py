@@ -31,6 +31,8 @@ DEEPEST = 40
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 """Those of YAML 1.1."""
 
+_ALIAS = re.compile(r"\*[^\s,\]}]*")
+
 _MERGE = "tag:yaml.org,2002:merge"
 
 _BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is thirty times as fast, where PyYAML has it
@@ -118,6 +120,12 @@ def _why_no_yaml(error: yaml.YAMLError, text: str) -> str:
     lines = _LINE_BREAK.split(text)
     if mark.line < len(lines) and lines[mark.line][mark.column : mark.column + 1] == "\t":
         return f"there is a tab in {where}. YAML indents with spaces: write spaces in its place."
+    begins = error.context_mark if "scanning an alias" in (error.context or "") else mark
+    if begins is not None and begins.line < len(lines) and (alias := _ALIAS.match(lines[begins.line][begins.column :])):
+        return (
+            f"{shown(alias[0])} in line {begins.line + 1} is an undefined alias: YAML takes a word that begins with * as"
+            f" the name of an anchor. To write it as text, quote it: {shown(alias[0])}."
+        )
     begun = error.context_mark
     context = f"{error.context or ''}{'' if begun is None else f' that begins in line {begun.line + 1}'}"
     return shortened(" ".join(f"{context}{': ' if context else ''}{error.problem} ({where})".split()))
