@@ -123,8 +123,8 @@ def _why_no_yaml(error: yaml.YAMLError, text: str) -> str:
     begins = error.context_mark if "scanning an alias" in (error.context or "") else mark
     if begins is not None and begins.line < len(lines) and (alias := _ALIAS.match(lines[begins.line][begins.column :])):
         return (
-            f"{shown(alias[0])} in line {begins.line + 1} is an undefined alias: YAML takes a word that begins with * as"
-            f" the name of an anchor. To write it as text, quote it: {shown(alias[0])}."
+            f"{shown(alias[0])} in line {begins.line + 1} is an undefined alias: YAML takes a word that begins with *"
+            f" as the name of an anchor. To write it as text, quote it: {shown(alias[0])}."
         )
     begun = error.context_mark
     context = f"{error.context or ''}{'' if begun is None else f' that begins in line {begun.line + 1}'}"
