@@ -118,7 +118,7 @@ def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Print notes, each as a paragraph of its own; one of several lines has each of them on a line."""
+    """Print notes, each as its own paragraph; one of several lines has each of them on a line."""
     for note in notes:
         typer.echo()
         for number, line in enumerate(note.splitlines()):
