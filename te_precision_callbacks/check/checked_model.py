@@ -103,6 +103,7 @@ def check_model(
     require: ContractSource = None,
     observe: Observe = "auto",
     unconverted: Mapping[str, str] | None = None,
+    allow_unmatched: bool = False,
 ) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
 
@@ -122,6 +123,7 @@ def check_model(
         observe: the path that layers take while features look at their tensors, as the front doors take it.
         unconverted: of a model that Accelerate has converted, the layers that it left out and why, as
             ``te_precision_callbacks.accelerate.unconverted_layers(model)`` has them.
+        allow_unmatched: a section that matches no layer is a note and not a finding.
 
     Raises:
         ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
@@ -136,7 +138,17 @@ def check_model(
     check_value("observe", observe)
     made = recipe_named(recipe) if isinstance(recipe, str) else recipe
     contract = read_contract(require)
-    checked = _Check(model, config, made, tokens, batch, observe, unconverted, is_wanted=recipe != NONE).checked()
+    checked = _Check(
+        model,
+        config,
+        made,
+        tokens,
+        batch,
+        observe,
+        unconverted,
+        is_wanted=recipe != NONE,
+        allow_unmatched=allow_unmatched,
+    ).checked()
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
@@ -163,10 +175,12 @@ class _Check:
         unconverted: Mapping[str, str] | None,
         *,
         is_wanted: bool,
+        allow_unmatched: bool,
     ) -> None:
         self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
         self._observe = observe
         self._unconverted = unconverted
+        self._allow_unmatched = allow_unmatched
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._sections = {section.name: section for section in config.enabled_sections}
@@ -240,7 +254,10 @@ class _Check:
         config = self._config
         drafted = draft(config.enabled_sections, layers, known_features(), layer_names=config.layer_names)
         self._findings += [Finding("config", text) for text in drafted.wrong.texts]
-        self._findings += [Finding("unmatched", text) for text in drafted.missing.texts]
+        if self._allow_unmatched:
+            self._notes += drafted.missing.texts
+        else:
+            self._findings += [Finding("unmatched", text) for text in drafted.missing.texts]
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
         self._notes += filter(

@@ -2,16 +2,16 @@
 
 Segments are matched between ranks by name, never by order, so ranks may hold different layers, and a layer may rest on
 some ranks for a step. The ranks agree on a common layout when a segment comes up that no rank had before: then, and
-only then, names are exchanged. A flag in the vector of maxima says whether a rank has such a segment, so no further
+only then, names are exchanged. A flag in the vector of maxima shows whether a rank has such a segment, so no further
 message is needed to find out.
 
 The maxima also carry each rank's :class:`Stamp`, every part together with its negative, so all ranks learn from the
 same message whether the largest stamp is also the smallest. If not, the ranks are in different iterations, and the
-merged numbers are not used. Different counts of optimizer steps alone, as of ranks with optimizers of their own, are
-only told.
+merged numbers are not used. Different counts of optimizer steps alone, as of ranks with different optimizers, are
+only reported.
 
 A rank that cannot pack its message, since the GPU has no memory left for example, sends neutral numbers of the agreed
-length and says so in them: it costs the step the numbers of this rank, and nothing else. Any other failure makes the
+length and marks them: it costs the step the numbers of this rank, and nothing else. Any other failure makes the
 rank leave the others (:mod:`te_precision_callbacks.base.ranks`), whereupon each has its own numbers.
 
 A tensor of which every rank has a different part is added. Replicas (the weights of a data-parallel group) are merged
@@ -298,7 +298,7 @@ _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
 
 
 class _Layout:
-    """Where each column of each segment stands in the message, and in this rank's vectors.
+    """The place of each column of each segment in the message, and in this rank's vectors.
 
     The first part of the message is summed: for each output of each segment the number of ranks on which the output is
     due; then the columns that are added. The second part is merged by the maximum: the columns of maxima, and all
@@ -310,7 +310,7 @@ class _Layout:
         all_of_them: whether segments that do not contribute are included.
 
     Attributes:
-        merged: the message on the host, in memory of its own: first this rank's, then that of all ranks.
+        merged: the message on the host, in its own memory: first this rank's, then that of all ranks.
         split: how many of its elements are added.
     """
 
@@ -434,7 +434,7 @@ class _Layout:
 
 
 class _Piece(NamedTuple):
-    """Where a segment stands in the message; ``segment`` is this rank's, None if the rank has nothing to send."""
+    """The place of a segment in the message; ``segment`` is this rank's, None if the rank has nothing to send."""
 
     entry: Described
     segment: Segment | None
@@ -456,7 +456,7 @@ class _Block:
 
     @functools.cached_property
     def _cells(self) -> npt.NDArray[np.intp]:
-        """[segments, columns]: where each column stands in the message."""
+        """[segments, columns]: the place of each column in the message."""
         entry = self.pieces[0][0].entry  # all have the same columns
         sums_at, maxima_at = np.array([(piece.sums_at, piece.maxima_at) for piece, _ in self.pieces], dtype=np.intp).T
         return np.concatenate(

@@ -52,8 +52,8 @@ class Messages:
     While the ranks are apart, before :meth:`open` and after any of them has left, nothing is sent.
 
     Args:
-        group: the process group of the training that says which ranks these are; None for all. Nothing is sent on it.
-        purpose: which messages of a process these are, equal on all ranks: each has a meeting of its own.
+        group: the process group of the training that has these ranks; None for all. Nothing is sent on it.
+        purpose: which messages of a process these are, equal on all ranks: each has its own meeting.
 
     Attributes:
         rank, size: this rank's number in the group, and how many ranks it has.
