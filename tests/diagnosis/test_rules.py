@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
+from te_precision_callbacks.config import load_config
 from te_precision_callbacks.diagnosis import RULES, Finding, Verdict
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts
@@ -149,6 +152,15 @@ def test_underflow_by_format(text: str, most: float) -> None:
     below, above = (ordinary(b3_fc1_activation_underflows=most + by) for by in (-1, 1))
     assert not len(judged([below] * 4, known))
     assert only(judged([ordinary(), above, above], known), "underflow").layers == ("h.3.fc1",)
+
+
+def test_the_patch_of_an_underflow_is_a_config() -> None:
+    lossy = ordinary(b3_fc1_activation_underflows=50.0)
+    patch = yaml.safe_load(only(judged([lossy] * 2, facts()), "underflow").patch)
+    (section,) = load_config(patch).enabled_sections
+    assert list(section.effects) == ["DisableFP8Layer"]
+    pattern = patch["keep_in_high_precision"]["layers"]["layer_name_regex_pattern"]
+    assert [layer for layer in LAYERS if re.search(pattern, layer)] == ["h.3.fc1"]
 
 
 def test_the_first_step_of_delayed_scaling_does_not_count() -> None:

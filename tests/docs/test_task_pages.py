@@ -57,12 +57,13 @@ def test_a_loss_that_diverges(capsys: pytest.CaptureFixture[str]) -> None:
     Path("fix.yaml").write_text(fix)
     Path("train.py").write_text(script)
     exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
-    is_shown(page, capsys.readouterr().out)
+    is_shown(page, capsys.readouterr().out, 1)
     exec(compile(again, "again", "exec"), {})
-    parted, losses, fixed = (command(block.strip()) for block in blocks(page, "bash"))
-    assert [code for code, _ in (parted, losses, fixed)] == [1, 0, 0]
+    found, parted, losses, fixed = (command(block.strip()) for block in blocks(page, "bash"))
+    assert [code for code, _ in (found, parted, losses, fixed)] == [1, 1, 0, 0]
+    is_shown(page, found[1])
     for where in ("0 embed gradient", r"\d+ head activation", r"\d+ hidden gradient", r"\d+ loss"):
-        for text in (parted[1], blocks(page, "text")[1]):
+        for text in (parted[1], blocks(page, "text")[2]):
             assert any(re.match(where, line) for line in lines(text)), "later steps and digits may vary"
     assert any(line.startswith("embed activation 98.4") for line in lines(losses[1]))
     assert "Nowhere beyond the noise floor." in fixed[1]

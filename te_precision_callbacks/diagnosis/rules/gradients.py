@@ -11,6 +11,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.patches import keep_high
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, most_underflow
 
@@ -104,7 +105,7 @@ class Growth(Judge):
             hurts = _hurts(numbers, facts, column) & holds
             kinds: tuple[tuple[npt.NDArray[np.bool_], Severity], ...] = ((hurts, "warning"), (holds & ~hurts, "note"))
             for mask, severity in kinds:
-                yield from self._streaks.sightings(
+                for sighting in self._streaks.sightings(
                     numbers,
                     facts,
                     column,
@@ -113,7 +114,8 @@ class Growth(Judge):
                     np.exp2(grown),
                     severity=severity,
                     key=severity,
-                )
+                ):
+                    yield sighting._replace(patch=keep_high(sighting.layers[0]) if severity == "warning" else "")
             begin.add(column.layers, now)
 
 

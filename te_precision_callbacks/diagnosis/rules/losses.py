@@ -10,6 +10,7 @@ import numpy.typing as npt
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.patches import keep_high
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
 OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 2
@@ -97,14 +98,15 @@ class Underflow(Judge):
         for column in numbers.all("underflows%", facts=facts):
             self.judged = True
             values = column.values
-            yield from self._streaks.sightings(
+            for sighting in self._streaks.sightings(
                 numbers,
                 facts,
                 column,
                 values >= most_underflow(numbers, facts, column),
                 "{:.3g} % of the elements round to 0",
                 values,
-            )
+            ):
+                yield sighting._replace(patch=keep_high(sighting.layers[0]))
 
 
 def most_underflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
