@@ -97,11 +97,11 @@ def test_names_of_tensors_and_names_of_a_users_own() -> None:
     ("statistic", "values"),
     [
         ("underflows%", [0.0, 0.1, 99.0, INF]),
-        ("min", [3.0, 0.0, -2.0, -INF]),
+        ("min", [0.0, -2.0, 3.0, -INF]),
         ("mean", [0.0, 0.1, -0.2, 3.0, -INF]),
         ("mxfp8_sqnr_db_columnwise", [INF, 60.0, 20.0, -3.0, -INF]),
         ("mxfp8_e5m2_sqnr_db", [INF, 60.0, 20.0, -3.0, -INF]),
-        ("nvfp4_scale_inv_p1", [2.0, 1.0, 0.0]),
+        ("nvfp4_scale_inv_p1", [0.0, 1.0, 2.0]),
         ("nvfp4_scale_inv_p99", [0.0, 1.0, 2.0]),
         ("block_dynamic_range_min", [0.0, 4.0]),
         ("a_users_own", [0.0, 1.0, -2.0, INF]),
@@ -134,7 +134,7 @@ def test_the_worst_is_of_the_statistic_that_it_is_named_for() -> None:
 
 def test_of_a_series_that_a_step_has_twice_the_worst_counts() -> None:
     """As where a feature of the user's own logs in each micro-batch."""
-    records = step(3, [("a", "max", 9.0), ("a", "max", 2.0)])
+    records = step(3, [("a", "mse", 9.0), ("a", "mse", 2.0)])
     statistics = RunStatistics(records.table)
     statistics.add(records)
     assert [(worst.row.value, worst.iteration) for worst in statistics.worst()] == [(9.0, 3)]

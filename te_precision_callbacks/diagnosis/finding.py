@@ -154,6 +154,16 @@ class Verdict(Sequence[Finding]):
         first = f" First: {self.findings[0]}." if self.findings and not self.healthy else ""
         return self.summary + first
 
+    def as_json(self) -> dict[str, Any]:
+        """The summary, the findings, and which rules were judged and which were not, as JSON values."""
+        return {
+            "summary": self.summary,
+            "healthy": self.healthy,
+            "judged": list(self.judged),
+            "findings": [finding.as_json() for finding in self.findings],
+            "not_judged": [each._asdict() for each in self.not_judged],
+        }
+
     def _repr_html_(self) -> str:
         rows = [(each.severity, each.rule, each.subject, each.seen, each.remedy) for each in self.findings]
         return notebooks.paragraph(self.summary) + notebooks.table(

@@ -257,7 +257,8 @@ class StatisticsTables:
     iteration, where that is another.
 
     There are as many tables as the width asks for, so that no number is broken; those of what is lost come first. Each
-    table has the :data:`MOST_ROWS` tensors that are worst by one of its columns, and names the others below.
+    table has the :data:`MOST_ROWS` tensors that are worst by one of its columns, and names the others below. A
+    statistic without a worse direction has its last value only.
 
     Args:
         statistics: those of the run.
@@ -315,8 +316,11 @@ class StatisticsTables:
         return list(worst), column.tensors[:most].tolist()
 
     def _shown(self, group: Sequence[str]) -> list[int]:
-        """The tensors that a table shows: the worst of each statistic, then the second of each."""
-        ranked, told = zip(*(self._first[statistic] for statistic in group), strict=True)
+        """The tensors that a table shows: the worst of each statistic, then the second of each; where no statistic has
+        a direction in which it gets worse, the largest."""
+        directed = [statistic for statistic in group if self._columns[statistic].family.has_direction]
+        ranked = [self._first[statistic][0] for statistic in directed or group]
+        told = [self._first[statistic][1] for statistic in group]
         taking_turns: Iterator[int | None] = chain.from_iterable(zip_longest(*ranked))
         found = dict.fromkeys(number for number in chain(taking_turns, *told) if number is not None)
         return list(itertools.islice(found, MOST_ROWS))

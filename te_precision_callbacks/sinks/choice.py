@@ -4,8 +4,8 @@ A *series* is one statistic of one tensor of one layer. Series of the same tenso
 value from each layer.
 
 - Until the run has had :data:`MOST_SERIES` series, all of them go to the loggers, whatever is due in a step.
-- In the first step with more, each family gets up to :data:`PLACES` layers, the worst by the table of statistics;
-  series that were logged before stay.
+- In the first step with more, each family gets up to :data:`PLACES` layers, the worst by the table of statistics, or
+  the largest where the table has no direction; series that were logged before stay.
 - A layer that gets worse later takes one of :data:`LATER_PLACES` more places: at once if its value is not finite;
   otherwise if it was, in :data:`PATIENCE` consecutive steps, among the worst of its family, and the worst of the layers
   that are not logged.
@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping, Set
 
 from te_precision_callbacks.sinks.worst import ByLayer, worst_beside
 from te_precision_callbacks.statistics.series import Family
-from te_precision_callbacks.statistics.table import Worse
 
 MOST_SERIES = 2_000
 PLACES = 50
@@ -98,7 +97,7 @@ class SeriesChoice:
     def _take_worst(self, families: Iterable[Family], found: Mapping[Family, ByLayer]) -> None:
         without_order = []
         for family in families:
-            if family.worse is Worse.NEITHER:
+            if family.request is not None and family.request.statistic.is_count and not family.has_direction:
                 without_order.append(family)
                 continue
             ranked = list(worst_beside(PLACES, family, found[family], found))

@@ -62,6 +62,11 @@ class Family:
         """Whether its values get worse in a direction."""
         return self.worse not in (None, Worse.NEITHER)
 
+    @property
+    def is_signed(self) -> bool:
+        """Whether values of either sign are ordinary."""
+        return self.request is not None and self.request.statistic.signed
+
     def leaves_out(self, flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Which numbers are of delayed scaling's first step, which says nothing of others: of those of its statistics.
 

@@ -50,11 +50,13 @@ class Of(Enum):
 
 
 class Worse(Enum):
-    """The direction in which a statistic gets worse, as in the table of docs/statistics.md."""
+    """The direction in which a statistic gets worse, as in the table of docs/statistics.md.
+
+    A magnitude has none: a layer with the largest amax, std or scale may be as healthy as the others.
+    """
 
     HIGH = "high"
     LOW = "low"
-    AWAY_FROM_ZERO = "far from 0"
     NEITHER = ""
 
 
@@ -139,7 +141,9 @@ class Statistic:
         merge: how micro-batches and ranks are merged.
         upstream: whether Transformer Engine 2.20 has the statistic.
         bins: the bins of a histogram.
-        worse: the direction in which a value is worse; lists of the worst layers are sorted by it.
+        worse: the direction in which a value is worse. Lists of the worst layers are sorted by it, and have only
+            statistics with one.
+        signed: whether values of either sign are ordinary.
         misses: statistics of the same quantized tensor that show losses which this one does not; a list of the worst
             layers considers them too.
     """
@@ -153,7 +157,13 @@ class Statistic:
     upstream: bool = False
     bins: Bins | None = None
     worse: Worse = Worse.HIGH
+    signed: bool = False
     misses: tuple[str, ...] = ()
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it counts elements or blocks, as a histogram does too."""
+        return self.unit in (_COUNT, _BLOCKS)
 
     def __reduce__(self) -> tuple[Callable[[str], Statistic], tuple[str]]:
         """Pickle the statistic by its name: another process has the same table."""
@@ -248,7 +258,7 @@ def _range_percentile(percent: int) -> Callable[[Columns], Values]:
 
 _ADD, _EXTREME = "counts and sums added", "the extreme of all"
 _BINNED = "the counts of bins added"
-_ELEMENT, _COUNT, _POWERS, _PERCENT = "of the tensor", "elements", "powers of two", "%"
+_ELEMENT, _COUNT, _BLOCKS, _POWERS, _PERCENT = "of the tensor", "elements", "blocks", "powers of two", "%"
 
 _LOSSES = ("underflows%", "overflows%")
 
@@ -259,19 +269,19 @@ def _share(column: str, of: str) -> Callable[[Columns], Values]:
 
 def _statistics() -> Iterable[Statistic]:
     of_tensor = functools.partial(Statistic, of=Of.TENSOR, upstream=True)
-    least = functools.partial(of_tensor, merge=_EXTREME, worse=Worse.LOW)
-    extreme, added = functools.partial(of_tensor, merge=_EXTREME), functools.partial(of_tensor, merge=_ADD)
+    magnitude = functools.partial(of_tensor, worse=Worse.NEITHER)
+    extreme, added = functools.partial(magnitude, merge=_EXTREME), functools.partial(magnitude, merge=_ADD)
     new = functools.partial(Statistic, of=Of.TENSOR, merge=_ADD)
-    yield least("min", "min(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
+    yield extreme("min", "min(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
     yield extreme("max", "max(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, c["max"]))
-    yield added("mean", "sum(x) / n", _ELEMENT, _mean, worse=Worse.AWAY_FROM_ZERO)
+    yield added("mean", "sum(x) / n", _ELEMENT, _mean, signed=True)
     std = "sqrt((sum(x^2) - sum(x)^2 / n) / (n - 1)); 0 where max(x) = min(x), and for one element"
     yield added("std", std, _ELEMENT, _std)
     yield added("l1_norm", "sum(|x|)", _ELEMENT, lambda c: c["abs_sum"])
     yield added("l2_norm", "sqrt(sum(x^2))", _ELEMENT, lambda c: np.sqrt(c["square_sum"]))
     yield extreme("cur_amax", "max(|x|)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, _amax(c)))
     ratio = "log2(max(|x|)) - log2(min(|x|) over x != 0)"
-    yield extreme("dynamic_range", ratio, _POWERS, _dynamic_range)
+    yield of_tensor("dynamic_range", ratio, _POWERS, _dynamic_range, merge=_EXTREME)
     numel = "number of elements, finite or not"
     yield new("numel", numel, _COUNT, lambda c: c["finite"] + c["nonfinite"], worse=Worse.NEITHER)
     yield new("zeros%", "100 * (number of x = 0) / n", _PERCENT, _share("zeros", of="finite"))
@@ -316,9 +326,8 @@ def _statistics() -> Iterable[Statistic]:
     )
     sqnr = "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x, -inf where `mse` is inf"
     yield quantized("sqnr_db", sqnr, "dB", _sqnr, worse=Worse.LOW, misses=_LOSSES)
-    scales = functools.partial(Statistic, unit=_ELEMENT, of=Of.SCALES)
-    low = Worse.LOW
-    yield scales("scale_inv_min", "smallest factor", value=_least_scale, merge=_EXTREME, upstream=True, worse=low)
+    scales = functools.partial(Statistic, unit=_ELEMENT, of=Of.SCALES, worse=Worse.NEITHER)
+    yield scales("scale_inv_min", "smallest factor", value=_least_scale, merge=_EXTREME, upstream=True)
     yield scales("scale_inv_max", "largest factor", value=_largest_scale, merge=_EXTREME, upstream=True)
     yield scales(
         "scale_inv_std",
@@ -333,19 +342,17 @@ def _statistics() -> Iterable[Statistic]:
 
 def _of_blocks() -> Iterable[Statistic]:
     """The statistics of recipes with a scale for each block."""
-    scale_bins = functools.partial(Statistic, of=Of.SCALE_BINS, merge=_BINNED)
+    scale_bins = functools.partial(Statistic, of=Of.SCALE_BINS, merge=_BINNED, worse=Worse.NEITHER)
     for percent in PERCENTILES:
         formula = f"the factor that {percent} % of them do not exceed, rounded down to 2^(k / 8)"
-        worse = Worse.LOW if percent < 50 else Worse.HIGH
-        yield scale_bins(f"scale_inv_p{percent}", formula, _ELEMENT, _scale_percentile(percent), worse=worse)
+        yield scale_bins(f"scale_inv_p{percent}", formula, _ELEMENT, _scale_percentile(percent))
     yield scale_bins(
         "scale_inv_histogram",
         "for each i from 0 to 2039 the number of factors from 2^(-127 + i / 8) to below 2^(-127 + (i + 1) / 8); i = 0"
         " has the smaller ones too",
-        "blocks",
+        _BLOCKS,
         None,
         bins=SCALES,
-        worse=Worse.NEITHER,
     )
     for name, column, what in (
         ("saturated_scales%", "saturated", "with an x != 0 whose scale is at a limit of its format"),
@@ -387,7 +394,7 @@ def _of_blocks() -> Iterable[Statistic]:
     yield range_bins(
         "block_dynamic_range_histogram",
         "for each i from 0 to 512 the number of blocks from i / 8 to below (i + 1) / 8; i = 512 has the larger ones",
-        "blocks",
+        _BLOCKS,
         None,
         bins=RANGES,
         worse=Worse.NEITHER,

@@ -45,9 +45,11 @@ def record(
         for name, curve in (scalars or {}).items():
             for iteration, value in enumerate(curve.tolist()):
                 run.add_scalars(first + iteration * freq, {name: value})
-        places = [{"layer_id": n, "layer": name, "exec_fwd": n, "exec_bwd": -n} for n, name in enumerate(order)]
+        places = [
+            {"layer_id": n, "layer": name, "exec_fwd": n, "exec_bwd": -n, "since": 0} for n, name in enumerate(order)
+        ]
         run.put_facts("layers", places)
-        run.put_facts("gemms", gemms)
+        run.put_facts("gemms", [{"since": 0, **gemm} for gemm in gemms])
     return open_run(folder)
 
 

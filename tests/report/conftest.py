@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,12 @@ class Look:
 
     def go(self, press: Locator) -> None:
         """Press what leads to another page, and wait until that is drawn."""
+        self.go_by(press.click)
+
+    def go_by(self, act: Callable[[], object]) -> None:
+        """Do what leads to another page, and wait until that is drawn."""
         before = self.page.get_attribute("body", "data-shown")
-        press.click()
+        act()
         self.page.wait_for_function("before => document.body.dataset.shown !== before", arg=before)
 
     def everything_drawn(self) -> int:

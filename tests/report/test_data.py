@@ -19,7 +19,7 @@ from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import ReportError, write_report
-from te_precision_callbacks.views.report.data import PageData, findings
+from te_precision_callbacks.views.report.data import PageData, worst_layers
 from te_precision_callbacks.views.report.histograms import histograms
 from te_precision_callbacks.views.report.overview import ALL_RANKS, Columns, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, Scale, narrowed
@@ -96,7 +96,7 @@ def test_what_is_not_finite_is_the_worst_and_survives() -> None:
     levels = scale.bytes(cells, overview.present[REDUCED])
     assert (levels[0, 0], levels[1, 0]) == (NAN, INF)
     data = PageData.of(run, 10**7)
-    assert math.isnan(data.told["findings"][0]["items"][0]["value"])
+    assert math.isnan(data.told["worst_layers"][0]["items"][0]["value"])
 
 
 def test_the_first_step_of_delayed_scaling_is_no_finding() -> None:
@@ -129,7 +129,7 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     assert overview.worst_at[REDUCED].tolist() == [0]
     told = PageData.of(run, 10**7).told
     assert told["families"][0]["left"] == {}, "the page says nothing of delayed scaling"
-    assert told["findings"] == [{"family": 0, "items": [], "counted": True}]
+    assert told["worst_layers"] == [{"family": 0, "items": [], "counted": True}]
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_badness_is_that_of_families() -> None:
         assert badness(values, sign_of(family.family.worse)).tolist() == [
             family.family.badness(value) for value in values
         ]
-    assert badness(values, sign_of(Worse.AWAY_FROM_ZERO)).tolist() == [0, 3, 2, np.inf, np.inf, np.inf]
+    assert badness(values, sign_of(Worse.NEITHER)).tolist() == [0, 3, 2, np.inf, np.inf, np.inf]
 
 
-def test_findings_leave_out_what_is_as_good_as_can_be() -> None:
+def test_worst_layers_leave_out_what_is_as_good_as_can_be() -> None:
     run = drifting(blocks=2, steps=20, statistics=("nonfinite_num", "numel"), histograms=False)
     made = list(overviews(run, Subjects(run).families, Columns.of(run, 20)))
-    found = findings(made)
+    found = worst_layers(made)
     assert {made[one["family"]].family.statistic for one in found} == {"nonfinite_num"}, "numel has no direction"
     assert [item["layer"] for one in found for item in one["items"]] == [5, 5, 5], "only the layer that has any"
 

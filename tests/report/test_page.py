@@ -17,7 +17,7 @@ from tests.report.runs import PARTS, drifting
 
 pytestmark = pytest.mark.slow  # a browser
 
-PAGES = ("heatmap", "layer", "profile", "config", "summary")
+PAGES = ("findings", "heatmap", "layer", "profile", "config", "summary")
 NOTE = "values-000002.parquet is damaged: iterations 10 to 19 are missing"
 BAD = "decoder.layers.2.mlp.fc1"
 RUN = drifting(blocks=3, steps=40, notes=(NOTE,))
@@ -32,7 +32,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_every_plot_of_every_page_is_drawn(look: Look, report: Path, dark: bool) -> None:
     look.open(report, "page=nowhere", dark=dark)
-    for page, plots in (("heatmap", 1), ("layer", 10), ("profile", 1), ("config", 0), ("summary", 2)):
+    for page, plots in (("findings", 0), ("heatmap", 1), ("layer", 10), ("profile", 1), ("config", 0), ("summary", 2)):
         look.turn(f"page={page}")
         assert look.everything_drawn() == plots
         background = look.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -43,7 +43,7 @@ def test_every_plot_of_every_page_is_drawn(look: Look, report: Path, dark: bool)
 
 def test_the_summary_names_the_worst_and_leads_there(look: Look, report: Path) -> None:
     look.open(report)
-    finding = look.page.locator(".finding").first
+    finding = look.page.locator(".worst").first
     grid = RUN.grid("underflows%", "activation")
     row, column = np.unravel_index(np.argmax(grid.values), grid.values.shape)
     sentence = finding.locator("p").inner_text()
@@ -55,7 +55,7 @@ def test_the_summary_names_the_worst_and_leads_there(look: Look, report: Path) -
     look.go(finding.locator("p a"))
     assert look.page.locator("h1").inner_text() == grid.layers[row]
     look.page.go_back()
-    look.page.wait_for_selector(".finding")
+    look.page.wait_for_selector(".worst")
 
 
 def test_coverage_is_that_of_the_products(look: Look, report: Path) -> None:
@@ -67,7 +67,7 @@ def test_coverage_is_that_of_the_products(look: Look, report: Path) -> None:
     )
     shares = look.plot("plot.data.map((trace) => [trace.name, trace.x[2]])")
     assert shares[0] == ["FP8", pytest.approx(100 * low / sum(RUN.gemms["macs"].to_pylist()))]
-    assert "DisableFP8GEMM in config.yaml:7" in look.page.locator(".card").first.inner_text()
+    assert "DisableFP8GEMM in config.yaml:7" in look.page.locator(".card", has_text="Coverage").first.inner_text()
 
 
 def test_hover_tells_the_exact_number_and_a_click_opens_the_layer(look: Look, report: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_run_of_the_default_config(look: Look, tmp_path: Path) -> None:
 
 
 def test_a_plot_is_covered_by_nothing_and_saved_as_a_picture(look: Look, report: Path) -> None:
-    look.open(report, "page=heatmap")
+    look.open(report, "page=heatmap&statistic=underflows%25&tensor=activation")
     look.everything_drawn()
     box = look.page.locator(".plot").bounding_box()
     assert box is not None
@@ -310,7 +310,7 @@ def test_a_plot_is_covered_by_nothing_and_saved_as_a_picture(look: Look, report:
 
 def test_the_trainers_step_is_beside_the_iteration(look: Look, tmp_path: Path) -> None:
     with RunWriter.begin(tmp_path) as run:
-        number = run.series("fc1", "weight", "cur_amax")
+        number = run.series("fc1", "weight", "mse")
         for step in range(10):
             run.add_step(step, logging_step=step + 1)
             run.add_values(step, np.array([number], np.int32), np.array([2.0 + step]))

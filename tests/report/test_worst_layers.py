@@ -112,7 +112,7 @@ def test_the_report_names_the_same(trained: Trained) -> None:
     told = PageData.of(trained.run, 10**7).told
     of_page = {
         (told["families"][finding["family"]]["statistic"], told["families"][finding["family"]]["tensor"]): finding
-        for finding in told["findings"]
+        for finding in told["worst_layers"]
     }
     of_numbers = {(each["statistic"], each["tensor"]): each["layers"] for each in numbers(trained.run)["worst"]}
     for tensor in ("activation", "weight", "gradient"):
@@ -152,7 +152,7 @@ def test_the_summary_names_the_same(trained: Trained, monkeypatch: pytest.Monkey
 @pytest.mark.slow  # a browser
 def test_the_page_says_why_a_layer_is_listed(trained: Trained, look: Look, tmp_path: Path) -> None:
     look.open(write_report(trained.run, tmp_path / "report.html"))
-    card = look.page.locator(".finding", has_text="sqnr_db of weight")
+    card = look.page.locator(".worst", has_text="sqnr_db of weight")
     (row, *_) = card.locator("tbody tr").all()
     assert row.locator("small").inner_text().startswith("worst underflows% ")
     assert row.locator("a").first.inner_text() in trained.lossy

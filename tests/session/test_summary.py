@@ -58,8 +58,8 @@ def test_no_number_and_no_header_is_broken(session: InspectSession, width: int) 
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     worst = {tuple(worst.row[:4]): worst for worst in session.worst_statistics}
-    for statistic in {row.statistic for row in session.last_statistics}:
-        # The worst of each: a table has it first, or at least among its rows.
+    for statistic in {worst.row.statistic for worst in session.worst_statistics}:
+        # The worst of each that has a direction: a table has it first, or at least among its rows.
         rows = [row for row in session.last_statistics if row.statistic == statistic]
         row = max(rows, key=lambda row: family_of(row.tensor, statistic).badness(worst[row[:4]].row.value))
         last, lost = f"{row.value:.3g}", f"{worst[row[:4]].row.value:.3g}"
@@ -71,10 +71,9 @@ def test_no_number_and_no_header_is_broken(session: InspectSession, width: int) 
 
 
 def test_the_worst_stands_beside_the_last(session: InspectSession) -> None:
-    last = next(row for row in session.last_statistics if (row.tensor, row.statistic) == ("gradient", "cur_amax"))
-    (worst,) = (worst for worst in session.worst_statistics if worst.row[:4] == last[:4])
-    assert worst.iteration == 0
-    assert worst.row.value > 100 * last.value
+    found = {tuple(row[:4]): row.value for row in session.last_statistics}
+    assert any(worst.row.value > found[worst.row[:4]] and not worst.iteration for worst in session.worst_statistics)
+    assert not any(worst.row.statistic == "cur_amax" for worst in session.worst_statistics), "no amax is bad"
 
 
 def test_names_are_neither_markup_nor_commands_of_the_terminal(session: InspectSession) -> None:

@@ -20,15 +20,19 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.runs import RunWriter, open_run
+from te_precision_callbacks.diagnosis import Verdict, diagnose
+from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.views import verdicts
 from te_precision_callbacks.views.compare.sides import side_of_run
 from te_precision_callbacks.views.report.facts import scalars
 from te_precision_callbacks.views.show import command
 from te_precision_callbacks.views.show.screen import Screen
 from te_precision_callbacks.views.show.sparklines import sparkline
 from te_precision_callbacks.views.show.view import NothingToShowError, look
+from te_precision_callbacks.views.verdicts import MOST_FINDINGS
 from tests.compare.recorded import Values, append, layers, record
+from tests.planted import BAD, defective
 
 STEPS = 40
 EVIL = 'fc<script>"/../\x1b[31m[bold]\u202e'
@@ -241,14 +245,15 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    assert [lines.splitlines() for lines in printed] == [
-        [],
-        ["no numbers yet"],
-        *(
-            [f"step {n}  dump_written  number {n}", f"step {n}  worst underflows% {n} @ {n} in fc1 activation"]
-            for n in (0, 1, 2)
-        ),
-    ]
+    *first, third = [lines.splitlines() for lines in printed]
+    assert first[:2] == [[], ["no numbers yet"]]
+    assert [lines[0] for lines in first[2:]] == [f"step {n}  dump_written  number {n}" for n in (0, 1)]
+    for number, lines in enumerate(first[2:]):
+        line = lines[1].split("  ")
+        assert line[0] == f"step {number}"
+        assert line[1].startswith("Nothing wrong in ")
+        assert line[2] == f"worst underflows% {number} @ {number} in fc1 activation"
+    assert third[-2:] == ["step 2  dump_written  number 2", third[-1]]
     last = capsys.readouterr().out
     assert last.startswith("step 3  dump_written  number 3\n")
     assert "fc1 activation" in last.split("Last events")[0]
@@ -340,3 +345,108 @@ def test_shares_can_be_told_apart_without_colour(tmp_path: Path) -> None:
     assert f"statistics of steps 0 to {STEPS - 1}" in head
     assert bar.strip() == "█" * 45 + "▒" * 15
     assert names.split() == ["█", "FP8", "75.0", "%", "▒", "FP32", "25.0", "%"]
+
+
+# ---------------------------------------------------------------------- the verdict
+
+
+def test_the_verdict_is_the_first_line(tmp_path: Path) -> None:
+    lines = [line.rstrip() for line in drawn(defective(tmp_path), 300).splitlines()]
+    verdict = diagnose(tmp_path)
+    assert lines[0] == verdict.summary
+    assert "1 warning" in lines[0]
+    assert lines[1].startswith(f"warning gradient of {BAD}: std is ")
+    assert lines[1].endswith("(sibling, since step 0)")
+    assert lines[2].strip() == f"{verdict[0].remedy}."
+    assert lines[3] == f"more: te-precision diagnose {tmp_path}"
+    assert lines[4] == "Not judged: " + ", ".join(each.rule for each in verdict.not_judged) + "."
+    assert [line for line in lines if line.startswith("Not judged")] == [lines[4]], "in one line"
+
+
+def test_a_healthy_run_says_so_first_and_lists_no_magnitude_as_the_worst(tmp_path: Path) -> None:
+    magnitudes = {("fc1", "activation", name): np.ones(STEPS) for name in ("cur_amax", "max", "min", "mean", "std")}
+    record(tmp_path, {**values(), **magnitudes})
+    view = look(open_run(tmp_path))
+    assert view.verdict.healthy
+    assert drawn(tmp_path, 100).startswith("Nothing wrong in ")
+    assert list(view.worst) == ["sqnr_db", "underflows%"]
+    (amax,) = look(open_run(tmp_path), ["cur_amax"]).worst["cur_amax"]
+    assert amax.layer == "fc1", "it is shown when it is asked for"
+
+
+def test_of_many_findings_the_first_are_shown(tmp_path: Path) -> None:
+    view = look(open_run(defective(tmp_path)))
+    many = [dataclasses.replace(view.verdict[0], tensor=f"t{number}") for number in range(40)]
+    view = dataclasses.replace(view, verdict=dataclasses.replace(view.verdict, findings=tuple(many)))
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    console.print(Screen(view))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
+    assert f"t{MOST_FINDINGS - 1} of" in text
+    assert f"t{MOST_FINDINGS} of" not in text
+    assert f"and {40 - MOST_FINDINGS} more findings; more: te-precision diagnose" in " ".join(text.split())
+
+
+def test_the_verdict_in_json_is_that_of_diagnose(tmp_path: Path) -> None:
+    defective(tmp_path)
+    found = json.loads(show(tmp_path, "--json").output)
+    verdict = diagnose(tmp_path)
+    assert next(iter(found)) == "verdict"
+    assert found["verdict"]["summary"] == verdict.summary
+    assert found["verdict"]["findings"] == [each.as_json() for each in verdict]
+    assert found["verdict"]["judged"] == list(verdict.judged)
+    assert [each["rule"] for each in found["verdict"]["not_judged"]] == [each.rule for each in verdict.not_judged]
+
+
+def test_the_command_for_more_names_the_run_where_there_are_several(tmp_path: Path) -> None:
+    defective(tmp_path / "a b")
+    name = open_run(tmp_path / "a b").run_id
+    with RunWriter.begin(tmp_path / "a b") as run:
+        append(run, values())
+    command = json.loads(show(tmp_path / "a b", "--json", "--run", name).output)["more"]
+    assert command == f"te-precision diagnose '{tmp_path / 'a b'}' --run {name}"
+
+
+def test_names_in_findings_do_no_harm(tmp_path: Path) -> None:
+    text = drawn(defective(tmp_path, prefix=EVIL), 200)
+    assert "1 warning" in text
+    assert "\x1b[31m" not in text
+    assert "[bold]\\u202e" in text
+
+
+def test_a_run_that_is_followed_is_judged_as_often_as_the_cost_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, now = [], [0.0]
+
+    def costly(run: RecordedRun) -> Verdict:
+        calls.append(now[0])
+        now[0] += 2
+        return diagnose(run)
+
+    monkeypatch.setattr(verdicts, "diagnose", costly)
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    run, judge = RunWriter.begin(tmp_path), command._Judging()
+    for step in range(40):
+        append(run, {("fc1", "activation", "underflows%"): np.array([float(step)])}, first=step)
+        run.flush()
+        view = look(open_run(tmp_path), judge=judge)
+        now[0] += 1
+    assert len(calls) == 2, "40 steps in 44 seconds"
+    assert view.judged_to == 20
+    console = Console(file=io.StringIO(), width=200)
+    console.print(Screen(view))
+    assert "As of step 20." in console.file.getvalue().splitlines()[0]  # type: ignore[attr-defined]
+    run.close("ended")
+    assert look(open_run(tmp_path), judge=judge).judged_to == 39, "what has ended is judged at once"
+
+
+def test_a_new_finding_is_a_line_for_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    view = look(open_run(defective(tmp_path)))
+    more = dataclasses.replace(view.verdict[0], layers=(*view.verdict[0].layers, "another"))
+    later = dataclasses.replace(view, verdict=dataclasses.replace(view.verdict, findings=(more,)))
+    with command._lines() as display:
+        for each in (view, later, view):
+            display(each)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("warning")] == [f"warning  {view.verdict[0]}"]

@@ -59,7 +59,7 @@ def compare_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show which facts of two runs differ, in which layer their numbers part first, and how far beyond the noise."""
+    """Show which findings B has that A has not, which facts of two runs differ, and where their numbers part first."""
     from te_precision_callbacks.runs.choosing import chosen_run
     from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
     from te_precision_callbacks.views.compare.comparison import compare
@@ -99,7 +99,8 @@ def compare_command(
 
         write_comparison(result, numbers, report)
     if as_json:
-        terminal.show_json({"findings": result.has_findings, **vars(result)})
+        verdicts = None if result.verdicts is None else result.verdicts.as_json()
+        terminal.show_json({"findings": result.has_findings, **vars(result), "verdicts": verdicts})
     else:
         show(result)
         if report is not None:

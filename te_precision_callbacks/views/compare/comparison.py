@@ -13,6 +13,7 @@ from te_precision_callbacks.views.compare.departures import Search
 from te_precision_callbacks.views.compare.differing_facts import facts_that_differ
 from te_precision_callbacks.views.compare.errors import ComparisonError
 from te_precision_callbacks.views.compare.loss import compare_losses
+from te_precision_callbacks.views.compare.new_findings import compare_verdicts
 from te_precision_callbacks.views.compare.order import Order
 from te_precision_callbacks.views.compare.origins import partings
 from te_precision_callbacks.views.compare.result import Comparison, Floor, Pairing
@@ -73,6 +74,7 @@ def compare(
             f"{one.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(one)},"
             f" {_span(other)}.{one.run.notes_in_words}{other.run.notes_in_words}"
         )
+    same_run = b is not None and (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id)
     return Comparison(
         one.name,
         other.name,
@@ -85,7 +87,8 @@ def compare(
         search.first_unequal,
         compare_losses(one, other, others, shares) if steps is None else None,
         (*renamed, *_notes(a, b, noise)),
-        b is not None and (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id),
+        same_run,
+        None if b is None or same_run else compare_verdicts(a, b),
     )
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from te_precision_callbacks.base.terminal import visible
-from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, Curve, Grid
 from te_precision_callbacks.views.compare.loss import loss_curves
+from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
 from te_precision_callbacks.views.compare.result import Comparison, Departure, Parting
 from te_precision_callbacks.views.compare.wording import (
     difference,
@@ -30,12 +30,13 @@ from te_precision_callbacks.views.compare.wording import (
     what_was_compared,
     where_first,
 )
+from te_precision_callbacks.views.report.data import finding_on_page
 from te_precision_callbacks.views.report.overview import Columns
 from te_precision_callbacks.views.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PAGES, Frame, output_path, write_bytes
 from te_precision_callbacks.views.report.subjects import REDUCED, layer_name
 
-_SCRIPTS = ("comparison",)
+_SCRIPTS = ("findings", "comparison")
 
 _MOST_PARTINGS = 1000
 
@@ -81,6 +82,7 @@ def _told(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[
         "a": visible(result.a),
         "b": visible(result.b),
         "floor": None if result.floor is None else [visible(side) for side in result.floor.sides],
+        "verdicts": None if result.verdicts is None else _verdicts(result.verdicts, layer_of),
         "facts": [[visible(text) for text in (fact.name, fact.a, fact.b)] for fact in result.facts],
         "what": [visible(sentence) for sentence in what_was_compared(result)],
         "first": [visible(sentence) for sentence in where_first(result)],
@@ -90,8 +92,19 @@ def _told(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[
         "loss": loss,
         "layers": [each.told for each in numbers.subjects.layers],
         "families": families,
-        "findings": list(_first_family(result, families)),
+        "worst_layers": list(_first_family(result, families)),
         "curves": kept,
+    }
+
+
+def _verdicts(verdicts: ComparedVerdicts, layer_of: dict[str, int]) -> dict[str, Any]:
+    """The verdicts of both sides, and the findings that only B has, with their layers as places."""
+    return {
+        "summary": verdicts.summary,
+        "a": verdicts.a.summary,
+        "b": verdicts.b.summary,
+        "only_b": [finding_on_page(finding, layer_of) for finding in verdicts.only_b],
+        "not_judged_in_a": list(verdicts.not_judged_in_a),
     }
 
 
@@ -188,7 +201,7 @@ def _family(grid: Grid, columns: Columns, packed: Packed) -> dict[str, Any] | No
         "gemm": grid.gemm,
         "unit": grid.unit,
         "formula": f"How far B is from A, in {_UNITS.get(grid.unit, grid.unit)}; from {grid.bound:.3g} on it counts",
-        "worse": Worse.AWAY_FROM_ZERO.value,
+        "worse": "far from 0",
         "left": {},
         "ranks": sorted(of_rank),
         "rows": rows,

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.table import Worse
 
 Values = npt.NDArray[np.float64]
 
@@ -126,6 +125,6 @@ def scale_of(tensor: str, statistic: str) -> Scale:
     request = logged_request(statistic) if tensor else None
     if request is None:
         return SHARE if statistic.endswith("%") else LEVEL
-    if request.statistic.worse is Worse.AWAY_FROM_ZERO:
+    if request.statistic.signed:
         return LEVEL
     return _BY_UNIT.get(request.statistic.unit, LEVEL)

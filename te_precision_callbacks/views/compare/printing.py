@@ -6,7 +6,7 @@ show(comparison)
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import typer
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import folded, form_of
+from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
 from te_precision_callbacks.views.compare.result import Comparison, FactDifference, Parting
 from te_precision_callbacks.views.compare.wording import (
     MOST_NAMES,
@@ -27,6 +28,7 @@ from te_precision_callbacks.views.compare.wording import (
     what_was_compared,
     where_first,
 )
+from te_precision_callbacks.views.verdicts import MOST_FINDINGS, more_findings
 
 _MOST_ROWS = 20
 _MOST_FACTS = 30
@@ -37,11 +39,17 @@ _INDENT = 2
 
 
 def show(comparison: Comparison) -> None:
-    """Print a comparison: facts, pairs, the noise floor, where the sides part first and then, and the losses."""
+    """Print a comparison: the findings that only B has, facts, pairs, the noise floor, where the sides part first and
+    then, and the losses."""
+    verdicts = comparison.verdicts
+    if verdicts is not None:
+        terminal.show_text(verdicts.summary)
     if comparison.same_run:
         terminal.show_text("A and B are the same run, so nothing can differ.")
     terminal.show_text(f"A: {comparison.a}")
     terminal.show_text(f"B: {comparison.b}")
+    if verdicts is not None:
+        _paragraphs("Findings of B that A has not", _new_findings(verdicts))
     _show_facts(comparison.facts)
     _paragraphs("What was compared", what_was_compared(comparison))
     _paragraphs("Where they part", where_first(comparison))
@@ -52,6 +60,15 @@ def show(comparison: Comparison) -> None:
     for note in comparison.notes:
         typer.echo()
         terminal.show_text(f"Note: {note}", hanging=_INDENT)
+
+
+def _new_findings(verdicts: ComparedVerdicts) -> Iterator[str]:
+    yield from list(verdicts.in_words())[:MOST_FINDINGS] or ["none"]
+    left = more_findings(len(verdicts.only_b))
+    if left:
+        yield f"{left}, which --json has."
+    yield f"The verdict of A: {verdicts.a.summary}"
+    yield f"The verdict of B: {verdicts.b.summary}"
 
 
 def _paragraphs(title: str, lines: Iterable[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
+
 Origin = Literal["made here", "inherited"]
 
 
@@ -254,6 +256,7 @@ class Comparison:
         loss: the losses; None if a side has none.
         notes: what is missing or damaged, in words.
         same_run: whether a run is compared with itself.
+        verdicts: the findings of the rules on both sides; None for two ranks or steps of a run, or a run with itself.
     """
 
     a: str
@@ -268,6 +271,7 @@ class Comparison:
     loss: LossComparison | None
     notes: tuple[str, ...]
     same_run: bool = False
+    verdicts: ComparedVerdicts | None = None
 
     @property
     def first(self) -> Parting | None:

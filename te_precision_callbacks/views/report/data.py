@@ -6,8 +6,8 @@
 
 A page has a bounded size. It always has the overview: of each statistic one byte for a cell of layer and time, which is
 the worst number of its steps; the worst and the last number of each layer as they are; and some steps as they are. The
-rest of the size goes to whole curves and histograms: of the worst layers first, then of their other statistics, then of
-all others.
+rest of the size goes to whole curves and histograms: those that show findings first, then those of the worst layers,
+then of their other statistics, then of all others.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_beside
 from te_precision_callbacks.statistics.series import family_of
@@ -30,7 +31,15 @@ from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.histograms import PERCENTS, histograms
 from te_precision_callbacks.views.report.overview import Columns, Overview, overviews, pieces
 from te_precision_callbacks.views.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
-from te_precision_callbacks.views.report.subjects import REDUCED, FamilySeries, ReportError, Subjects, folder_name
+from te_precision_callbacks.views.report.subjects import (
+    REDUCED,
+    FamilySeries,
+    ReportError,
+    Subjects,
+    folder_name,
+    layer_name,
+)
+from te_precision_callbacks.views.verdicts import verdict_of
 
 _CELLS = 4_000_000
 """The most cells of all overviews."""
@@ -71,7 +80,7 @@ class PageData:
         Raises:
             ReportError: the run has no numbers at all.
         """
-        subjects = nonempty(run)
+        subjects, verdict = nonempty(run), verdict_of(run)
         packed = Packed(most)
         chosen, columns, left_out = _fitted(run, subjects)
         steps = _exact_steps(columns) if len(columns) else []
@@ -93,15 +102,17 @@ class PageData:
                 for each in (E4M3, E5M2, E2M1)
             },
             "percents": list(PERCENTS),
-            "findings": findings([one.overview for one in made]),
+            "verdict": _verdict(verdict, run, subjects),
+            "worst_layers": worst_layers([one.overview for one in made]),
         }
         for one in made:
             one.put_steps()
         histogram_families = _Histograms(run, subjects, packed)
-        worst = [layer for finding in told["findings"] for layer in (item["layer"] for item in finding["items"])]
+        found = {layer for finding in told["verdict"]["findings"] for layer in finding["places"]}
+        worst = [*found, *(item["layer"] for listed in told["worst_layers"] for item in listed["items"])]
         histogram_families.put_ranges()
         histogram_families.put_counts(worst, packed.size + (packed.most - packed.size) // 3)
-        curves = _put_curves(run, made, packed)
+        curves = _put_curves(run, made, packed, verdict)
         told["families"] = [one.told for one in made]
         told["histograms"] = histogram_families.told
         told["free"] = _free(run, subjects, packed)
@@ -133,8 +144,8 @@ def nonempty(run: RecordedRun) -> Subjects:
     return Subjects(run)
 
 
-def families_for_findings(chosen: Sequence[FamilySeries], all_families: Sequence[FamilySeries]) -> list[FamilySeries]:
-    """Some families, and those that :func:`findings` looks at to name their worst layers."""
+def families_beside(chosen: Sequence[FamilySeries], all_families: Sequence[FamilySeries]) -> list[FamilySeries]:
+    """Some families, and those that :func:`worst_layers` looks at to name their worst layers."""
     wanted = {one.family for one in chosen}
     for one in chosen:
         request = one.family.request
@@ -143,7 +154,7 @@ def families_for_findings(chosen: Sequence[FamilySeries], all_families: Sequence
     return [one for one in all_families if one.family in wanted]
 
 
-def findings(made: Sequence[Overview]) -> list[dict[str, Any]]:
+def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
     """The worst layers of each statistic that has a direction in which it gets worse, the gravest statistics first.
 
     What is as good as it can be is not listed. A layer that is listed for what another statistic shows it to lose has
@@ -169,12 +180,46 @@ def findings(made: Sequence[Overview]) -> list[dict[str, Any]]:
             items.append(item if lost is None else {**item, "lost": lost._asdict()})
         found.append({"family": place, "items": items, "counted": bool(worst[family])})
 
-    def gravity(finding: dict[str, Any]) -> tuple[int, int]:
-        request = made[finding["family"]].family.request
+    def gravity(listed: dict[str, Any]) -> tuple[int, int]:
+        request = made[listed["family"]].family.request
         name = "" if request is None else request.statistic.name
-        return (_FIRST.index(name) if name in _FIRST else len(_FIRST), finding["family"])
+        return (_FIRST.index(name) if name in _FIRST else len(_FIRST), listed["family"])
 
     return sorted(found, key=gravity)
+
+
+MOST_PLACES = 200
+"""The layers of a finding that a page names."""
+
+
+def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str, Any]:
+    """The verdict for the page: each finding with its layers as places in the list of layers."""
+    index = {layer.name: place for place, layer in enumerate(subjects.layers)}
+    columns = ((table["scope"].to_pylist(), table["layer"].to_pylist()) for table in (run.series, run.layers))
+    places: dict[str, int] = {}
+    for scopes, layers in columns:
+        for scope, layer in set(zip(scopes, layers, strict=True)):
+            place = index.get(layer_name(scope, layer))
+            if place is not None:
+                places[layer] = min(place, places.get(layer, place))
+    return {
+        **{name: value for name, value in verdict.as_json().items() if name != "findings"},
+        "findings": [finding_on_page(finding, places) for finding in verdict],
+    }
+
+
+def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, Any]:
+    """A finding for a page.
+
+    Args:
+        finding: the finding.
+        places: layer, as in records -> its place in the page's list of layers.
+    """
+    told = {name: visible(each) if isinstance(each, str) else each for name, each in finding.as_json().items()}
+    told["patch"] = "\n".join(map(visible, finding.patch.splitlines()))
+    layers = [places[layer] for layer in finding.layers if layer in places]
+    del told["layers"]
+    return {**told, "places": layers[:MOST_PLACES], "layers_total": len(finding.layers)}
 
 
 def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], Columns, list[str]]:
@@ -213,7 +258,7 @@ class _FamilyOnPage:
         family = overview.family
         row = None if family.request is None else family.request.statistic
         shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
-        signed = family.worse is Worse.AWAY_FROM_ZERO
+        signed = family.is_signed
         scale = Scale.of(shown, centred=signed)
         self.told: dict[str, Any] = {
             "tensor": visible(family.tensor),
@@ -258,13 +303,18 @@ class _FamilyOnPage:
                 }
 
 
-def _put_curves(run: RecordedRun, made: Sequence[_FamilyOnPage], packed: Packed) -> int:
-    """Pack whole curves until nothing more fits.
+_Entry = tuple[_FamilyOnPage, int, int, int, int]
+"""A series: its family, its row, its rank, its number, and how many numbers it has."""
+
+
+def _put_curves(run: RecordedRun, made: Sequence[_FamilyOnPage], packed: Packed, verdict: Verdict) -> int:
+    """Pack whole curves until nothing more fits; those that show findings first.
 
     Returns:
         The number of curves that the page has.
     """
-    order = list(_by_interest(made))
+    seen = {(finding.tensor, finding.statistic): set(finding.layers) for finding in reversed(verdict.findings)}
+    order = sorted(_by_interest(made), key=lambda each: not _shows_finding(each, seen, run))
     counts = np.array([count for *_, count in order], np.int64)
     found = 0
     for piece in pieces(counts, 500_000):
@@ -290,7 +340,13 @@ def _put_curves(run: RecordedRun, made: Sequence[_FamilyOnPage], packed: Packed)
     return found
 
 
-def _by_interest(made: Sequence[_FamilyOnPage]) -> Iterator[tuple[_FamilyOnPage, int, int, int, int]]:
+def _shows_finding(entry: _Entry, seen: Mapping[tuple[str, str], set[str]], run: RecordedRun) -> bool:
+    one, _, _, series, _ = entry
+    layers = seen.get((one.overview.family.tensor, one.overview.family.statistic))
+    return layers is not None and run.subjects[series].layer in layers
+
+
+def _by_interest(made: Sequence[_FamilyOnPage]) -> Iterator[_Entry]:
     """The series: of each statistic the worst, then the second worst, ...; then those of layers that are among these,
     then all others, those that a page shows first before the others. Each with its row, rank, number and count."""
     seen: set[int] = set()
@@ -300,9 +356,10 @@ def _by_interest(made: Sequence[_FamilyOnPage]) -> Iterator[tuple[_FamilyOnPage,
         for one in made
         for series, count in zip(one.overview.of.series, one.overview.of.count, strict=True)
     }
-    ranked = [one.overview.worst_rows(WORST) if one.overview.of.has_direction else [] for one in made]
+    directed = sorted(made, key=lambda one: not one.overview.of.has_direction)
+    ranked = [one.overview.worst_rows(WORST) for one in directed]
 
-    def entry(one: _FamilyOnPage, row: int, rank: int) -> tuple[_FamilyOnPage, int, int, int, int] | None:
+    def entry(one: _FamilyOnPage, row: int, rank: int) -> _Entry | None:
         series = int(one.overview.series[rank][row])
         if series < 0 or series in seen:
             return None
@@ -310,7 +367,7 @@ def _by_interest(made: Sequence[_FamilyOnPage]) -> Iterator[tuple[_FamilyOnPage,
         return one, row, rank, series, count_of[series]
 
     for place in range(WORST):
-        for one, rows in zip(made, ranked, strict=True):
+        for one, rows in zip(directed, ranked, strict=True):
             if place < len(rows):
                 row, rank = rows[place]
                 worst_layers.add(int(one.overview.layers[row]))

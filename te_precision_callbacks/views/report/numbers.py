@@ -1,4 +1,4 @@
-"""A run in numbers, for JSON: what it was, its coverage, its worst layers, and each series with what it spans.
+"""A run in numbers, for JSON: the verdict, what it was, its coverage, its worst layers, and what each series spans.
 
 numbers(run)["worst"][0]                # {"statistic": "underflows%", "tensor": "activation", "layers": [...]}
 """
@@ -12,9 +12,10 @@ import numpy as np
 
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.views.report import facts
-from te_precision_callbacks.views.report.data import families_for_findings, findings, nonempty
+from te_precision_callbacks.views.report.data import families_beside, nonempty, worst_layers
 from te_precision_callbacks.views.report.overview import Columns, Overview, overviews
 from te_precision_callbacks.views.report.subjects import REDUCED, FamilySeries, ReportError, Subjects
+from te_precision_callbacks.views.verdicts import verdict_of
 
 
 def numbers(
@@ -39,7 +40,7 @@ def numbers(
             one for one in chosen if statistic in (None, one.family.statistic) and tensor in (None, one.family.tensor)
         ]
     whole = (layer, statistic, tensor) != (None, None, None)
-    made = list(overviews(run, families_for_findings(chosen, subjects.families), Columns.of(run, 1)))
+    made = list(overviews(run, families_beside(chosen, subjects.families), Columns.of(run, 1)))
     wanted = {one.family for one in chosen}
     series = []
     for number, found in (each for one in made if one.family in wanted for each in _series_of(one, subjects)):
@@ -54,6 +55,7 @@ def numbers(
             " all that it has."
         )
     return {
+        "verdict": verdict_of(run).as_json(),
         "run": {"path": str(run.path), "run_id": run.run_id, "source": run.source},
         "notes": list(run.notes),
         "segments": facts.segments(run),
@@ -73,7 +75,7 @@ def numbers(
                     for item in each["items"]
                 ],
             }
-            for each in findings(made)
+            for each in worst_layers(made)
             if made[each["family"]].family in wanted
         ],
         "series": series,

@@ -29,7 +29,7 @@ MOST_BYTES = 10_000_000
 _SHARED = ("unpack", "values", "dom", "plots", "shell", "heatmap")
 """The files of every page's script, in their order."""
 
-_OF_A_RUN = ("summary", "ranges", "layer", "profile", "config", "main")
+_OF_A_RUN = ("findings", "summary", "ranges", "layer", "profile", "config", "main")
 
 FOR_FACTS = 1_200_000
 """What is kept for the facts of a run, which come beside its numbers."""

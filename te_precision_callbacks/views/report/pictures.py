@@ -78,7 +78,7 @@ def heatmap(
     values, there = _pooled(cells, present, size, overview)
     figure = _figure(11, min(9.0, max(2.6, 1.2 + 0.2 * len(names))))
     axes = figure.subplots()
-    scale = Scale.of(cells, centred=family.family.worse is Worse.AWAY_FROM_ZERO)
+    scale = Scale.of(cells, centred=family.family.is_signed)
     edges = _edges(overview.columns)
     rows = np.minimum(np.arange(len(values) + 1) * size, len(names)) - 0.5
     colours, norm = _colours(family, scale)

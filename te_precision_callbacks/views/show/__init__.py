@@ -1,1 +1,1 @@
-"""Shows a recorded run on a terminal: its worst layers, curves, coverage and last events."""
+"""Shows a recorded run on a terminal: the verdict, worst layers, curves, coverage and last events."""

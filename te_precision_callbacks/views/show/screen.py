@@ -10,10 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.layers.folding import ShortNames, folded
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.views.show.sparklines import sparkline
 from te_precision_callbacks.views.show.view import Event, RunView, WorstSeries
+from te_precision_callbacks.views.verdicts import MOST_FINDINGS, more_findings, not_judged_in_words
 
 _LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
 _BLOCK, _SHADES = "█", "█▒░▓"
@@ -35,6 +37,7 @@ class Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         view, width = self._view, options.max_width
+        yield from _verdict(view)
         yield Text(_head(view), style="bold", overflow="fold")
         yield Text(_facts(view), overflow="fold")
         if view.coverage:
@@ -59,6 +62,7 @@ class Screen:
 def line_of(view: RunView) -> str:
     """What a run has come to, in one line for a file or pipe."""
     told = ["no numbers yet" if view.last is None else f"step {view.last}"]
+    told += [view.verdict.summary.rstrip(".")] if view.verdict.judged else []
     told += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
     for statistic, worst in view.worst.items():
         if worst:
@@ -68,12 +72,39 @@ def line_of(view: RunView) -> str:
     return visible("  ".join(told))
 
 
+def finding_in_words(finding: Finding) -> str:
+    """A finding as a line."""
+    return visible(f"{finding.severity}  {finding}")
+
+
 def event_in_words(event: Event) -> str:
     """An event as a line."""
     at = "" if event.iteration is None else f"step {event.iteration}"
     named = () if event.ranks == (0,) else event.ranks  # rank 0 speaks for the run
     told = [at, *folded((f"rank {rank}" for rank in named), most=2), event.kind, event.layer, event.text]
     return visible("  ".join(part for part in told if part))
+
+
+def _verdict(view: RunView) -> Iterator[RenderableType]:
+    """The verdict, its first findings with what to do, and what was not judged."""
+    verdict = view.verdict
+    stale = "" if view.judged_to == view.last else f" As of step {view.judged_to}."
+    severity = verdict[0].severity if len(verdict) else ""
+    healthy = "bold green" if verdict.judged else "bold"
+    yield Text(verdict.summary + stale, _SEVERITY.get(severity, healthy), overflow="fold")
+    if verdict:
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding in verdict[:MOST_FINDINGS]:
+            said = Text(visible(str(finding))).append("\n").append(visible(f"{finding.remedy}."), "dim")
+            table.add_row(Text(finding.severity, _SEVERITY.get(finding.severity, "")), said)
+        yield table
+        left = more_findings(len(verdict))
+        yield Text(visible(f"{f'{left}; ' if left else ''}more: {view.more}"), overflow="fold")
+    if verdict.not_judged:
+        yield Text(visible(not_judged_in_words(verdict)), "dim", overflow="fold")
+    yield Text()
 
 
 def _head(view: RunView) -> str:

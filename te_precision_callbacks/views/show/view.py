@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.layers.folding import ShortNames
-from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs import RecordedRun, list_runs
 from te_precision_callbacks.runs.answers import loss_first, precision_shares
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
@@ -21,6 +23,7 @@ from te_precision_callbacks.sinks.worst import Lost, worst_first
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of, Worse
+from te_precision_callbacks.views.verdicts import verdict_of
 
 MOST_LAYERS = 3
 """The layers that are shown of each statistic."""
@@ -83,6 +86,9 @@ class RunView:
     """What is shown of a run. The attributes are the keys of ``te-precision show --json``, which is why there are many.
 
     Attributes:
+        verdict: the findings of the rules.
+        judged_to: the last iteration that the verdict has seen; None without any.
+        more: the command that prints all of the verdict.
         path, run_id, source: which run.
         status: that of its last segment.
         segments: how many process starts it has.
@@ -100,6 +106,9 @@ class RunView:
         metric_names: shortens those of the trainer's numbers.
     """
 
+    verdict: Verdict
+    judged_to: int | None
+    more: str
     path: str
     run_id: str
     source: str
@@ -125,7 +134,12 @@ class RunView:
         return not self.series and not self.scalars
 
 
-def look(run: RecordedRun, statistics: Sequence[str] = (), most: int = MOST_LAYERS) -> RunView:
+def look(
+    run: RecordedRun,
+    statistics: Sequence[str] = (),
+    most: int = MOST_LAYERS,
+    judge: Callable[[RecordedRun], tuple[Verdict, int | None]] | None = None,
+) -> RunView:
     """Read what is shown of a run.
 
     Args:
@@ -133,6 +147,7 @@ def look(run: RecordedRun, statistics: Sequence[str] = (), most: int = MOST_LAYE
         statistics: those that are shown, as in records, or without recipe and direction; none chooses what is lost in
             quantization first.
         most: the layers of each.
+        judge: gives the verdict, and the last iteration that it has seen; None judges the whole run.
 
     Raises:
         NothingToShowError: the run has numbers, but none of a statistic that is asked for.
@@ -141,7 +156,11 @@ def look(run: RecordedRun, statistics: Sequence[str] = (), most: int = MOST_LAYE
     chosen = _chosen(groups, statistics, run)
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
+    verdict, judged_to = (verdict_of(run), max(last, default=None)) if judge is None else judge(run)
     return RunView(
+        verdict=verdict,
+        judged_to=judged_to,
+        more=_command(run),
         path=str(run.path),
         run_id=run.run_id,
         source=run.source,
@@ -161,6 +180,12 @@ def look(run: RecordedRun, statistics: Sequence[str] = (), most: int = MOST_LAYE
         names=_names(run.layers["layer"], run.series["layer"]),
         metric_names=_names(run.scalars["name"]),
     )
+
+
+def _command(run: RecordedRun) -> str:
+    """The command that prints all of a run's verdict."""
+    several = len(list_runs(run.path)) > 1
+    return shlex.join(["te-precision", "diagnose", str(run.path), *(["--run", run.run_id] if several else [])])
 
 
 def _names(*columns: pa.ChunkedArray) -> ShortNames:

@@ -75,10 +75,23 @@ function losses(report) {
   return [made, render];
 }
 
+// The findings that only B has: what the page begins with.
+function newFindings(report) {
+  const { verdicts } = report;
+  if (!verdicts) return null;
+  const { only_b: found, not_judged_in_a: unknown } = verdicts;
+  return el("section", { class: `card verdict ${found[0]?.severity ?? "healthy"}`, "aria-labelledby": "verdict" },
+    el("h2", { id: "verdict" }, verdicts.summary),
+    found.length > 0 && el("ol", { "aria-label": "Findings of B that A has not, the worst first" }, found.map((finding) =>
+      findingLine(report, finding, unknown.includes(finding.rule) ? " A was not judged by this rule." : ""))),
+    el("p", { class: "quiet" }, `A: ${verdicts.a}`), el("p", { class: "quiet" }, `B: ${verdicts.b}`));
+}
+
 async function comparisonPage(report) {
   const [loss, drawLoss] = losses(report), [first] = report.parted;
   const tiles = [["A, the reference", report.a], ["B", report.b], ["Noise floor", report.floor ? report.floor.join(", ") : "none"], ["Tensors that part", shown(report.parted_total)]];
   return [[
+    newFindings(report),
     el("h1", {}, report.name), notes(report, "What is missing"),
     el("dl", { class: "tiles" }, tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     card("Where they part first", {}, el("div", { class: "finding first" }, sentences(report.first)),

@@ -22,12 +22,17 @@ const rankChoice = (ranks, change) => choice("Rank",
   [["", "worst of all ranks"], ...ranks.map((rank) => [rank, rank === REDUCED ? "over all ranks" : `rank ${rank}`])],
   state.now.rank, (rank) => change({ rank }));
 
-// The family that the address names, else the first one with findings.
+// The family of the statistic that shows a finding; undefined where the page has none.
+const familyOf = (report, { statistic, tensor }) => statistic === "" ? undefined
+  : report.families.find((one) => one.statistic === statistic && one.tensor === tensor);
+
+// The family that the address names, else that of the first finding, else the first one with worst layers.
 function chosenFamily(report) {
   const { statistic, tensor } = state.now;
   const fits = (one) => (!statistic || one.statistic === statistic) && (!tensor || one.tensor === tensor);
-  const first = report.findings.find((finding) => finding.items.length) ?? report.findings[0];
-  const preferred = first && report.families[first.family];
+  const found = report.verdict?.findings.map((finding) => familyOf(report, finding)).find(Boolean);
+  const first = report.worst_layers.find((listed) => listed.items.length) ?? report.worst_layers[0];
+  const preferred = found ?? (first && report.families[first.family]);
   return (preferred && fits(preferred) ? preferred : null) ?? report.families.find(fits)
     ?? report.families.find((one) => one.statistic === statistic) ?? preferred ?? report.families[0];
 }

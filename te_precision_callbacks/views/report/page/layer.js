@@ -194,7 +194,8 @@ async function layerPage(report) {
   await openAll(report);
   const withNumbers = new Set(report.families.flatMap((family) => Array.from(family.layers)));
   const named = report.layers.findIndex((layer) => layer.name === state.now.layer);
-  const worst = report.findings.find((finding) => finding.items.length)?.items[0].layer;
+  const found = report.verdict.findings.find((finding) => finding.places.length)?.places[0];
+  const worst = found ?? report.worst_layers.find((listed) => listed.items.length)?.items[0].layer;
   const index = named >= 0 ? named : worst ?? [...withNumbers][0] ?? 0;
   if (!report.layers.length) return nothingPage("Layer", "The run names no layers.");
   const layer = report.layers[index];

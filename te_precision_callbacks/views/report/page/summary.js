@@ -1,4 +1,4 @@
-// What ran, how it went, and the worst of each statistic.
+// The verdict, what ran, how it went, and the worst of each statistic that has a direction.
 
 const seconds = (value) => {
   if (value === undefined || value === null) return "–";
@@ -129,13 +129,13 @@ function lossCard(report) {
   return [made, render];
 }
 
-function findingCard(report, { family: index, items }) {
+function worstCard(report, { family: index, items }) {
   const family = report.families[index];
   const where = { statistic: family.statistic, tensor: family.tensor };
   const [worst] = items;
   const value = (item) => withUnit(asNumber(item.value), family.unit);
   const rank = (item) => item.rank === REDUCED ? {} : { rank: item.rank };
-  return el("section", { class: "card finding" },
+  return el("section", { class: "card worst" },
     el("div", { class: "head" },
       el("h3", {}, link({ page: "heatmap", ...where, layer: "", step: "" }, family.label)), el("span", { class: "space" }),
       csvButton(`worst ${family.label}`, ["layer", "value", "step", "rank"], async () => {
@@ -157,19 +157,19 @@ function findingCard(report, { family: index, items }) {
     ])));
 }
 
-function findingsPart(report) {
-  const found = report.findings.filter((finding) => finding.items.length);
-  const empty = (counted) => report.findings.filter((finding) => !finding.items.length && finding.counted === counted).map((finding) => report.families[finding.family].label);
+function worstPart(report) {
+  const found = report.worst_layers.filter((listed) => listed.items.length);
+  const empty = (counted) => report.worst_layers.filter((listed) => !listed.items.length && listed.counted === counted).map((listed) => report.families[listed.family].label);
   const clean = empty(true), unjudged = empty(false);
-  if (!report.findings.length) {
-    return [card("Findings", {}, el("p", { class: "quiet" }, report.families.length
-      ? "None of the statistics of this run has a direction in which it gets worse."
+  if (!report.worst_layers.length) {
+    return [card("Worst layers", {}, el("p", { class: "quiet" }, report.families.length
+      ? "No statistic of this run has a direction in which it gets worse: amax, std, norms and scales have none."
       : "The run has no statistics of layers: its config collects none, or nothing has been due yet."))];
   }
   return [
     el("div", {}, el("h2", {}, "Worst layers"),
       el("p", { class: "quiet" }, "The five worst of each statistic, over the whole run, by the direction in which it gets worse. These numbers are exact. An SQNR or squared error hides elements that are lost beside an outlier: their lists also have the layers with the most underflows and overflows, with that share.")),
-    el("div", { class: "two findings" }, found.map((finding) => findingCard(report, finding))),
+    el("div", { class: "two" }, found.map((listed) => worstCard(report, listed))),
     clean.length > 0 && el("p", { class: "quiet clean" }, `As good as can be in all layers and steps: ${clean.join(", ")}.`),
     unjudged.length > 0 && el("p", { class: "quiet" }, `Only numbers of delayed scaling's first step, which has no scale yet: ${unjudged.join(", ")}.`),
   ];
@@ -179,9 +179,10 @@ async function summaryPage(report) {
   const [coverage, drawCoverage] = coverageCard(report);
   const [loss, drawLoss] = lossCard(report);
   const page = [
+    verdictPart(report),
     el("div", {}, el("h1", {}, report.name), el("p", { class: "quiet" }, [report.run.id && `Run ${report.run.id}`, report.run.path].filter(Boolean).join(", "))),
     notes(report), tiles(report),
-    el("div", { class: "two" }, coverage, loss), ...findingsPart(report),
+    el("div", { class: "two" }, coverage, loss), ...worstPart(report),
   ];
   return [page, async () => Promise.all([drawCoverage(), drawLoss()])];
 }

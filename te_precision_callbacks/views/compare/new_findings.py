@@ -1,0 +1,84 @@
+"""Which findings one run has that the other one has not.
+
+found = compare_verdicts(a, b)
+found.only_b[0].rule, found.only_b[0].layers
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.diagnosis.finding import Finding, Verdict
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.views.verdicts import verdict_of
+
+
+@dataclass(frozen=True)
+class ComparedVerdicts:
+    """The verdicts of two runs.
+
+    Attributes:
+        a, b: the verdicts.
+        only_a, only_b: the findings of one that the other has not, by rule, tensor and layer; with these layers only.
+        not_judged_in_a: the rules of ``only_b`` that were not judged in A.
+    """
+
+    a: Verdict
+    b: Verdict
+    only_a: tuple[Finding, ...]
+    only_b: tuple[Finding, ...]
+    not_judged_in_a: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """What B has that A has not, in a sentence."""
+        if not self.b.judged:
+            return "Nothing could be judged in B."
+        gone = f" A has {many(len(self.only_a), 'finding')} that B has not." if self.only_a else ""
+        return f"B has {many(len(self.only_b), 'finding') if self.only_b else 'no finding'} that A has not.{gone}"
+
+    def in_words(self) -> Iterator[str]:
+        """The findings that only B has, a text for each."""
+        for finding in self.only_b:
+            unknown = " A was not judged by this rule." if finding.rule in self.not_judged_in_a else ""
+            yield f"{finding.severity}: {finding}.{unknown} {finding.remedy}."
+
+    def as_json(self) -> dict[str, Any]:
+        """The summaries and the findings as JSON values."""
+        return {
+            "summary": self.summary,
+            "a": self.a.summary,
+            "b": self.b.summary,
+            "only_a": [finding.as_json() for finding in self.only_a],
+            "only_b": [finding.as_json() for finding in self.only_b],
+            "not_judged_in_a": list(self.not_judged_in_a),
+        }
+
+
+def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
+    """Judge two runs, whose layers have the same names, and compare the findings."""
+    one, other = verdict_of(a), verdict_of(b)
+    only_b = tuple(_beyond(other, one, "A"))
+    unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in one.judged)
+    return ComparedVerdicts(one, other, tuple(_beyond(one, other, "B")), only_b, tuple(unknown))
+
+
+def _beyond(findings: Iterable[Finding], others: Iterable[Finding], name: str) -> Iterator[Finding]:
+    """The findings that others do not have, each with the layers in which they do not have it."""
+    known: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for other in others:
+        known[other.rule, other.tensor] |= set(other.layers or [""])
+    for finding in findings:
+        has = known[finding.rule, finding.tensor]
+        layers = tuple(layer for layer in finding.layers if layer not in has)
+        if layers == finding.layers and not (not layers and "" in has):
+            yield finding
+        elif layers:
+            first = finding.layers[0]
+            seen = finding.seen if layers[0] == first else f"{finding.seen} in {first}, where {name} has it too"
+            yield dataclasses.replace(finding, layers=layers, seen=seen)

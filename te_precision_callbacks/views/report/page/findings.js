@@ -1,0 +1,68 @@
+// The verdict, its findings, and where each can be seen.
+
+const FINDINGS_AT_THE_TOP = 5;
+
+const severityBadge = (severity) => el("span", { class: `severity ${severity}` }, severity);
+
+const whenFound = (report, { since }) => since === null ? "" : `, since step ${stepText(report, since)}`;
+
+// Links to what shows a finding: a heat map, and the curves or the products of its first layer.
+function findingLinks(report, finding) {
+  const [first] = finding.places, family = familyOf(report, finding);
+  const where = { statistic: family?.statistic ?? "", tensor: family?.tensor ?? "", step: finding.since ?? "", rank: "", filter: "" };
+  const button = (changes, text, label) => el("a", { class: "button", href: state.hash(changes), "aria-label": `${text}: ${label}` }, text);
+  const name = first === undefined ? "" : report.layers[first].name;
+  return el("p", { class: "links" },
+    family && button({ page: "heatmap", ...where, layer: name }, "Heat map", family.label),
+    name && button({ page: "layer", ...where, layer: name }, family ? "Curves" : "Layer", name),
+    !family && !name && "config" in pages && button({ page: "config" }, "Config", finding.title));
+}
+
+const findingLine = (report, finding, more = "") => el("li", { class: "found" },
+  el("div", {}, severityBadge(finding.severity), " ", el("strong", {}, finding.subject), `: ${finding.seen} `,
+    el("span", { class: "quiet" }, `(${finding.rule}${whenFound(report, finding)})`)),
+  el("p", {}, `${finding.remedy}.${more}`), findingLinks(report, finding));
+
+const toFindings = (...children) => link({ page: "findings" }, ...children);
+
+// The verdict, with its first findings: what a report begins with.
+function verdictPart(report) {
+  const { verdict } = report, { findings, not_judged: notJudged } = verdict;
+  const state = !verdict.judged.length ? "none" : findings[0]?.severity ?? "healthy", left = findings.length - FINDINGS_AT_THE_TOP;
+  return el("section", { class: `card verdict ${state}`, "aria-labelledby": "verdict" },
+    el("h2", { id: "verdict" }, verdict.summary),
+    findings.length > 0 && el("ol", { "aria-label": "Findings, the worst first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
+    findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all of each` : "All of each finding")),
+    notJudged.length > 0 && el("p", { class: "quiet" }, `Not judged: ${notJudged.map(({ rule }) => rule).join(", ")}. `, toFindings("What to collect")));
+}
+
+function findingCard(report, finding, number) {
+  const { since, until, last_good: lastGood, checkpoint } = finding, unnamed = finding.layers_total - finding.places.length;
+  const steps = since === null ? "" : `steps ${stepText(report, since)} to ${stepText(report, until)}`
+    + (lastGood === null ? "" : `; step ${stepText(report, lastGood)} does not show it`)
+    + (checkpoint === null ? "" : `; the last checkpoint before it is that of step ${stepText(report, checkpoint)}`);
+  const where = { statistic: finding.statistic, tensor: finding.tensor, step: since ?? "" };
+  const layers = finding.places.length > 0 && [
+    finding.places.map((place, at) => [at ? ", " : "", layerLink(report, place, where)]), unnamed > 0 && ` and ${shown(unnamed)} more`];
+  const told = [
+    ["seen", finding.seen], ["seen in", steps], [finding.places.length > 1 ? "layers, the first one first" : "layer", layers],
+    ["why it matters", finding.why], ["what to do", `${finding.remedy}.`], ["section for the config", finding.patch && el("pre", {}, finding.patch)],
+    ["nothing is wrong if", finding.disproof], ["rule", `${finding.rule}: ${finding.title}`], ["source", finding.source],
+  ];
+  return el("section", { class: `card finding-card ${finding.severity}`, "aria-labelledby": `finding-${number}` },
+    el("div", { class: "head" }, el("h2", { id: `finding-${number}` }, severityBadge(finding.severity), " ", finding.subject)),
+    findingLinks(report, finding),
+    el("dl", { class: "facts" }, told.filter(([, value]) => value).map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
+}
+
+async function findingsPage(report) {
+  const { verdict } = report, { findings, not_judged: notJudged } = verdict;
+  return [[
+    el("h1", {}, "Findings"), el("p", {}, verdict.summary),
+    !verdict.judged.length && el("p", { class: "quiet" }, "The run has no numbers that a rule can judge. Record statistics of its layers, for which no config is needed."),
+    findings.map((finding, number) => findingCard(report, finding, number)),
+    notJudged.length > 0 && card("Rules that were not judged", { about: "Collect what a rule needs, and run again." },
+      table(["rule", "why not", "what to collect"], notJudged.map(({ rule, why, collect }) => [el("span", { class: "mono" }, rule), why, collect]))),
+    verdict.judged.length > 0 && card("Rules that were judged", { about: "te-precision rules ID explains a rule." }, el("p", { class: "mono" }, verdict.judged.join(", "))),
+  ], async () => {}];
+}

@@ -1,0 +1,33 @@
+"""A verdict in words: what ``show``, ``report`` and ``compare`` print of a run before all else.
+
+not_judged_in_words(verdict)        # "Not judged: growth, stale-scale."
+"""
+
+from __future__ import annotations
+
+import pyarrow.compute as pc
+
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.diagnosis.finding import Verdict
+from te_precision_callbacks.diagnosis.replay import diagnose
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.statistics.names import logged_request
+
+MOST_FINDINGS = 5
+"""The findings at the top of an output."""
+
+
+def verdict_of(run: RecordedRun) -> Verdict:
+    """The verdict of a run, which may have no numbers yet."""
+    requests = map(logged_request, pc.unique(run.series["statistic"]).to_pylist())
+    return diagnose(run) if any(each is None or each.statistic.bins is None for each in requests) else Verdict()
+
+
+def not_judged_in_words(verdict: Verdict) -> str:
+    """Which rules were not judged, in one line; empty if all were."""
+    return f"Not judged: {', '.join(each.rule for each in verdict.not_judged)}." if verdict.not_judged else ""
+
+
+def more_findings(count: int, shown: int = MOST_FINDINGS) -> str:
+    """How many findings are left out of an output; empty if none is."""
+    return f"and {many(count - shown, 'more finding')}" if count > shown else ""

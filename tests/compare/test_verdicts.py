@@ -1,0 +1,91 @@
+"""Which findings one run has that the other one has not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.views.compare import compare, new_findings
+from te_precision_callbacks.views.compare.new_findings import compare_verdicts
+from tests.planted import BAD, defective
+
+
+@pytest.fixture
+def healthy(tmp_path: Path) -> Path:
+    return defective(tmp_path / "healthy", power=0)
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    return defective(tmp_path / "bad")
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, ["compare", *map(str, arguments)])
+
+
+def test_what_b_has_and_a_has_not_comes_first(healthy: Path, bad: Path) -> None:
+    (finding,) = diagnose(bad)
+    lines = command(healthy, bad).output.splitlines()
+    assert lines[0] == "B has 1 finding that A has not."
+    text = " ".join(" ".join(lines).split())
+    assert f"warning: gradient of {BAD}: {finding.seen}" in text
+    assert finding.remedy in text
+    assert f"The verdict of A: {diagnose(healthy).summary}" in text
+    other = command(bad, healthy).output
+    assert other.startswith("B has no finding that A has not. A has 1 finding that B has not.")
+
+
+def test_what_both_have_is_not_listed(bad: Path, tmp_path: Path) -> None:
+    found = compare(open_run(bad), open_run(defective(tmp_path / "again"))).verdicts
+    assert found is not None
+    assert (found.only_a, found.only_b, found.summary) == ((), (), "B has no finding that A has not.")
+
+
+def test_json(healthy: Path, bad: Path) -> None:
+    found = json.loads(command(healthy, bad, "--json").output)["verdicts"]
+    (finding,) = found["only_b"]
+    assert (finding["rule"], finding["tensor"], finding["layers"]) == ("sibling", "gradient", [BAD])
+    assert found["only_a"] == []
+    assert found["a"] == diagnose(healthy).summary
+
+
+def test_a_run_with_itself_and_two_steps_have_none(bad: Path) -> None:
+    run = open_run(bad)
+    assert compare(run, run).verdicts is None
+    assert compare(run, steps=(5, 20)).verdicts is None
+    assert command(bad, "--steps", 5, 20).output.startswith("A: ")
+
+
+def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = diagnose(bad)
+
+    def of(*findings: Finding) -> Verdict:
+        return Verdict(findings, ("sibling",), ())
+
+    a = of(dataclasses.replace(one, layers=("x", "y")), dataclasses.replace(one, rule="model", tensor="", layers=()))
+    b = of(
+        dataclasses.replace(one, layers=("x", "z")),
+        dataclasses.replace(one, rule="model", tensor="", layers=()),
+        dataclasses.replace(one, tensor="weight", layers=("x",)),
+        dataclasses.replace(one, rule="other", layers=("x",)),
+    )
+    verdicts = iter((a, b))
+    monkeypatch.setattr(new_findings, "verdict_of", lambda run: next(verdicts))
+    found = compare_verdicts(open_run(healthy), open_run(bad))
+    assert [(each.rule, each.tensor, each.layers) for each in found.only_b] == [
+        ("sibling", "gradient", ("z",)),
+        ("sibling", "weight", ("x",)),
+        ("other", "gradient", ("x",)),
+    ]
+    assert found.only_b[0].seen == f"{one.seen} in x, where A has it too"
+    assert [(each.rule, each.layers) for each in found.only_a] == [("sibling", ("y",))]
+    assert found.not_judged_in_a == ("other",)
+    assert [" A was not judged by this rule." in text for text in found.in_words()] == [False, False, True]

@@ -1,0 +1,156 @@
+"""The verdict in the report: it comes first, leads to the plots, and is there in full on a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
+
+from te_precision_callbacks.diagnosis import Verdict, diagnose
+from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.views.report import data, write_report
+from te_precision_callbacks.views.report.data import PageData
+from te_precision_callbacks.views.report.numbers import numbers
+from te_precision_callbacks.views.verdicts import MOST_FINDINGS
+from tests.planted import BAD, defective
+from tests.report.conftest import Look
+
+NASTY = "<script>window.hurt=1</script><img src=x onerror=window.hurt=1>."
+
+
+def with_findings(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let a report have so many findings, of different tensors."""
+
+    def verdict_of(run: RecordedRun) -> Verdict:
+        verdict = diagnose(run)
+        one = verdict[0]
+        severities = ("error", "warning", "note")
+        many = (dataclasses.replace(one, title=f"number {n}", severity=severities[n * 3 // count], tensor="gradient")
+                for n in range(count))  # fmt: skip
+        return dataclasses.replace(verdict, findings=tuple(many))
+
+    monkeypatch.setattr(data, "verdict_of", verdict_of)
+
+
+def test_the_page_and_the_numbers_have_the_verdict_of_diagnose(tmp_path: Path) -> None:
+    run = open_run(defective(tmp_path))
+    verdict = diagnose(run)
+    told = PageData.of(run, 10**7).told
+    (finding,) = told["verdict"]["findings"]
+    assert told["verdict"]["summary"] == verdict.summary
+    assert [told["layers"][place]["name"] for place in finding["places"]] == [BAD]
+    assert {name: finding[name] for name in ("rule", "seen", "remedy", "since")} == {
+        name: getattr(verdict[0], name) for name in ("rule", "seen", "remedy", "since")
+    }
+    assert numbers(run)["verdict"] == verdict.as_json()
+    json.dumps(told["verdict"])
+
+
+def test_the_curves_of_findings_come_first(tmp_path: Path) -> None:
+    run = open_run(defective(tmp_path, steps=2000))
+    told = PageData.of(run, 1_000).told
+    curves = {(one["statistic"], one["tensor"]): list(one["curves"]) for one in told["families"]}
+    assert sum(map(len, curves.values())) <= 1
+    told = PageData.of(run, 300_000).told
+    curves = {(one["statistic"], one["tensor"]): list(one["curves"]) for one in told["families"]}
+    assert "3:-1" in curves["std", "gradient"]
+    assert told["exact"]["curves"] < told["exact"]["series"]
+
+
+def test_no_magnitude_is_in_the_list_of_worst_layers(tmp_path: Path) -> None:
+    told = PageData.of(open_run(defective(tmp_path)), 10**7).told
+    listed = {told["families"][each["family"]]["statistic"] for each in told["worst_layers"]}
+    assert listed == {"nonfinite_num"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_first_screen_begins_with_the_verdict(look: Look, tmp_path: Path, dark: bool) -> None:
+    run = open_run(defective(tmp_path))
+    verdict = diagnose(run)
+    look.open(write_report(run, tmp_path / "report.html"), dark=dark)
+    region = look.page.get_by_role("region", name=verdict.summary)
+    box = region.bounding_box()
+    assert box is not None
+    assert box["y"] < 120
+    assert look.page.locator("main").inner_text().startswith(verdict.summary)
+    said = region.inner_text()
+    for text in (verdict[0].subject, verdict[0].seen, verdict[0].remedy, "since step 0", "warning"):
+        assert text in said
+    assert "Not judged: " + ", ".join(each.rule for each in verdict.not_judged) in said
+    ink, back = (region.locator(".severity").evaluate(f"node => getComputedStyle(node).{name}")
+                 for name in ("color", "backgroundColor"))  # fmt: skip
+    assert ink != back
+
+
+@pytest.mark.slow
+def test_a_finding_leads_to_its_plots_by_keyboard(look: Look, tmp_path: Path) -> None:
+    report = write_report(open_run(defective(tmp_path)), tmp_path / "report.html")
+    look.open(report)
+    heat_map = look.page.get_by_role("link", name="Heat map: std of gradient")
+    heat_map.focus()
+    look.go_by(lambda: look.page.keyboard.press("Enter"))
+    asked = parse_qs(look.page.url.partition("#")[2])
+    assert (asked["page"], asked["statistic"], asked["tensor"]) == (["heatmap"], ["std"], ["gradient"])
+    look.everything_drawn()
+    assert look.page.locator(".card h2").inner_text() == "std of gradient"
+    look.page.go_back()
+    look.go(look.page.get_by_role("link", name=f"Curves: {BAD}"))
+    assert look.page.locator("h1").inner_text() == BAD
+    first = look.page.locator(".three").last.locator(".card h2").first
+    assert first.inner_text() == "std"
+
+
+@pytest.mark.slow
+def test_the_page_of_findings_has_all_of_each(look: Look, tmp_path: Path) -> None:
+    run = open_run(defective(tmp_path))
+    (finding,), verdict = diagnose(run).findings, diagnose(run)
+    look.open(write_report(run, tmp_path / "report.html"))
+    look.go(look.page.get_by_role("link", name="All of each finding"))
+    card = look.page.get_by_role("region", name=f"warning {finding.subject}")
+    said = card.inner_text()
+    for text in (finding.seen, finding.why, finding.remedy, finding.disproof, finding.source, finding.title, BAD):
+        assert text in said
+    assert "steps 0 to 39" in said
+    rows = look.page.locator("tbody tr").all_inner_texts()
+    for row, missing in zip(rows, verdict.not_judged, strict=True):
+        assert row.split("\t")[0] == missing.rule
+        assert missing.collect in row
+
+
+@pytest.mark.slow
+def test_without_a_finding_it_says_so(look: Look, tmp_path: Path) -> None:
+    run = open_run(defective(tmp_path, power=0))
+    look.open(write_report(run, tmp_path / "report.html"))
+    assert look.page.locator(".verdict.healthy h2").inner_text() == diagnose(run).summary
+    assert look.page.locator(".verdict li").count() == 0
+    look.turn("page=findings")
+    assert look.page.locator(".finding-card").count() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1400, 900, 420])
+def test_forty_findings(look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    with_findings(monkeypatch, 40)
+    report = write_report(open_run(defective(tmp_path)), tmp_path / "report.html")
+    look.page.set_viewport_size({"width": width, "height": 900})
+    look.open(report)
+    assert look.page.locator(".verdict li").count() == MOST_FINDINGS
+    assert look.page.locator(".verdict.error").count() == 1
+    look.go(look.page.get_by_role("link", name=f"{40 - MOST_FINDINGS} more findings"))
+    assert look.page.locator(".finding-card").count() == 40
+    assert look.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+
+
+@pytest.mark.slow
+def test_names_in_findings_are_text(look: Look, tmp_path: Path) -> None:
+    run = open_run(defective(tmp_path, prefix=NASTY))
+    look.open(write_report(run, tmp_path / "report.html"))
+    assert f"gradient of {NASTY}{BAD}" in look.page.locator(".verdict").inner_text()
+    look.turn("page=findings")
+    assert NASTY in look.page.locator(".finding-card").inner_text()
+    assert look.page.evaluate("window.hurt") is None
+    assert look.page.locator("main img").count() == 0
