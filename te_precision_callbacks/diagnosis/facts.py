@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
 from te_precision_callbacks.layers.folding import form_of
 
 Row = Mapping[str, Any]
+
+ResultT = TypeVar("ResultT")
 
 _BACKWARD = frozenset({"gradient", "dgrad", "wgrad"})
 
@@ -80,6 +85,7 @@ class Facts:
     run: Row = field(default_factory=dict)
     states: Mapping[str, frozenset[str]] = field(default_factory=dict)
     micro_batches: int = 1
+    _kept: dict[tuple[str, str, bytes], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_rows(
@@ -159,6 +165,21 @@ class Facts:
                 ]
         return cls.from_rows({}, (), gemms, operands)
 
+    def once(self, what: str, tensor: str, layers: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
+        """What follows from the facts for a tensor of some layers: made once, and the same in each step.
+
+        Args:
+            what: what it is.
+            tensor: the tensor.
+            layers: the numbers of the layers, which a run keeps.
+            make: makes it.
+        """
+        key = (what, tensor, layers.tobytes())
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: ResultT = self._kept[key]
+        return found
+
     def place(self, layer: str, tensor: str) -> tuple[int, int]:
         """A key that orders the tensors of a step by execution: the forward's first, then the backward's.
 
@@ -206,6 +227,6 @@ def at(rows: Iterable[Row], iteration: int) -> list[Row]:
 
     def holds(row: Row) -> bool:
         until = row.get("until")
-        return bool(row["since"] <= iteration and (until is None or iteration <= until))
+        return bool((row["since"] or 0) <= iteration and (until is None or iteration <= until))
 
     return [row for row in rows if holds(row)]

@@ -70,7 +70,7 @@ def _steps(
     values = table["value"].to_numpy()[order]
     flags = table["flags"].fill_null(0).to_numpy()[order]
     found, begins = np.unique(iterations[order], return_index=True)
-    ends = np.append(begins[1:], len(series))
+    ends = np.append(begins, len(series))[1:]
     for iteration, begin, end in zip(found.tolist(), begins.tolist(), ends.tolist(), strict=True):
         yield iteration, series[begin:end], values[begin:end], (flags[begin:end] & STEP0) != 0
 

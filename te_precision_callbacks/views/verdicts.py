@@ -5,22 +5,11 @@ not_judged_in_words(verdict)        # "Not judged: growth, stale-scale."
 
 from __future__ import annotations
 
-import pyarrow.compute as pc
-
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.finding import Verdict
-from te_precision_callbacks.diagnosis.replay import diagnose
-from te_precision_callbacks.runs import RecordedRun
-from te_precision_callbacks.statistics.names import logged_request
 
 MOST_FINDINGS = 5
 """The findings at the top of an output."""
-
-
-def verdict_of(run: RecordedRun) -> Verdict:
-    """The verdict of a run, which may have no numbers yet."""
-    requests = map(logged_request, pc.unique(run.series["statistic"]).to_pylist())
-    return diagnose(run) if any(each is None or each.statistic.bins is None for each in requests) else Verdict()
 
 
 def not_judged_in_words(verdict: Verdict) -> str:

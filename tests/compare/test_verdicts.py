@@ -78,7 +78,7 @@ def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkey
         dataclasses.replace(one, rule="other", layers=("x",)),
     )
     verdicts = iter((a, b))
-    monkeypatch.setattr(new_findings, "verdict_of", lambda run: next(verdicts))
+    monkeypatch.setattr(new_findings, "diagnose", lambda run: next(verdicts))
     found = compare_verdicts(open_run(healthy), open_run(bad))
     assert [(each.rule, each.tensor, each.layers) for each in found.only_b] == [
         ("sibling", "gradient", ("z",)),

@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformer_engine.pytorch as te
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.diagnosis import RULES
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import statistics
 from tests.diagnosis.planted import train
 
 
@@ -63,6 +67,24 @@ def test_a_healthy_run_and_one_without_numbers(tmp_path: Path) -> None:
     result = called("diagnose", tmp_path / "healthy")
     assert (result.exit_code, result.output.startswith("Nothing wrong in ")) == (0, True)
     assert "there is no such file or folder" in refusal("diagnose", tmp_path / "nothing")
+
+
+def test_a_run_without_numbers_and_a_plain_log(tmp_path: Path) -> None:
+    """A run that has only the trainer's numbers has facts; a log of nvidia-dlfw-inspect has numbers alone."""
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(start_step=5), model=net, log_dir=tmp_path / "run") as session:
+        net(torch.ones(16, 32)).sum().backward()
+        session.log({"loss": 1.0})
+        session.step()
+    result = called("diagnose", tmp_path / "run")
+    assert (result.exit_code, result.output.splitlines()[0][:13]) == (0, "Nothing wrong")
+    log = tmp_path / "plain" / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    log.parent.mkdir(parents=True)
+    line = "2026-11-22 13:01:44,718 - INFO - net.fc1_gradient_cur_amax \t\t\t\t iteration={:06d} \t\t\t\t value=0.0000"
+    log.write_text("".join(f"{line.format(10 * step)}\n" for step in range(4)))
+    result = called("diagnose", log.parents[1])
+    assert result.exit_code == 1
+    assert "gradient of net.fc1: all elements are 0" in result.output
 
 
 @pytest.mark.parametrize(

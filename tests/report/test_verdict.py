@@ -32,7 +32,7 @@ def with_findings(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
                 for n in range(count))  # fmt: skip
         return dataclasses.replace(verdict, findings=tuple(many))
 
-    monkeypatch.setattr(data, "verdict_of", verdict_of)
+    monkeypatch.setattr(data, "diagnose", verdict_of)
 
 
 def test_the_page_and_the_numbers_have_the_verdict_of_diagnose(tmp_path: Path) -> None:

@@ -69,8 +69,7 @@ class Overflow(Judge):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for column in numbers.all("overflows%", facts=facts):
-            recipes = [facts.recipe_of(numbers.names[layer]) for layer in column.layers.tolist()]
-            values = np.where([recipe in _CAN_OVERFLOW for recipe in recipes], column.values, 0.0)
+            values = np.where(_can_overflow(numbers, facts, column), column.values, 0.0)
             self.judged = True
             tensor = column.family.tensor
             last = self._last.get(tensor, {})
@@ -109,10 +108,23 @@ class Underflow(Judge):
                 yield sighting._replace(patch=keep_high(sighting.layers[0]))
 
 
+def _can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
+    def make() -> npt.NDArray[np.bool_]:
+        recipes = (facts.recipe_of(numbers.names[layer]) for layer in column.layers.tolist())
+        return np.array([recipe in _CAN_OVERFLOW for recipe in recipes], bool)
+
+    return facts.once("can overflow", column.family.tensor, column.layers, make)
+
+
 def most_underflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
     """[layers of the column]: the percent of elements that round to 0 from which on that is a finding."""
-    formats = (facts.format_of(numbers.names[layer], column.family.tensor) for layer in column.layers.tolist())
-    return np.array([UNDERFLOW.get(text.partition(" ")[0], _OF_UNKNOWN) for text in formats])
+    tensor = column.family.tensor
+
+    def make() -> npt.NDArray[np.float64]:
+        formats = (facts.format_of(numbers.names[layer], tensor) for layer in column.layers.tolist())
+        return np.array([UNDERFLOW.get(text.partition(" ")[0], _OF_UNKNOWN) for text in formats])
+
+    return facts.once("most underflow", tensor, column.layers, make)
 
 
 RULES = (

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
-from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
 TOO_SMALL, TOO_SMALL_STEPS = 1.0, 3
 """Powers of two by which amax is above the range of the scale, and due steps in a row."""
+
+RISING = 0.25
+"""The same of an activation or gradient whose amax is larger than in the due step before."""
 
 TOO_LARGE, TOO_LARGE_STEPS, LOST = 5.0, 2, 0.5
 """Powers of two by which the range is above amax, due steps in a row, and percent of the elements that round to 0."""
@@ -30,6 +34,7 @@ class StaleScale(Judge):
         self.applies = None
         self._small = ColumnStreaks(TOO_SMALL_STEPS)
         self._large = ColumnStreaks(TOO_LARGE_STEPS)
+        self._last: dict[str, dict[int, float]] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
@@ -41,9 +46,13 @@ class StaleScale(Judge):
             if amax is None:
                 continue
             amax_of = dict(zip(amax.layers.tolist(), amax.values.tolist(), strict=True))
-            names = [numbers.names[layer] for layer in scales.layers.tolist()]
-            largest = np.array([_largest(facts, name, tensor) for name in names])
+            largest = _largest(numbers, facts, scales)
+            if np.isnan(largest).all():
+                continue
             found = np.array([amax_of.get(layer, np.nan) for layer in scales.layers.tolist()])
+            last = self._last.get(tensor, {})
+            before = np.array([last.get(layer, np.inf) for layer in scales.layers.tolist()])
+            self._last[tensor] = amax_of
             with np.errstate(divide="ignore", invalid="ignore"):
                 above = np.log2(largest * scales.values / found)
             above[~np.isfinite(above)] = np.nan
@@ -52,7 +61,9 @@ class StaleScale(Judge):
             lost_of = {} if lost is None else dict(zip(lost.layers.tolist(), lost.values.tolist(), strict=True))
             losing = np.array([lost_of.get(layer, 0.0) for layer in scales.layers.tolist()])
             with np.errstate(invalid="ignore"):
-                small, large = above <= -TOO_SMALL, (above >= TOO_LARGE) & (losing >= LOST)
+                rises = (found > before) & (tensor != "weight")
+                small = (above <= -TOO_SMALL) | ((above <= -RISING) & rises)
+                large = (above >= TOO_LARGE) & (losing >= LOST)
             yield from self._small.sightings(
                 numbers,
                 facts,
@@ -74,11 +85,19 @@ class StaleScale(Judge):
             )
 
 
-def _largest(facts: Facts, layer: str, tensor: str) -> float:
-    """The largest number of an operand's format; nan where the layer does not run delayed scaling."""
-    if facts.recipe_of(layer) != "fp8_delayed_scaling":
-        return float("nan")
-    return _LARGEST.get(facts.format_of(layer, tensor), float("nan"))
+def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
+    """[layers of the column]: the largest number of the operand's format; nan where a layer does not run delayed
+    scaling."""
+    tensor = column.family.tensor
+
+    def make() -> npt.NDArray[np.float64]:
+        names = [numbers.names[layer] for layer in column.layers.tolist()]
+        formats = (facts.format_of(name, tensor) for name in names)
+        found = [_LARGEST.get(text, np.nan) for text in formats]
+        of_delayed = [facts.recipe_of(name) == "fp8_delayed_scaling" for name in names]
+        return np.where(of_delayed, found, np.nan)
+
+    return facts.once("largest number", tensor, column.layers, make)
 
 
 RULES = (

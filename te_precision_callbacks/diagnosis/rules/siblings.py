@@ -54,7 +54,7 @@ class Sibling(Judge):
             bits = np.log2(column.values)
         bits[~np.isfinite(bits)] = np.nan
         jumps = np.zeros(len(bits))
-        groups = self._groups(numbers, facts, column)
+        groups = facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
         for places in groups:
             known = places[np.isfinite(bits[places])]
             if len(known) < LEAST_ALIKE + 2:

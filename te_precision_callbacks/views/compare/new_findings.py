@@ -14,8 +14,8 @@ from typing import Any
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
+from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs import RecordedRun
-from te_precision_callbacks.views.verdicts import verdict_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ComparedVerdicts:
 
 def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
     """Judge two runs, whose layers have the same names, and compare the findings."""
-    one, other = verdict_of(a), verdict_of(b)
+    one, other = diagnose(a), diagnose(b)
     only_b = tuple(_beyond(other, one, "A"))
     unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in one.judged)
     return ComparedVerdicts(one, other, tuple(_beyond(one, other, "B")), only_b, tuple(unknown))

@@ -23,6 +23,7 @@ import numpy as np
 from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
+from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_beside
 from te_precision_callbacks.statistics.series import family_of
@@ -39,7 +40,6 @@ from te_precision_callbacks.views.report.subjects import (
     folder_name,
     layer_name,
 )
-from te_precision_callbacks.views.verdicts import verdict_of
 
 _CELLS = 4_000_000
 """The most cells of all overviews."""
@@ -80,7 +80,7 @@ class PageData:
         Raises:
             ReportError: the run has no numbers at all.
         """
-        subjects, verdict = nonempty(run), verdict_of(run)
+        subjects, verdict = nonempty(run), diagnose(run)
         packed = Packed(most)
         chosen, columns, left_out = _fitted(run, subjects)
         steps = _exact_steps(columns) if len(columns) else []

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.data import families_beside, nonempty, worst_layers
 from te_precision_callbacks.views.report.overview import Columns, Overview, overviews
 from te_precision_callbacks.views.report.subjects import REDUCED, FamilySeries, ReportError, Subjects
-from te_precision_callbacks.views.verdicts import verdict_of
 
 
 def numbers(
@@ -55,7 +55,7 @@ def numbers(
             " all that it has."
         )
     return {
-        "verdict": verdict_of(run).as_json(),
+        "verdict": diagnose(run).as_json(),
         "run": {"path": str(run.path), "run_id": run.run_id, "source": run.source},
         "notes": list(run.notes),
         "segments": facts.segments(run),

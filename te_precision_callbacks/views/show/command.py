@@ -106,12 +106,12 @@ class _Judging:
 
     def __call__(self, run: RecordedRun) -> tuple[Verdict, int | None]:
         """The verdict, and the last iteration that it has seen."""
-        from te_precision_callbacks.views.verdicts import verdict_of
+        from te_precision_callbacks.diagnosis.replay import diagnose
 
         begun = time.monotonic()
         is_running = bool(run.segments) and run.segments[-1].status == "running"
         if self._known is None or not is_running or begun >= self._next:
-            self._known = verdict_of(run), max(run.series["last"].to_pylist(), default=None)
+            self._known = diagnose(run), max(run.series["last"].to_pylist(), default=None)
             took = time.monotonic() - begun
             self._next = begun + (1 + _SHARE_OF_JUDGING) * took
         return self._known

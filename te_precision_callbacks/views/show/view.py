@@ -13,6 +13,7 @@ import pyarrow as pa
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.diagnosis.finding import Verdict
+from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs import RecordedRun, list_runs
 from te_precision_callbacks.runs.answers import loss_first, precision_shares
@@ -23,7 +24,6 @@ from te_precision_callbacks.sinks.worst import Lost, worst_first
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of, Worse
-from te_precision_callbacks.views.verdicts import verdict_of
 
 MOST_LAYERS = 3
 """The layers that are shown of each statistic."""
@@ -156,7 +156,7 @@ def look(
     chosen = _chosen(groups, statistics, run)
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
-    verdict, judged_to = (verdict_of(run), max(last, default=None)) if judge is None else judge(run)
+    verdict, judged_to = (diagnose(run), max(last, default=None)) if judge is None else judge(run)
     return RunView(
         verdict=verdict,
         judged_to=judged_to,
