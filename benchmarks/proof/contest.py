@@ -4,7 +4,7 @@
 
 Each draw has a model, a recipe, a place and a start of its own. A defect is found if the first finding is an error or a
 warning of a rule that is right for its kind, and the finding's first layer is in the right block. Every other draw has
-statistics in every second step, the rest have the default config.
+statistics in every second step, with ``scale_inv_max``; the rest have the default config.
 
 ``--only-record`` keeps the recorded trainings, and ``--replay`` judges them again without training. ``--page`` writes
 the table into docs/proof.md.
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from defects import CALIBRATION, KINDS, Defect
+from defects import CALIBRATION, KINDS, TABLE, Defect
 from judging import as_json, contest_table, misses, row_of, write_into_page
 from running import TRUTH, Job, record
 
@@ -60,10 +60,17 @@ def main(arguments: list[str] | None = None) -> int:
     missed = misses(rows)
     print(table, "\n".join(missed), sep="\n\n")
     if options.page:
+        write_into_page("defects", _about())
         write_into_page("contest", "\n\n".join([table, "\n".join(f"- {line}" for line in missed)]))
     if options.json:
         options.json.write_text(json.dumps(as_json(rows), indent=1))
     return 0
+
+
+def _about() -> str:
+    """What is planted, in Markdown."""
+    lines = [f"| {kind} | {TABLE[kind].about} | {', '.join(sorted(TABLE[kind].rules))} |" for kind in KINDS]
+    return "\n".join(["| defect | what is planted | right rules |", "|---|---|---|", *lines])
 
 
 if __name__ == "__main__":

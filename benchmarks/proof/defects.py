@@ -46,6 +46,7 @@ class Table:
     """What all draws of a kind share.
 
     Attributes:
+        about: what is planted.
         rules: those of which one is right as the first finding.
         steps: how long the training is.
         starts: the first and the last step at which the defect may begin.
@@ -55,6 +56,7 @@ class Table:
         inner: whether it is in no block at either end, where alike layers may be kept in high precision on purpose.
     """
 
+    about: str
     rules: frozenset[str]
     steps: int = 31
     starts: tuple[int, int] = (3, 9)
@@ -70,20 +72,57 @@ def _rules(*names: str) -> frozenset[str]:
 
 TABLE: Mapping[Kind, Table] = {
     "growing-activation": Table(
-        _rules("overflow", "stale-scale", "growth"), steps=41, starts=(5, 15), recipes=("delayed",)
+        "the input of a layer grows by 1.4 to 2 in each step, under delayed scaling",
+        _rules("overflow", "stale-scale", "growth"),
+        steps=41,
+        starts=(5, 15),
+        recipes=("delayed",),
     ),
-    "small-gradient": Table(_rules("dead-gradient", "underflow", "sibling", "below-eps"), starts=(0, 9)),
-    "large-gradient": Table(_rules("sibling", "overflow", "stale-scale", "growth")),
-    "outlier-row": Table(_rules("sibling", "underflow", "overflow", "growth")),
-    "outlier-channel": Table(_rules("sibling", "underflow", "overflow", "growth"), starts=(0, 9)),
-    "not-fp8": Table(_rules("hole"), starts=(0, 0), inner=True),
-    "spike": Table(_rules("stale-scale", "underflow"), starts=(3, 18), recipes=("delayed",)),
-    "stale-weights": Table(_rules("stale-weights"), starts=(1, 3), whole_model=True),
-    "lost-updates": Table(_rules("lost-updates"), starts=(0, 0), whole_model=True),
-    "tiny-loss": Table(_rules("below-eps", "dead-gradient"), starts=(0, 0), whole_model=True),
-    "detached": Table(_rules("dead-gradient"), starts=(0, 0)),
-    "growth": Table(_rules("growth", "overflow", "stale-scale", "sibling"), steps=61, starts=(0, 10)),
-    "nan": Table(_rules("nonfinite"), starts=(10, 20)),
+    "small-gradient": Table(
+        "the gradient of a block's MLP is scaled by 2^-18",
+        _rules("dead-gradient", "underflow", "sibling", "below-eps"),
+        starts=(0, 9),
+    ),
+    "large-gradient": Table(
+        "the gradient of a block's MLP is scaled by 2^14", _rules("sibling", "overflow", "stale-scale", "growth")
+    ),
+    "outlier-row": Table(
+        "a row of a weight is multiplied by 2^12", _rules("sibling", "underflow", "overflow", "growth")
+    ),
+    "outlier-channel": Table(
+        "a channel of a layer's input is multiplied by 2^14",
+        _rules("sibling", "underflow", "overflow", "growth"),
+        starts=(0, 9),
+    ),
+    "not-fp8": Table(
+        "a layer is torch's, or is called outside of te.autocast", _rules("hole"), starts=(0, 0), inner=True
+    ),
+    "spike": Table(
+        "the input of a layer is 2^12 to 2^18 times as large in one step, with an amax history of 1024 steps",
+        _rules("stale-scale", "underflow"),
+        starts=(3, 18),
+        recipes=("delayed",),
+    ),
+    "stale-weights": Table(
+        "is_first_microbatch is False in all later steps, so the weights in FP8 stay as they are",
+        _rules("stale-weights"),
+        starts=(1, 3),
+        whole_model=True,
+    ),
+    "lost-updates": Table(
+        "weights in bfloat16, and a learning rate of 3e-7", _rules("lost-updates"), starts=(0, 0), whole_model=True
+    ),
+    "tiny-loss": Table(
+        "the loss is scaled by 1e-12", _rules("below-eps", "dead-gradient"), starts=(0, 0), whole_model=True
+    ),
+    "detached": Table("the output of a block's MLP is detached", _rules("dead-gradient"), starts=(0, 0)),
+    "growth": Table(
+        "the weights before an MLP's second product grow by 4 to 10 % in each step",
+        _rules("growth", "overflow", "stale-scale", "sibling"),
+        steps=61,
+        starts=(0, 10),
+    ),
+    "nan": Table("an element of a layer's input or weight is NaN in one step", _rules("nonfinite"), starts=(10, 20)),
 }
 """Most trainings are as long as the default config needs for three or four steps with statistics."""
 

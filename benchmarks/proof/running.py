@@ -9,6 +9,7 @@ of it as ``truth.json``. What is recorded already is not trained again.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -41,24 +42,18 @@ class Job:
 
 
 def with_statistics_every(freq: int | None) -> dict[str, Any] | None:
-    """The default config, with another number of steps between the statistics; None as it is."""
+    """The default config, with another number of steps between the statistics, and with the scales; None as it is."""
     if freq is None:
         return None
-    tensors = ["activation", "weight", "gradient"]
-    tensor_stats = ["min", "max", "mean", "std", "cur_amax", "nonfinite_num"]
-    fp8_stats = ["underflows%", "overflows%"]
-    sections = {
-        "LogTensorStats": {"enabled": True, "tensors": tensors, "stats": tensor_stats, "freq": freq},
-        "LogFp8TensorStats": {
-            "enabled": True,
-            "tensors": tensors,
-            "stats": fp8_stats,
-            "only_quantized": True,
-            "freq": freq,
-        },
-    }
-    layers = {"layer_types": ["all"]}
-    return {"default_statistics": {"enabled": True, "layers": layers, "transformer_engine": sections}}
+    from te_precision_callbacks.config.loading import DEFAULT_CONFIG
+
+    config = copy.deepcopy(DEFAULT_CONFIG)
+    for section in config.values():
+        for name, options in section["transformer_engine"].items():
+            options["freq"] = freq
+            if name == "LogFp8TensorStats" and "scale_inv_max" not in options["stats"]:
+                options["stats"].append("scale_inv_max")
+    return config
 
 
 def record(jobs: Sequence[Job], folder: Path, *, processes: int) -> None:
