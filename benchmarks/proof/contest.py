@@ -21,7 +21,7 @@ from pathlib import Path
 
 from defects import CALIBRATION, KINDS, TABLE, Defect
 from judging import as_json, contest_table, misses, row_of, write_into_page
-from running import TRUTH, Job, record
+from running import Job, is_trained, record
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     folders.add_argument("--replay", type=Path, metavar="FOLDER", help="judge what was recorded there")
     parser.add_argument("--processes", type=int, default=2, help="trainings at once (default: 2)")
     parser.add_argument("--page", action="store_true", help="write the table into docs/proof.md")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one object a training")
     options = parser.parse_args(arguments)
     first = CALIBRATION if options.calibration else 0
     drawn = {
@@ -54,16 +54,17 @@ def main(arguments: list[str] | None = None) -> int:
             record(jobs, folder, processes=options.processes)
         if options.only_record:
             return 0
-        rows = [row_of(folder / name) for name in drawn if (folder / name / TRUTH).exists()]
+        rows = [row_of(folder / name) for name in drawn if is_trained(folder / name)]
     rows.sort(key=lambda row: KINDS.index(row.kind))
     table = contest_table(rows)
     missed = misses(rows)
-    print(table, "\n".join(missed), sep="\n\n")
+    if options.json:
+        print(json.dumps(as_json(rows), indent=1))
+    else:
+        print(table, "\n".join(missed), sep="\n\n")
     if options.page:
         write_into_page("defects", _about())
         write_into_page("contest", "\n\n".join([table, "\n".join(f"- {line}" for line in missed)]))
-    if options.json:
-        options.json.write_text(json.dumps(as_json(rows), indent=1))
     return 0
 
 

@@ -59,7 +59,7 @@ def with_statistics_every(freq: int | None) -> dict[str, Any] | None:
 def record(jobs: Sequence[Job], folder: Path, *, processes: int) -> None:
     """All jobs, in that many processes at once."""
     folder.mkdir(parents=True, exist_ok=True)
-    left = [job for job in jobs if not (folder / job.name / TRUTH).exists()]
+    left = [job for job in jobs if not is_trained(folder / job.name)]
     shares: list[list[Job]] = []
     for blackwell in (False, True):
         alike = [job for job in left if job.blackwell == blackwell]
@@ -78,6 +78,16 @@ def record(jobs: Sequence[Job], folder: Path, *, processes: int) -> None:
         running.append(child)
     for child in running:
         child.wait()
+
+
+def is_trained(log_dir: Path) -> bool:
+    """Whether a training was recorded to its end; says so where it has failed."""
+    if not (log_dir / TRUTH).exists():
+        return False
+    failed = truth_of(log_dir).get("failed")
+    if failed:
+        print(f"{log_dir.name} could not be trained: {failed}", file=sys.stderr)
+    return not failed
 
 
 def truth_of(log_dir: Path) -> dict[str, Any]:

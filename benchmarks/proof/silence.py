@@ -18,7 +18,7 @@ from pathlib import Path
 
 from healthy import all_healthy
 from judging import as_json, silence_of, silence_table, write_into_page
-from running import TRUTH, Job, record
+from running import Job, is_trained, record
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     folders.add_argument("--replay", type=Path, metavar="FOLDER", help="judge what was recorded there")
     parser.add_argument("--processes", type=int, default=2, help="trainings at once (default: 2)")
     parser.add_argument("--page", action="store_true", help="write the table into docs/proof.md")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one object a training")
     options = parser.parse_args(arguments)
     trainings = [each for each in all_healthy() if any(part in each.name for part in options.names)]
     with tempfile.TemporaryDirectory() as temporary:
@@ -43,15 +43,16 @@ def main(arguments: list[str] | None = None) -> int:
             record(jobs, folder, processes=options.processes)
         if options.only_record:
             return 0
-        found = [silence_of(folder / each.name) for each in trainings if (folder / each.name / TRUTH).exists()]
+        found = [silence_of(folder / each.name) for each in trainings if is_trained(folder / each.name)]
     alarms = [f"{each.name}: {alarm}" for each in found for alarm in each.alarms]
     table = silence_table(found)
     lines = "\n".join(f"- {alarm}" for alarm in alarms) or "There are no false alarms."
-    print(table, lines, *sorted({note for each in found for note in each.notes}), sep="\n\n" if alarms else "\n")
+    if options.json:
+        print(json.dumps(as_json(found), indent=1))
+    else:
+        print(table, lines, sep="\n\n")
     if options.page:
         write_into_page("silence", f"{table}\n\n{lines}")
-    if options.json:
-        options.json.write_text(json.dumps(as_json(found), indent=1))
     return 1 if alarms else 0
 
 
