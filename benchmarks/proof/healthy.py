@@ -87,7 +87,7 @@ def all_healthy() -> Sequence[Healthy]:
 class Lora(torch.nn.Module):
     """A small trained product of two matrices beside a frozen layer; the second one begins at zero."""
 
-    def __init__(self, layer: torch.nn.Module, rank: int = 16) -> None:
+    def __init__(self, layer: torch.nn.Module, rank: int = 32) -> None:
         super().__init__()
         import transformer_engine.pytorch as te
 
@@ -162,7 +162,10 @@ class _WithNorm(torch.nn.Module):
         self.experts = Experts(hidden, 4, dtype, grouped=grouped)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.experts(self.norm(x))
+        normed = self.norm(x)
+        if torch.is_autocast_enabled("cpu"):
+            normed = normed.to(torch.get_autocast_dtype("cpu"))  # as NVFP4 needs it
+        out: torch.Tensor = self.experts(normed)
         return out
 
 
