@@ -73,7 +73,7 @@ def _rules(*names: str) -> frozenset[str]:
 TABLE: Mapping[Kind, Table] = {
     "growing-activation": Table(
         "the input of a layer grows by 1.4 to 2 in each step, under delayed scaling",
-        _rules("overflow", "stale-scale", "growth"),
+        _rules("overflow", "stale-scale", "growth", "sibling"),
         steps=41,
         starts=(5, 15),
         recipes=("delayed",),

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
+from defects import TABLE
 from running import truth_of
 
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose, replay
@@ -95,12 +96,12 @@ def row_of(log_dir: Path) -> Row:
         as_note=any(_is_right(each, truth) for each in verdict.findings if each.severity == "note"),
         delay=max(0, step - truth["start"]) if right and step is not None else None,
         first="nothing" if first is None else f"{first.severity} {first}",
-        truth=f"{'/'.join(truth['rules'])} in {where} from step {truth['start']}",
+        truth=f"{' or '.join(sorted(TABLE[truth['kind']].rules))} in {where} from step {truth['start']}",
     )
 
 
 def _is_right(finding: Finding, truth: dict[str, Any]) -> bool:
-    return finding.rule in truth["rules"] and _has_layer(finding, truth["right_layers"])
+    return finding.rule in TABLE[truth["kind"]].rules and _has_layer(finding, truth["right_layers"])
 
 
 def _has_layer(finding: Finding, right: Sequence[str] | None) -> bool:
