@@ -58,6 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows.sort(key=lambda row: KINDS.index(row.kind))
     table = contest_table(rows)
     missed = misses(rows)
+    other = [row.name for row in rows if row.as_live is False]
+    if other:
+        print(f"The session had other findings than the replay: {', '.join(other)}", file=sys.stderr)
     if options.json:
         print(json.dumps(as_json(rows), indent=1))
     else:

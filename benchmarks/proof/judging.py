@@ -57,6 +57,7 @@ class Row:
         as_note: whether a note is right.
         delay: steps from the first one of the defect to the finding; None where the first finding is not right.
         first: the first finding, in words.
+        as_live: whether the session had the same findings at its end; None where it was recorded before that was kept.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Row:
     delay: int | None
     first: str
     truth: str
+    as_live: bool | None
 
 
 def row_of(log_dir: Path) -> Row:
@@ -97,6 +99,7 @@ def row_of(log_dir: Path) -> Row:
         delay=max(0, step - truth["start"]) if right and step is not None else None,
         first="nothing" if first is None else f"{first.severity} {first}",
         truth=f"{' or '.join(sorted(TABLE[truth['kind']].rules))} in {where} from step {truth['start']}",
+        as_live=[str(each) for each in verdict.findings] == truth["live"] if "live" in truth else None,
     )
 
 

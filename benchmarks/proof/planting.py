@@ -25,4 +25,5 @@ def train_with_defect(defect: Defect, log_dir: Path) -> dict[str, Any]:
                 session.log({"loss": losses[-1], "lr": built.optimizer.param_groups[0]["lr"]})
                 session.step()
     FP8GlobalStateManager.reset()
-    return {**defect.truth(built), "losses": [round(loss, 4) for loss in losses]}
+    live = [str(each) for each in session.findings]
+    return {**defect.truth(built), "losses": [round(loss, 4) for loss in losses], "live": live}
