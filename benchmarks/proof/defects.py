@@ -49,6 +49,7 @@ class Table:
         about: what is planted.
         rules: those of which one is right as the first finding.
         steps: how long the training is.
+        steps_of_default: how long it is with the default config; None: as long.
         starts: the first and the last step at which the defect may begin.
         recipes: in which it can be.
         models: in which it can be.
@@ -59,6 +60,7 @@ class Table:
     about: str
     rules: frozenset[str]
     steps: int = 31
+    steps_of_default: int | None = None
     starts: tuple[int, int] = (3, 9)
     recipes: Sequence[RecipeName] = RECIPES
     models: Sequence[ModelName] = MODELS
@@ -120,6 +122,7 @@ TABLE: Mapping[Kind, Table] = {
         "the weights before an MLP's second product grow by 4 to 10 % in each step",
         _rules("growth", "overflow", "stale-scale", "sibling"),
         steps=61,
+        steps_of_default=121,
         starts=(0, 10),
     ),
     "nan": Table("an element of a layer's input or weight is NaN in one step", _rules("nonfinite"), starts=(10, 20)),
@@ -171,6 +174,12 @@ class Defect:
         """What it shares with others of its kind."""
         return TABLE[self.kind]
 
+    @property
+    def steps(self) -> int:
+        """How long the training is."""
+        longer = self.table.steps_of_default if self.freq is None else None
+        return longer or self.table.steps
+
     def build(self) -> Built:
         """The training in which it is planted."""
         rate = 3e-7 if self.kind == "lost-updates" else 1e-3
@@ -185,7 +194,7 @@ class Defect:
             "rules": sorted(self.table.rules),
             "right_layers": layers,
             "exact_layers": _exact_layers(self, built),
-            "steps": self.table.steps,
+            "steps": self.steps,
         }
 
 

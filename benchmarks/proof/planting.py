@@ -20,7 +20,7 @@ def train_with_defect(defect: Defect, log_dir: Path) -> dict[str, Any]:
     with planted(defect, built):
         config = with_statistics_every(defect.freq)
         with InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off") as session:
-            for _ in range(defect.table.steps):
+            for _ in range(defect.steps):
                 losses.append(built.train_step())
                 session.log({"loss": losses[-1], "lr": built.optimizer.param_groups[0]["lr"]})
                 session.step()
