@@ -22,6 +22,7 @@ from te_precision_callbacks.config.byte_sizes import size_in_bytes
 from te_precision_callbacks.config.contract import Contract, ContractSource, OnBroken, read_contract
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.diagnosis.reaction import OnFinding, reads_stop
 from te_precision_callbacks.layers.scopes import Scope, check_scope
 from te_precision_callbacks.runs.limits import Records, record_limit
 from te_precision_callbacks.sinks.metrics import LogFilter, MetricSelection
@@ -104,6 +105,8 @@ class SessionKeywords(TypedDict, total=False):
     strict: bool
     require: ContractSource
     on_broken: OnBroken
+    on_finding: OnFinding
+    quiet: bool
 
 
 @functools.cache
@@ -183,6 +186,11 @@ class SessionOptions:
             Judged after the third step, on all ranks that reduce together, again where precision changes, and at the
             end of a run that ends before.
         on_broken: what happens if it does not hold: ``"raise"`` a PrecisionContractError, or ``"warn"``.
+        on_finding: what happens when a rule finds something: ``"warn"``, once for each finding; ``"stop"`` raises a
+            PrecisionFindingError on all ranks together, for errors and warnings, or for severities or rules, such as
+            ``"stop: nonfinite, dead-gradient"``; or a function of the finding. See docs/diagnosis.md.
+        quiet: leaves out the lines with the verdict that are printed to stderr when the run ends. So does the
+            environment variable TE_PRECISION_QUIET=1.
     """
 
     config: Config
@@ -208,6 +216,8 @@ class SessionOptions:
     strict: bool = False
     require: Contract | None = None
     on_broken: OnBroken = "raise"
+    on_finding: OnFinding = "warn"
+    quiet: bool = False
 
     @classmethod
     def from_keywords(cls, config: ConfigSource, **keywords: Any) -> SessionOptions:
@@ -240,6 +250,7 @@ class SessionOptions:
         if keywords.get("report") and find_spec("plotly") is None:
             raise MissingExtraError("te_precision_callbacks.views.report", "report")
         check_scope(keywords.get("scope", ""))
+        reads_stop(keywords.get("on_finding", "warn"))
         log_dir = keywords.pop("log_dir", None)
         directories = keywords.pop("feature_dirs", ())
         if isinstance(directories, (str, os.PathLike)):

@@ -73,6 +73,8 @@ def test_parts_of_names_are_suggested() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("a:\n  b: [*head]", r"'\*head' in line 2 is an undefined alias: .* quote it: '\*head'\.$"),
+        ("a:\n  b: *.fc1\n", r"'\*\.fc1' in line 2 is an undefined alias: .* quote it: '\*\.fc1'\.$"),
         ("a: [1, 2", r"not valid YAML: while parsing a flow sequence that begins in line 1: .*\(line 2 column 1\)"),
         ("a:\n\tenabled: True", r"not valid YAML: there is a tab in line 2 column 1\. YAML indents with spaces"),
         (
@@ -124,6 +126,8 @@ def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ConfigError, match=r"config\.yml' does not exist.*Did you mean 'config\.yaml'"):
         load_config(tmp_path / "config.yml")
+    with pytest.raises(ConfigError, match=r"nosuch\.yaml' does not exist \(looked in '[^']*'\)\.$"):
+        load_config(tmp_path / "nosuch.yaml")
     with pytest.raises(ConfigError, match="folder does not exist either"):
         load_config(tmp_path / "nowhere" / "config.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -205,12 +209,32 @@ def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.Log
 @pytest.mark.parametrize(
     ("block", "told"),
     [
+        ({"exact_layer_names": ["fc1"]}, r"'fc1' is a part of the name of 2 layers\. .* write layer_types: \[fc1\]"),
+        ({"exact_layer_names": ["LayerNormMLP"]}, r"'LayerNormMLP' is a class of 2 layers\. .*: \[LayerNormMLP\]"),
+        ({"exact_layer_names": ["model.hed"]}, r"Similar names: 'model\.head'"),
+        ({"layer_name_regex_pattern": "^LayerNormMLP"}, r"'LayerNormMLP' is a class of 2 layers\."),
+        ({"layer_name_regex_pattern": r"\d+\.layernorm_mpl\.fc."}, r"Similar names: 'layernorm_mlp'"),
+        ({"layer_types": ["LayerNormMPL"]}, r"Similar names: .*'LayerNormMLP'"),
+    ],
+)
+def test_a_suggestion_is_what_the_selector_takes(block: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        plan(block)
+    if "layer_name_regex_pattern" in block and "class" not in told:
+        assert "LayerNormMLP" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
         ({"layer_types": ["fc1", "nope"]}, r"no layer's name or class contains 'nope'"),
         ({"layer_types": ["fc1", "layernorm_kqv"]}, r"contains 'layernorm_kqv'\. Similar: 'layernorm_qkv'"),
         ({"layer_numbers": [0, 7]}, r"no layer has the number 7\. The numbers go from 0 to 10"),
         ({"layer_numbers": [0, "11-20"]}, r"no layer has a number from 11 to 20\."),
         ({"layer_numbers": ["0-20"]}, r"'0-20' goes beyond the layers\. The numbers go from 0 to 10"),
         ({"layer_numbers": ["0-9"]}, None),
+        ({"layer_name_regex_pattern": ""}, r"is empty, which matches every name and selects all layers"),
+        ({"exact_layer_names": ["model.head"], "layer_name_regex_pattern": ""}, "has no effect beside"),
         ({"layer_numbers": ["all"], "layer_types": ["fc1"]}, None),
     ],
 )

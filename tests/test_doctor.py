@@ -155,6 +155,7 @@ def test_the_ranges_are_those_of_the_project() -> None:
     assert found["python"].wanted == ">=3.10,<3.14"
     assert set(found) == {"te-precision-callbacks", "python", *(text.partition(">")[0] for text in written)}
     assert SpecifierSet(found["torch"].wanted) == SpecifierSet(">=2.6,<3")
+    assert found["pydantic"].wanted == ">=2.9,<3", "the package and an extra ask for it"
     assert found["torch"].extra == found["pydantic"].extra == ""
     assert found["transformer-engine"].extra == "reference"
     assert found["accelerate"].extra == "accelerate"

@@ -66,7 +66,7 @@ class Flag(NamedTuple):
 
     Attributes:
         keyword: the keyword's name.
-        metavar: what stands for its value in a help text; empty for a switch.
+        metavar: the name of its value in a help text; empty for a switch.
         help: what it is, after "with --debug te_precision".
     """
 
@@ -96,7 +96,7 @@ FLAGS = (
     ),
     Flag("report", "", "write the page of the run, report.html, into the log folder at its end"),
 )
-"""The arguments of scripts, beside ``--debug``."""
+"""The arguments of scripts besides ``--debug``."""
 
 
 def given_flags(

@@ -18,7 +18,7 @@ def is_capturing() -> bool:
         return False
     try:
         return torch.cuda.is_current_stream_capturing()
-    except RuntimeError:  # the GPU is lost, and whatever is done next says so
+    except RuntimeError:  # the GPU is lost, and whatever is done next raises again
         return False
 
 
@@ -54,7 +54,7 @@ def is_lost(error: BaseException) -> bool:
     """Whether an exception comes from a GPU that can run nothing any more in this process.
 
     An illegal address or an assertion in a kernel, in whatever kernel, is raised by the next call that looks, which may
-    be one of ours, and by each call after it. The stream tells it without waiting, whatever library has raised.
+    be one of ours, and by each call after it. The stream reports it without waiting, whatever library has raised.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return False

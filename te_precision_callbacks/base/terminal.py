@@ -22,8 +22,10 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console, RenderableType
-from rich.markup import escape
+from rich.markup import escape, render
 from rich.table import Table
+
+from te_precision_callbacks.base.wrapping import fitted, wrapped
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 """The option of a command that can print JSON."""
@@ -43,9 +45,12 @@ _WHOLE_LINES = 500
 
 _WIDEST_TEXT = 120
 
+_PADDING = 3
+"""The blanks around a column of a table, with the one between two columns."""
+
 
 def table(*columns: str) -> Table:
-    """An empty table whose cells are folded where they do not fit."""
+    """An empty table, which :func:`show` fits to the terminal."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in columns:
         made.add_column(column, overflow="fold")
@@ -57,7 +62,35 @@ def show(what: RenderableType) -> None:
     console = Console(highlight=False, soft_wrap=isinstance(what, str))
     if not isinstance(what, str) and not console.is_terminal:
         console = Console(highlight=False, width=shutil.get_terminal_size((_WHOLE_LINES, 0)).columns)
-    console.print(what)
+    if isinstance(what, Table):
+        _show_table(what, console)
+    else:
+        console.print(what)
+
+
+def _show_table(made: Table, console: Console) -> None:
+    """Print a table. Without room for a word of each column, a row is a paragraph with a line for each cell."""
+    columns = [[render(str(text)).plain for text in (column.header, *column.cells)] for column in made.columns]
+    headings, *rows = zip(*columns, strict=True)
+    room = console.width - _PADDING * len(columns) - 1
+    widths = fitted(columns, room, [column.max_width for column in made.columns])
+    if widths is None:
+        for row in rows:
+            typer.echo()
+            for heading, text in zip(headings, row, strict=True):
+                if text:
+                    show_text(f"{heading}: {', '.join(text.splitlines())}" if heading else text, hanging=_PADDING)
+        return
+    heading_cells, *row_cells = (
+        [cell_lines(wrapped(text, width).splitlines()) for text, width in zip(texts, widths, strict=True)]
+        for texts in (headings, *rows)
+    )
+    result = table(*heading_cells)
+    for column, width in zip(result.columns, widths, strict=True):
+        column.width = width
+    for cells in row_cells:
+        result.add_row(*cells)
+    console.print(result)
 
 
 def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False) -> None:
@@ -85,7 +118,7 @@ def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Print notes, each as a paragraph of its own; one of several lines has each of them on a line."""
+    """Print notes, each as its own paragraph; one of several lines has each of them on a line."""
     for note in notes:
         typer.echo()
         for number, line in enumerate(note.splitlines()):

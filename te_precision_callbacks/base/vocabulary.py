@@ -54,7 +54,7 @@ class RecipeRow(NamedTuple):
         fixed: why a statistic's name cannot choose the format of the elements; empty if it can.
         recipe_class: its class, in ``common/recipe``.
         question: the method of such classes that is true for this recipe alone.
-        check: the function of ``pytorch/quantization.py`` that says whether the recipe runs on this GPU.
+        check: the function of ``pytorch/quantization.py`` that decides whether the recipe runs on this GPU.
         quantizer: the class of its quantizers, in ``pytorch/tensor``.
         storage: the base class of all tensors that such a quantizer makes.
         format: the name of their format; for FP8 elements the element format follows the name.

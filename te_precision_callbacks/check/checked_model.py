@@ -32,6 +32,8 @@ from te_precision_callbacks.coverage.contract_keeper import broken_clauses, left
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.planned_products import plan_products
 from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.diagnosis.engine import Diagnosis
+from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
@@ -101,6 +103,7 @@ def check_model(
     require: ContractSource = None,
     observe: Observe = "auto",
     unconverted: Mapping[str, str] | None = None,
+    allow_unmatched: bool = False,
 ) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
 
@@ -120,6 +123,7 @@ def check_model(
         observe: the path that layers take while features look at their tensors, as the front doors take it.
         unconverted: of a model that Accelerate has converted, the layers that it left out and why, as
             ``te_precision_callbacks.accelerate.unconverted_layers(model)`` has them.
+        allow_unmatched: a section that matches no layer is a note and not a finding.
 
     Raises:
         ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
@@ -134,7 +138,17 @@ def check_model(
     check_value("observe", observe)
     made = recipe_named(recipe) if isinstance(recipe, str) else recipe
     contract = read_contract(require)
-    checked = _Check(model, config, made, tokens, batch, observe, unconverted, is_wanted=recipe != NONE).checked()
+    checked = _Check(
+        model,
+        config,
+        made,
+        tokens,
+        batch,
+        observe,
+        unconverted,
+        is_wanted=recipe != NONE,
+        allow_unmatched=allow_unmatched,
+    ).checked()
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
@@ -161,10 +175,12 @@ class _Check:
         unconverted: Mapping[str, str] | None,
         *,
         is_wanted: bool,
+        allow_unmatched: bool,
     ) -> None:
         self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
         self._observe = observe
         self._unconverted = unconverted
+        self._allow_unmatched = allow_unmatched
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._sections = {section.name: section for section in config.enabled_sections}
@@ -203,6 +219,7 @@ class _Check:
             tokens=self._tokens,
             tokens_of=None if ran is None else ran.tokens,
         )
+        self._judge(products.coverage)
         if ran is not None and ran.without_kernel:
             self._findings.append(without_kernel(ran.without_kernel))
         if self._is_wanted and not any(product.is_low for product in products.coverage):
@@ -221,13 +238,26 @@ class _Check:
             products.not_reached,
         )
 
+    def _judge(self, coverage: Coverage) -> None:
+        """Judge the plan by the rules on precision."""
+        if self._is_wanted:
+            for found in Diagnosis().know(Facts.of_plan(coverage, recipe_text(self._recipe)), 0):
+                text = f"{found.subject}: {found.seen}. {found.remedy} ({found.rule})."
+                if found.severity == "note":
+                    self._notes.append(text)
+                else:
+                    self._findings.append(Finding("rule", text, found.layers))
+
     def _plan(self) -> Plan:
         """The plan without the layers that Transformer Engine's debug path refuses."""
         layers = [layer for named in self._modules for layer in named.layers]
         config = self._config
         drafted = draft(config.enabled_sections, layers, known_features(), layer_names=config.layer_names)
         self._findings += [Finding("config", text) for text in drafted.wrong.texts]
-        self._findings += [Finding("unmatched", text) for text in drafted.missing.texts]
+        if self._allow_unmatched:
+            self._notes += drafted.missing.texts
+        else:
+            self._findings += [Finding("unmatched", text) for text in drafted.missing.texts]
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
         self._notes += filter(

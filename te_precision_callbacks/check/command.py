@@ -94,6 +94,13 @@ def check_command(
             " debug.",
         ),
     ] = None,
+    allow_unmatched: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unmatched",
+            help="A section that matches no layer is a note, not a finding, as with allow_unmatched=True in a run.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check a config, and plan on a model what each of its matrix products will run in, without running it.
@@ -108,6 +115,7 @@ def check_command(
         "--batch": batch,
         "--require": require,
         "--observe": observe,
+        "--allow-unmatched": allow_unmatched or None,
     }
     for name, value in given.items():
         if model is None and value is not None:
@@ -126,7 +134,7 @@ def check_command(
         if as_json:
             terminal.show_json({"config": config, "errors": [], "notes": notes})
         else:
-            terminal.show_text(_without_errors(config, loaded))
+            terminal.show_text(_first_line(config, loaded))
             terminal.show_notes(notes)
         return
     from te_precision_callbacks.check.printing import as_json as plan_as_json
@@ -134,13 +142,21 @@ def check_command(
 
     with gathered_warnings() as more:
         checked, device, converted = _checked(
-            model, loaded, recipe or _AUTO, tokens, batch, require, observe or _AUTO, convert
+            model,
+            loaded,
+            recipe or _AUTO,
+            tokens,
+            batch,
+            require,
+            observe or _AUTO,
+            convert,
+            allow_unmatched=allow_unmatched,
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
     if as_json:
         terminal.show_json({"config": config, "errors": [], **plan_as_json(checked, model, device, batch, converted)})
     else:
-        terminal.show_text(_without_errors(config, loaded))
+        terminal.show_text(_first_line(config, loaded, len(checked.findings)))
         show(checked, model, device, batch, converted)
     if checked.findings:
         raise typer.Exit(1)
@@ -180,6 +196,8 @@ def _checked(
     require: str | None,
     observe: str,
     convert: Conversion | None,
+    *,
+    allow_unmatched: bool,
 ) -> tuple[CheckedModel, str, Converted | None]:
     """The plan, the device that the model was made on, and what was converted in it."""
     from te_precision_callbacks import reference
@@ -205,7 +223,14 @@ def _checked(
     batch = None if batch_spec is None else build_batch(batch_spec)
     path = cast(Observe, observe)
     check = functools.partial(
-        check_model, config=config, recipe=recipe, tokens=tokens, batch=batch, require=contract, observe=path
+        check_model,
+        config=config,
+        recipe=recipe,
+        tokens=tokens,
+        batch=batch,
+        require=contract,
+        observe=path,
+        allow_unmatched=allow_unmatched,
     )
 
     def planned(*, on_meta: bool) -> tuple[CheckedModel, str, Converted | None]:
@@ -237,7 +262,10 @@ def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torc
         return _made(spec, convert, on_meta=False)  # which shows whether it is the meta device's fault
 
 
-def _without_errors(path: str, config: Config) -> str:
+def _first_line(path: str, config: Config, findings: int = 0) -> str:
+    """Whether there are findings; without one, what was checked."""
+    if findings:
+        return f"{path}: {many(findings, 'finding')} on this model, at the end."
     number, enabled = len(config.sections), len(config.enabled_sections)
     rest = "" if enabled == number else f", of which {number - enabled} not enabled"
     return f"{path}: no errors in {many(number, 'section')}{rest}."

@@ -158,15 +158,16 @@ def _found(spec: str, wanted: _Wanted) -> Callable[[], object]:
             raise wanted.error(_failed_factory(f"{module_name!r} cannot be imported", error, wanted)) from error
         raise wanted.error(
             f"There is no module {error.name!r}, neither in the current folder nor in the environment."
-            f"{_meant(error.name, _modules_here())} {spelling}"
+            f"{_meant(nearest(error.name, _modules_here()))} {spelling}"
         ) from None
     except (Exception, SystemExit) as error:
         raise wanted.error(_failed_factory(f"{module_name!r} cannot be imported", error, wanted)) from error
+    module, above = found, module_name
     for part in name.split("."):
         if not hasattr(found, part):
-            callables = [each for each in dir(found) if not each.startswith("_") and callable(getattr(found, each))]
-            raise wanted.error(f"{module_name!r} has no function {part!r}.{_meant(part, callables)} {spelling}")
-        found = getattr(found, part)
+            close = _similar(part, found, above) or _similar(part, module, module_name)
+            raise wanted.error(f"{above!r} has no function {part!r}.{_meant(close)} {spelling}")
+        found, above = getattr(found, part), f"{above}{':' if found is module else '.'}{part}"
     if isinstance(found, (torch.nn.Module, torch.Tensor)):
         raise wanted.error(f"{shown(spec)} is a {wanted.what}, which has been made already. {spelling}")
     if not callable(found):
@@ -178,8 +179,27 @@ def _modules_here() -> list[str]:
     return [name.removesuffix(".py") for name in os.listdir() if name.endswith(".py")]
 
 
-def _meant(name: str, known: Sequence[str]) -> str:
-    close = nearest(name, known)
+def _similar(name: str, of: Any, spelled: str) -> list[str]:
+    """The functions and classes of a module or class that look like a name, as they are named on the command line.
+    Those that it imports or inherits from another package are left out."""
+    package = spelled.partition(":")[0].partition(".")[0]
+    own = (
+        [
+            each
+            for each, value in vars(of).items()
+            if not each.startswith("_") and callable(value) and _package(value) == package
+        ]
+        if hasattr(of, "__dict__")
+        else []
+    )
+    return [f"{spelled}{'.' if ':' in spelled else ':'}{each}" for each in nearest(name, own)]
+
+
+def _package(what: Any) -> str:
+    return str(getattr(what, "__module__", "")).partition(".")[0]
+
+
+def _meant(close: Sequence[str]) -> str:
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

@@ -23,7 +23,7 @@ from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations
 from te_precision_callbacks.reference import is_installed
 
-FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision", "contract"]
+FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "contract"]
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -41,8 +41,8 @@ class Finding:
     Attributes:
         kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers on
             which no feature can act; ``recipe``, what a recipe or a feature refuses; ``shape``, sizes with which a GEMM
-            does not run; ``high_precision``, nothing runs in low precision; ``contract``, what a contract demands
-            and the plan does not hold.
+            does not run; ``high_precision``, nothing runs in low precision; ``rule``, what one of the rules finds
+            in the plan; ``contract``, what a contract demands and the plan does not hold.
         text: the finding in words, with the layers' names in short.
         layers: the layers, if it is about some.
     """

@@ -7,11 +7,13 @@ Usage::
     te-precision run torchrun --nproc-per-node 2 train.py
     te-precision check config.yaml --model package.module:factory
     te-precision show logs --follow
+    te-precision diagnose logs
     te-precision compare bf16 fp8 --noise bf16_again
     te-precision report logs -o report.html
     te-precision dumps list logs/tensor_dumps
     te-precision features FakeQuant
     te-precision statistics
+    te-precision rules
     te-precision doctor
 
 Each command imports what it needs when it is called, so that ``te-precision --help`` is quick.
@@ -29,6 +31,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.command import check_command
 from te_precision_callbacks.cli.doctor.command import doctor_command
 from te_precision_callbacks.cli.manual.command import features_command, statistics_command
+from te_precision_callbacks.diagnosis.command import diagnose_command, rules_command
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
@@ -52,7 +55,7 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-_READERS = {"compare", "dumps", "features", "report", "show", "statistics"}
+_READERS = {"compare", "diagnose", "dumps", "features", "report", "rules", "show", "statistics"}
 """The commands that need no Transformer Engine."""
 
 
@@ -111,11 +114,13 @@ def run(
 
 
 app.command("check")(check_command)
+app.command("diagnose")(diagnose_command)
 app.command("compare")(compare_command)
 app.command("show")(show_command)
 app.command("report")(report_command)
 app.command("features")(features_command)
 app.command("statistics")(statistics_command)
+app.command("rules")(rules_command)
 app.command("doctor")(doctor_command)
 
 

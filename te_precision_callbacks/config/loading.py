@@ -40,7 +40,7 @@ DEFAULT_CONFIG: dict[str, Any] = {
             "LogFp8TensorStats": {
                 "enabled": True,
                 "tensors": ["activation", "weight", "gradient"],
-                "stats": ["underflows%", "overflows%"],
+                "stats": ["underflows%", "overflows%", "scale_inv_max"],
                 "only_quantized": True,
                 "freq": 10,
             },
@@ -87,6 +87,11 @@ class Config:
     def name(self) -> str:
         """Where it is from, in words: the path of its file, or ``a mapping``."""
         return str(self.source) if self.source else "a mapping"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it has the section of the defaults: then the session also looks at steps of optimizers."""
+        return any(section.name in DEFAULT_CONFIG for section in self.enabled_sections)
 
     @property
     def enabled_sections(self) -> tuple[Section, ...]:

@@ -369,11 +369,8 @@ def _some(names: Sequence[str]) -> str:
 
 def _no_layer_message(section: Section, index: LayerIndex, upstream: LayerIndex | None) -> str:
     names = [layer.name for layer in index.layers]
-    words = section.selector.words()[:MOST_TOLD]
-    near = list(dict.fromkeys(match for word in words for match in index.near(word)))
-    if near:
-        hint = f" Similar names: {', '.join(repr(name) for name in near[:5])}."
-    else:
+    hint = section.selector.instead(index)
+    if not hint:
         more = f", and {len(names) - 8} more" if len(names) > 8 else ""
         hint = f" The layers are: {', '.join(repr(name) for name in names[:8])}{more}."
     theirs = section.selector.select(upstream) if upstream is not None else ()

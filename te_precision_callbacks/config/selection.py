@@ -15,8 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.config.interrupting import LIMIT, TookTooLong, at_most
-from te_precision_callbacks.config.problems import ConfigError, Problems, Vocabulary, Where, shown, suggestion
+from te_precision_callbacks.config.problems import (
+    MOST_TOLD,
+    ConfigError,
+    Problems,
+    Vocabulary,
+    Where,
+    shown,
+    suggestion,
+)
 
 if TYPE_CHECKING:
     from te_precision_callbacks.layers.naming import Layer
@@ -49,6 +58,8 @@ _UPSTREAM_NUMBER = re.compile(r"(?<!fc)\d+")
 
 SPAN = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 """A number, or a range of numbers, as a text."""
+
+_WORD = re.compile(r"[^\W\d]\w*")
 
 _NEGATIVE = re.compile(r"\(\?<?!")
 
@@ -87,7 +98,10 @@ class LayerIndex:
                 self._by_number.setdefault(number, []).append(position)
         self.numbers = sorted(self._by_number)
         self._whole = Vocabulary(layer.name for layer in layers)
-        self._parts = Vocabulary(part for layer in layers for part in (*layer.name.split("."), *layer.types))
+        self._parts = Vocabulary(part for layer in layers for part in layer.name.split("."))
+        self._parts_and_classes = Vocabulary(
+            part for layer in layers for part in (*layer.name.split("."), *layer.types)
+        )
         self._text = "\n".join(name for names in self._names for name in names)
         self._position_at: list[int] = []  # the layer of each name in the text; below, where the name ends
         self._ends: list[int] = []
@@ -104,9 +118,25 @@ class LayerIndex:
         self._by_type: dict[str, list[int]] = {}
         self._by_pattern: dict[str, list[int]] = {}
 
-    def near(self, word: str) -> list[str]:
-        """Names of layers, and parts of names and classes, that are similar to a word."""
-        return [*self._whole.nearest(word), *dict.fromkeys((*self._parts.nearest(word), *self._parts.sharing(word)))]
+    def near(self, word: str, key: str) -> list[str]:
+        """What a selector takes and what is similar to a word: whole names, parts of names, or parts and classes.
+
+        Args:
+            word: a word that selects nothing.
+            key: the key of the selector.
+        """
+        if key == EXACT:
+            return self._whole.nearest(word)
+        parts = self._parts if key == PATTERN else self._parts_and_classes
+        return list(dict.fromkeys((*parts.nearest(word), *parts.sharing(word))))
+
+    def is_class(self, word: str) -> bool:
+        """Whether a word is a class of layers."""
+        return word in self._of_class
+
+    def is_part(self, word: str) -> bool:
+        """Whether a word is a part of a layer's name between two dots, or several of them."""
+        return any(f".{word}." in f".{layer.name}." for layer in self.layers)
 
     def named(self, name: str) -> Sequence[int]:
         """The layers with this name."""
@@ -213,6 +243,8 @@ class LayerSelector:
                     parsed[key] = parse(key, block[key], place)
         problems.raise_any()
         _warn_of_what_is_ignored([key for key in SELECTOR_KEYS if key in block], place)
+        if parsed[EXACT] is None:
+            _warn_of_an_empty_pattern(parsed[PATTERN], place)
         return cls(parsed[EXACT], parsed[PATTERN], parsed[NUMBERS], parsed[TYPES], place)
 
     def select(self, index: LayerIndex) -> Sequence[int]:
@@ -278,9 +310,17 @@ class LayerSelector:
                 if beyond or not index.numbered(first, last):
                     yield NUMBERS, number, functools.partial(_no_number, first, last, index)
 
-    def words(self) -> list[str]:
-        """The words of the block, to look for similar names if nothing matched."""
-        return [*(self.exact_names or ()), *(self.types or ()), *([self.pattern.pattern] if self.pattern else ())]
+    def instead(self, index: LayerIndex) -> str:
+        """What to write in place of a block that selects nothing: a sentence, empty if nothing is similar."""
+        key, words = TYPES, list(self.types or ())
+        if self.exact_names is not None:
+            key, words = EXACT, list(self.exact_names)
+        elif self.pattern is not None:
+            key, words = PATTERN, _WORD.findall(self.pattern.pattern)
+        words = words[:MOST_TOLD]
+        hint = "".join(_as_type(word, key, index) for word in words)
+        near = dict.fromkeys(match for word in words for match in index.near(word, key))
+        return hint or (f" Similar names: {', '.join(map(repr, list(near)[:5]))}." if near else "")
 
 
 def _number_of(name: str) -> int | None:
@@ -295,12 +335,22 @@ def _upstream_number_of(name: str) -> int | None:
 
 
 def _no_name(name: str, index: LayerIndex) -> str:
-    close = index.near(name)
-    return f"there is no layer {shown(name)}.{f' Did you mean {close[0]!r}?' if close else ''}"
+    close = index.near(name, EXACT)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    return f"there is no layer {shown(name)}.{_as_type(name, EXACT, index) or meant}"
+
+
+def _as_type(word: str, key: str, index: LayerIndex) -> str:
+    """That a word selects layers as a type, though not under its key; empty if it does not."""
+    if key == TYPES or not (index.is_class(word) or (key == EXACT and index.is_part(word))):
+        return ""
+    what = "a class" if index.is_class(word) else "a part of the name"
+    found = many(len(index.of_type(word)), "layer")
+    return f" {shown(word)} is {what} of {found}. To select them, write {TYPES}: [{word}]."
 
 
 def _no_type(word: str, index: LayerIndex) -> str:
-    close = index.near(word)
+    close = index.near(word, TYPES)
     hint = f" Similar: {', '.join(map(shown, close[:5]))}." if close else ""
     return f"no layer's name or class contains {shown(word)}.{hint}"
 
@@ -318,6 +368,16 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
 
 def _unknown_key(key: str, place: Where) -> str:
     return f"{place(key)}: unknown layer selector {shown(key)}.{suggestion(key, SELECTOR_KEYS)}"
+
+
+def _warn_of_an_empty_pattern(pattern: re.Pattern[str] | None, place: Where) -> None:
+    if pattern is not None and not pattern.pattern:
+        logger.warning(
+            "%s: %r is empty, which matches every name and selects all layers. If that is meant, write %s: [all].",
+            place(PATTERN),
+            PATTERN,
+            TYPES,
+        )
 
 
 def _warn_of_what_is_ignored(given: Sequence[str], place: Where) -> None:

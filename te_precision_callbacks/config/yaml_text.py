@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, shortened, shown, suggestion
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, nearest, shortened, shown
 
 MOST_BYTES = 4 * 1024 * 1024
 """The most bytes of a file, and characters of all texts in a mapping."""
@@ -30,6 +30,8 @@ DEEPEST = 40
 
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 """Those of YAML 1.1."""
+
+_ALIAS = re.compile(r"\*[^\s,\]}]*")
 
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -118,6 +120,12 @@ def _why_no_yaml(error: yaml.YAMLError, text: str) -> str:
     lines = _LINE_BREAK.split(text)
     if mark.line < len(lines) and lines[mark.line][mark.column : mark.column + 1] == "\t":
         return f"there is a tab in {where}. YAML indents with spaces: write spaces in its place."
+    begins = error.context_mark if "scanning an alias" in (error.context or "") else mark
+    if begins is not None and begins.line < len(lines) and (alias := _ALIAS.match(lines[begins.line][begins.column :])):
+        return (
+            f"{shown(alias[0])} in line {begins.line + 1} is an undefined alias: YAML takes a word that begins with *"
+            f" as the name of an anchor. To write it as text, quote it: {shown(alias[0])}."
+        )
     begun = error.context_mark
     context = f"{error.context or ''}{'' if begun is None else f' that begins in line {begun.line + 1}'}"
     return shortened(" ".join(f"{context}{': ' if context else ''}{error.problem} ({where})".split()))
@@ -179,7 +187,9 @@ def _similar_files(path: Path) -> str:
         present = [entry.name for entry in path.absolute().parent.iterdir() if entry.suffix in (".yaml", ".yml")]
     except OSError:
         return " That folder does not exist either."
-    return suggestion(path.name, present, known_as="YAML files there")
+    stems = {Path(name).stem: name for name in present}
+    close = [shown(stems[stem]) for stem in nearest(path.stem, stems)]  # an ending is no similarity
+    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def _check_events(text: str, path: Path) -> None:

@@ -324,6 +324,20 @@ class Ranks:
             found = self.any("notes", "to ask whether precision has changed", own=self._note)
         return bool(found) and self.are_together
 
+    def stop_together(self, *, own: bool) -> bool:
+        """Whether all ranks stop now, because one of them wants it. What this rank wants travels with the next numbers
+        of a step, and all ranks hear of it in the same step.
+
+        Args:
+            own: whether this rank wants it.
+        """
+        if not self.several:
+            return own
+        if self.messages is None or not self.messages.is_open:
+            return False
+        self.messages.wants_stop = own
+        return self.messages.stop_is_wanted
+
     def require_alike(self, config: FlatConfig, iteration: int) -> None:
         """Require that all ranks have the same config and first iteration. Otherwise all ranks raise.
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from te_precision_callbacks.diagnosis.finding import Finding, NotJudged, Verdict
-from te_precision_callbacks.diagnosis.replay import diagnose
-from te_precision_callbacks.diagnosis.rule import Rule
-from te_precision_callbacks.diagnosis.rules import RULES
+from typing import TYPE_CHECKING
 
-__all__ = ["RULES", "Finding", "NotJudged", "Rule", "Verdict", "diagnose"]
+from te_precision_callbacks.base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.diagnosis.finding import Finding, NotJudged, Verdict
+    from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
+    from te_precision_callbacks.diagnosis.replay import diagnose
+    from te_precision_callbacks.diagnosis.rule import Rule
+    from te_precision_callbacks.diagnosis.rules import RULES
+
+__all__ = ["RULES", "Finding", "NotJudged", "PrecisionFindingError", "Rule", "Verdict", "diagnose"]
+
+__getattr__, __dir__ = lazy_names(__name__)

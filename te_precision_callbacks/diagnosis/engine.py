@@ -34,6 +34,7 @@ class Diagnosis:
         self._facts = Facts()
         self._last: int | None = None
         self._steps: list[int] = []
+        self._checkpoints: list[int] = []
 
     def know(self, facts: Facts, iteration: int) -> list[Finding]:
         """Judge facts that are new.
@@ -53,6 +54,10 @@ class Diagnosis:
         found = self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts))
         self._steps.append(numbers.iteration)
         return found
+
+    def note_checkpoint(self, iteration: int) -> None:
+        """Note that a checkpoint has taken the state before an iteration."""
+        self._checkpoints.append(iteration)
 
     @property
     def verdict(self) -> Verdict:
@@ -90,7 +95,9 @@ class Diagnosis:
         until = None if sighting.since is None else iteration
         if known is None:
             layers = tuple(self._facts.in_order(sighting.layers, sighting.tensor))
-            earlier = [step for step in self._steps if sighting.since is not None and step < sighting.since]
+            since = -1 if sighting.since is None else sighting.since
+            earlier = [step for step in self._steps if step < since]
+            saved = [checkpoint for checkpoint in self._checkpoints if checkpoint <= since]
             return (
                 Finding(
                     rule=rule.id,
@@ -102,6 +109,7 @@ class Diagnosis:
                     since=sighting.since,
                     until=until,
                     last_good=max(earlier, default=None),
+                    checkpoint=max(saved, default=None),
                     seen=sighting.seen,
                     why=rule.why,
                     remedy=rule.remedy,

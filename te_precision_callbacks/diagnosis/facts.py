@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
 from te_precision_callbacks.layers.folding import form_of
 
@@ -33,6 +34,7 @@ class LayerFacts:
         backward: the same of its backward.
         formats: tensor -> its format as an operand, such as ``FP8 E4M3``; empty where that is not known.
         recipe: the name of its recipe; empty without one.
+        weight_dtype: the types of its weights; empty where they are not known.
         shape: m and k of its forward product: its outputs and inputs; empty where they are not known.
         reasons: GEMM -> the name of the reason why it is not in low precision, and what exactly.
         low: the GEMMs that run in low precision.
@@ -45,6 +47,7 @@ class LayerFacts:
     backward: int | None = None
     formats: Mapping[str, str] = field(default_factory=dict)
     recipe: str = ""
+    weight_dtype: str = ""
     shape: tuple[int, ...] = ()
     reasons: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     low: frozenset[str] = frozenset()
@@ -123,6 +126,7 @@ class Facts:
                 row.get("exec_bwd"),
                 formats.get(name, {}),
                 recipes.get(name, ""),
+                row.get("weight_dtype") or "",
                 shapes.get(name, ()),
                 reasons.get(name, {}),
                 frozenset(low.get(name, ())),
@@ -134,6 +138,26 @@ class Facts:
         of_te = [row["calls"] for row in gemms if row["family"] in ("te", "te_ops") and row["gemm"] == "fprop"]
         most = max(filter(None, of_te), default=1)
         return cls(found, run, {subject: frozenset(types) for subject, types in kept.items()}, most)
+
+    @classmethod
+    def of_plan(cls, products: Iterable[Product], recipe: str) -> Facts:
+        """Facts from planned products.
+
+        Args:
+            products: the products, in the order of the model.
+            recipe: the name of the recipe; empty without one.
+        """
+        gemms: list[Row] = []
+        operands: list[Row] = []
+        for product in products:
+            if not product.backward or product.family in ("te", "te_ops"):
+                reason = None if product.reason is None else product.reason.name
+                gemms.append({**vars(product), "reason": reason, "recipe": recipe if product.is_low else ""})
+                operands += [
+                    {"layer": product.layer, "tensor": tensor, "format": text}
+                    for tensor, text in product.operands.items()
+                ]
+        return cls.from_rows({}, (), gemms, operands)
 
     def place(self, layer: str, tensor: str) -> tuple[int, int]:
         """A key that orders the tensors of a step by execution: the forward's first, then the backward's.
@@ -179,4 +203,9 @@ class Facts:
 
 def at(rows: Iterable[Row], iteration: int) -> list[Row]:
     """The rows whose span has an iteration."""
-    return [row for row in rows if row["since"] <= iteration and (row["until"] is None or iteration <= row["until"])]
+
+    def holds(row: Row) -> bool:
+        until = row.get("until")
+        return bool(row["since"] <= iteration and (until is None or iteration <= until))
+
+    return [row for row in rows if holds(row)]

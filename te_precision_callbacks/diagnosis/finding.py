@@ -40,6 +40,7 @@ class Finding:
         since: the first debug iteration in which it was seen; None for what holds from the start.
         until: the last one.
         last_good: the last iteration before ``since`` with numbers that do not show it; None if there is none.
+        checkpoint: the iteration before which the last checkpoint without it took the state; None if there is none.
         seen: what was seen, with numbers.
         why: why it matters.
         remedy: what to do.
@@ -57,6 +58,7 @@ class Finding:
     since: int | None
     until: int | None
     last_good: int | None
+    checkpoint: int | None
     seen: str
     why: str
     remedy: str

@@ -59,7 +59,7 @@ class ColumnStreaks:
         column: Column,
         holds: npt.NDArray[np.bool_],
         seen: str,
-        *values: npt.NDArray[np.float64],
+        *values: npt.NDArray[np.generic],
         severity: Severity | None = None,
         key: str = "",
     ) -> Iterator[Sighting]:
@@ -84,5 +84,5 @@ class ColumnStreaks:
         names = [numbers.names[layer] for layer in column.layers.tolist()]
         since = min(last.since for last in found.values())
         place = names.index(layers[0])
-        text = seen.format(*(float(each[place]) for each in values))
+        text = seen.format(*(each[place] for each in values))
         yield Sighting(tuple(layers), tensor, column.family.statistic, text, since, severity, key=key)

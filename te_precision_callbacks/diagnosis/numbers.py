@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.series import Family, Series
 
@@ -45,24 +46,33 @@ class StepNumbers:
         self.names = names
         self._columns = columns
 
-    def all(self, statistic: str, tensors: Iterable[str] = ()) -> Iterator[Column]:
+    def all(self, statistic: str, tensors: Iterable[str] = (), facts: Facts | None = None) -> Iterator[Column]:
         """The columns of a statistic: of the tensors themselves, or of what their own recipe has made of them.
 
+        A statistic of a named recipe counts in the layers that run this recipe.
+
         Args:
-            statistic: its plain name, as in the table of docs/statistics.md.
+            statistic: its plain name, as in the table of docs/statistics.md, or that of a number that is not there.
             tensors: the tensors; all of them if none is given.
+            facts: know the recipe of each layer; None leaves out statistics of named recipes.
         """
         wanted = frozenset(tensors)
         for family, column in self._columns.items():
             request = family.request
-            if request is None or request.statistic.name != statistic or request.recipe not in (None, OWN_RECIPE):
+            name = family.statistic if request is None else request.statistic.name
+            if name != statistic or (wanted and family.tensor not in wanted):
                 continue
-            if (not wanted or family.tensor in wanted) and not request.columnwise:
+            if request is None or (request.recipe in (None, OWN_RECIPE) and not request.columnwise):
                 yield column
+            elif facts is not None and not request.columnwise and request.e5m2 is None:
+                recipes = [facts.recipe_of(self.names[layer]) for layer in column.layers.tolist()]
+                own = np.array([recipe == request.recipe for recipe in recipes], bool)
+                if own.any():
+                    yield Column(family, column.layers[own], column.values[own])
 
-    def one(self, statistic: str, tensor: str) -> Column | None:
-        """The column of a statistic of a tensor; None if the step has none."""
-        return next(self.all(statistic, (tensor,)), None)
+    def one(self, statistic: str, tensor: str, facts: Facts | None = None) -> Column | None:
+        """The column of a statistic of a tensor, as :meth:`all`; None if the step has none."""
+        return next(self.all(statistic, (tensor,), facts), None)
 
 
 class Splitter:

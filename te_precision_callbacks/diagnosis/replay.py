@@ -40,7 +40,11 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
         for subject in recorded.subjects
     ]
     splitter = Splitter(series.__getitem__)
+    saved = [row["iteration"] for row in recorded.events.to_pylist() if row["kind"] == "checkpoint_saved"]
+    checkpoints = sorted(iteration for iteration in saved if iteration is not None)
     for iteration, numbers, values, unscaled in _steps(recorded):
+        while checkpoints and checkpoints[0] <= iteration:
+            diagnosis.note_checkpoint(checkpoints.pop(0))
         if facts.changed(iteration):
             diagnosis.know(facts.at(iteration), iteration)
         layers = frozenset(series[number].layer for number in numbers[unscaled].tolist())

@@ -261,7 +261,7 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
 
 
 def a_dump(given: Any) -> Dump:
-    """Returns the argument if it is a dump; otherwise raises a DumpError that says how to get a dump."""
+    """Returns the argument if it is a dump; otherwise raises a DumpError that explains how to get a dump."""
     if isinstance(given, Dump):
         return given
     raise DumpError(f"A dump is expected, not {given!r:.200}. Use a result of load(path) or save(tensor, path).")

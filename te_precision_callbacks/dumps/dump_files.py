@@ -304,7 +304,7 @@ def _read_torch(path: Path) -> Dump:
     derived = dump_of(content.get(HIGH_PRECISION), quantized, keep_quantized=quantized is not None)
     tensors = {**derived.tensors, **{name: value for name, value in content.items() if type(value) is torch.Tensor}}
     if header is None:
-        # Only the path says where Transformer Engine's own dump is from, and nothing says when it was made.
+        # Only the path shows where Transformer Engine's own dump is from, and nothing shows when it was made.
         header = dataclasses.replace(derived.header, versions={}, time="")
     with _naming(path):
         check(header, tensors)

@@ -580,7 +580,7 @@ class _Measuring:
         for one in ready.passes:
             try:
                 held = None if one.form is None else self._held(one.form)
-            except Exception:  # which is told by whoever asks again
+            except Exception:  # which is reported by whoever asks again
                 return None
             if one.form is not None and not self._suits(one, held):
                 return None

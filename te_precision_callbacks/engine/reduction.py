@@ -2,16 +2,16 @@
 
 Segments are matched between ranks by name, never by order, so ranks may hold different layers, and a layer may rest on
 some ranks for a step. The ranks agree on a common layout when a segment comes up that no rank had before: then, and
-only then, names are exchanged. A flag in the vector of maxima says whether a rank has such a segment, so no further
+only then, names are exchanged. A flag in the vector of maxima shows whether a rank has such a segment, so no further
 message is needed to find out.
 
 The maxima also carry each rank's :class:`Stamp`, every part together with its negative, so all ranks learn from the
 same message whether the largest stamp is also the smallest. If not, the ranks are in different iterations, and the
-merged numbers are not used. Different counts of optimizer steps alone, as of ranks with optimizers of their own, are
-only told.
+merged numbers are not used. Different counts of optimizer steps alone, as of ranks with different optimizers, are
+only reported.
 
 A rank that cannot pack its message, since the GPU has no memory left for example, sends neutral numbers of the agreed
-length and says so in them: it costs the step the numbers of this rank, and nothing else. Any other failure makes the
+length and marks them: it costs the step the numbers of this rank, and nothing else. Any other failure makes the
 rank leave the others (:mod:`te_precision_callbacks.base.ranks`), whereupon each has its own numbers.
 
 A tensor of which every rank has a different part is added. Replicas (the weights of a data-parallel group) are merged
@@ -169,7 +169,7 @@ class Reduction:
             self._own_layout = _Layout(map(_describe, slots.segments.values()), slots, all_of_them=True)
             self._own_version = slots.version
         layout = self._own_layout
-        layout.pack(slots, NO_STAMP, changed=False, noted=False)
+        layout.pack(slots, NO_STAMP, changed=False, noted=False, stops=False)
         return layout.unpack(layout.merged)
 
     def _reduce(self, messages: Messages, slots: Segments, stamp: Stamp) -> _Layout:
@@ -188,7 +188,7 @@ class Reduction:
                 if not layout.has_one_stamp():
                     self._part(messages, stamp)
                 if not layout.has_changed():
-                    messages.put_noted(layout.is_noted())
+                    messages.put_noted(layout.is_noted(), stops=layout.stops())
                     return layout
             for entry in messages.pooled(news, "names of statistics", why):
                 known = self._agreed.get(entry.key)
@@ -199,9 +199,11 @@ class Reduction:
     def _pack(self, messages: Messages, layout: _Layout, slots: Segments, stamp: Stamp, *, changed: bool) -> None:
         """Put the message together; a neutral one if that fails."""
         try:
-            layout.pack(slots, stamp, changed=changed, noted=messages.note)
+            layout.pack(slots, stamp, changed=changed, noted=messages.note, stops=messages.wants_stop)
         except Exception as error:
-            layout.pack_nothing(stamp, changed=changed, noted=messages.note, rank=messages.rank)
+            layout.pack_nothing(
+                stamp, changed=changed, noted=messages.note, stops=messages.wants_stop, rank=messages.rank
+            )
             self._failure = error
 
     def _tell(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
@@ -287,16 +289,16 @@ def _home(slots: Segments) -> torch.device:
 
 
 _PARTS = len(Stamp._fields)
-_TRAILER = 2 * _PARTS + 3
+_TRAILER = 2 * _PARTS + 4
 """Elements after the maxima: a stamp, its negative, whether the rank has segments that are not in the layout, its note,
-and its number if it could not pack its own numbers."""
-_CHANGED, _NOTED, _FAILED = -3, -2, -1
+whether it wants all ranks to stop, and its number if it could not pack its own numbers."""
+_CHANGED, _NOTED, _STOPS, _FAILED = -4, -3, -2, -1
 _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
 """The parts of a stamp that must be equal come first."""
 
 
 class _Layout:
-    """Where each column of each segment stands in the message, and in this rank's vectors.
+    """The place of each column of each segment in the message, and in this rank's vectors.
 
     The first part of the message is summed: for each output of each segment the number of ranks on which the output is
     due; then the columns that are added. The second part is merged by the maximum: the columns of maxima, and all
@@ -308,7 +310,7 @@ class _Layout:
         all_of_them: whether segments that do not contribute are included.
 
     Attributes:
-        merged: the message on the host, in memory of its own: first this rank's, then that of all ranks.
+        merged: the message on the host, in its own memory: first this rank's, then that of all ranks.
         split: how many of its elements are added.
     """
 
@@ -360,6 +362,10 @@ class _Layout:
         """Whether some rank has a note."""
         return bool(self.merged[_NOTED] > 0)
 
+    def stops(self) -> bool:
+        """Whether some rank wants all to stop."""
+        return bool(self.merged[_STOPS] > 0)
+
     def failed(self) -> int | None:
         """The rank, or the last one, that could not pack its numbers."""
         return int(self.merged[_FAILED]) if self.merged[_FAILED] >= 0 else None
@@ -378,7 +384,7 @@ class _Layout:
         alike: npt.NDArray[np.bool_] = (largest == -smallest) | (largest == NOTHING)
         return alike
 
-    def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, noted: bool) -> None:
+    def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, noted: bool, stops: bool) -> None:
         """Put the message of this rank together: neutral where the rank has nothing to send.
 
         It is made where the measurements are, and copied to the host at once.
@@ -404,20 +410,21 @@ class _Layout:
             message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
         self._host[:-_TRAILER].copy_(message)
         self.merged[: self._due] = due
-        self._end(stamp, changed=changed, noted=noted, rank=None)
+        self._end(stamp, changed=changed, noted=noted, stops=stops, rank=None)
 
-    def pack_nothing(self, stamp: Stamp, *, changed: bool, noted: bool, rank: int) -> None:
+    def pack_nothing(self, stamp: Stamp, *, changed: bool, noted: bool, stops: bool, rank: int) -> None:
         """The same without numbers, in memory that is there."""
         self.merged[: self.split] = 0.0
         self.merged[self.split :] = NOTHING
-        self._end(stamp, changed=changed, noted=noted, rank=rank)
+        self._end(stamp, changed=changed, noted=noted, stops=stops, rank=rank)
 
-    def _end(self, stamp: Stamp, *, changed: bool, noted: bool, rank: int | None) -> None:
+    def _end(self, stamp: Stamp, *, changed: bool, noted: bool, stops: bool, rank: int | None) -> None:
         trailer = self.merged[-_TRAILER:]
         for place, part in enumerate(stamp):
             trailer[place] = part if part >= 0 else NOTHING
             trailer[_PARTS + place] = -part if part >= 0 else NOTHING
-        trailer[_CHANGED], trailer[_NOTED], trailer[_FAILED] = changed, noted, -1 if rank is None else rank
+        trailer[_CHANGED], trailer[_NOTED], trailer[_STOPS] = changed, noted, stops
+        trailer[_FAILED] = -1 if rank is None else rank
 
     def unpack(self, values: Values) -> list[Table]:
         """The segments with an output that is due on some rank, the shards of replicas added up."""
@@ -427,7 +434,7 @@ class _Layout:
 
 
 class _Piece(NamedTuple):
-    """Where a segment stands in the message; ``segment`` is this rank's, None if the rank has nothing to send."""
+    """The place of a segment in the message; ``segment`` is this rank's, None if the rank has nothing to send."""
 
     entry: Described
     segment: Segment | None
@@ -449,7 +456,7 @@ class _Block:
 
     @functools.cached_property
     def _cells(self) -> npt.NDArray[np.intp]:
-        """[segments, columns]: where each column stands in the message."""
+        """[segments, columns]: the place of each column in the message."""
         entry = self.pieces[0][0].entry  # all have the same columns
         sums_at, maxima_at = np.array([(piece.sums_at, piece.maxima_at) for piece, _ in self.pieces], dtype=np.intp).T
         return np.concatenate(

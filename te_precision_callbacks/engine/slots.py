@@ -4,7 +4,7 @@ Every watched tensor has segments: its moments, its exponents, one for each reci
 so on. A segment has columns that are added, and columns of which the maximum is kept; micro-batches merge in place, and
 nothing is copied to the host before the end of the step.
 
-Each stream of a GPU has vectors of its own, which are made, filled and added to on that stream alone, so that no stream
+Each stream of a GPU has its own vectors, which are made, filled and added to on that stream alone, so that no stream
 ever waits for another, and no addition comes before the filling. Vectors that have become too short stay where they
 are, with what was added to them, and longer ones take the additions from then on. The reading at the end of the step
 waits for all streams that have added, and merges their vectors.

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from te_precision_callbacks.instrumentation.refusals import (
     refusal_of,
 )
 from te_precision_callbacks.instrumentation.running import CurrentForward
+from te_precision_callbacks.instrumentation.stale_weights import stale_shares
 from te_precision_callbacks.instrumentation.watched import WatchedModules
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
 
@@ -47,10 +49,12 @@ class ToldOfForwards:
         many_forwards: called in the :data:`MOST_FORWARDS`-th training forward of a module without a step in between.
         refused: called in each forward that is left as it is because Transformer Engine would refuse it, with the
             module and the reason.
+        number: called with the name of a number in logs, and the number, on its device.
     """
 
     many_forwards: Callable[[torch.nn.Module], None]
     refused: Callable[[torch.nn.Module, DebugRefusal], None]
+    number: Callable[[str, torch.Tensor], None]
 
 
 class Answers:
@@ -87,11 +91,14 @@ class Answers:
         self._notices = notices
         self._own_is_debug_iter: Callable[[Any], bool] = bool
         self._forwards: dict[int, int] = {}
+        self._looked_at: set[int] = set()
+        self._failures = failures
         self._idle_in_evaluation: dict[int, int] = {}
 
     def forget_forwards(self) -> None:
         """Count the forwards of each module anew."""
         self._forwards.clear()
+        self._looked_at.clear()
 
     def forget_modules(self) -> None:
         """Forget what modules have answered, as before others are watched."""
@@ -115,7 +122,8 @@ class Answers:
         kind = self._classify(module)
         self.current.kind = kind
         self.current.module = module
-        tensor = _input_of(module)
+        frame = running_forward(module)
+        tensor = _input_of(frame)
         needs_gradient = bool(getattr(tensor, "requires_grad", True))
         self.current.input_needs_gradient = kind is not ForwardKind.OBSERVED or needs_gradient
         self.current.has_quantized_input = has_quantized_input(module, tensor)
@@ -125,6 +133,7 @@ class Answers:
             count = self._forwards[id(module)] = self._forwards.get(id(module), 0) + 1
             if count == MOST_FORWARDS:
                 self._told.many_forwards(module)
+            self._look_at_cached(module, frame)
         if id(module) in self.watched.fused:
             if is_captured():
                 self.watched.leave_alone(module)
@@ -135,6 +144,17 @@ class Answers:
         if kind is ForwardKind.EVALUATION:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
         return bool(self._own_is_debug_iter(module))
+
+    def _look_at_cached(self, module: Any, frame: FrameType | None) -> None:
+        """Look at the weights that a forward takes from the cache, once in an iteration."""
+        if not module.__dict__.get("_fp8_workspaces") or id(module) in self._looked_at:
+            return
+        try:
+            for name, share in stale_shares(module, self.watched.layers[id(module)], frame):
+                self._looked_at.add(id(module))
+                self._told.number(name, share)
+        except Exception as error:
+            self._failures.report("looking at the cached weights of", str(module.name), error)
 
     def _say_renamed(self, name: str, other: str) -> None:
         if own_rank() == 0 and self._notices.first("renamed"):
@@ -246,10 +266,9 @@ def _acts_on_activation(quantizers: Iterable[Any]) -> bool:
     return any(quantizer.any_feature_enabled() for quantizer in quantizers if quantizer.tensor_name == "activation")
 
 
-def _input_of(module: torch.nn.Module) -> Any:
-    """The input of the forward that a module is running; None if unknown.
+def _input_of(frame: FrameType | None) -> Any:
+    """The input of the forward of a frame; None if unknown.
 
     The input is the first argument of TE 2.20.2's forwards, which keep its name.
     """
-    frame = running_forward(module)
     return None if frame is None else frame.f_locals.get(frame.f_code.co_varnames[1])

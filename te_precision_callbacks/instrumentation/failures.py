@@ -11,6 +11,7 @@ from te_precision_callbacks.base.errors import FeatureError, ObservationError, P
 from te_precision_callbacks.base.ranks.meeting import INTERFACE
 from te_precision_callbacks.base.ranks.tree import RanksLostError
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
+from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.engine.reduction import RanksDifferError
 from te_precision_callbacks.overflow.errors import STOPS
@@ -24,6 +25,7 @@ ASKED_FOR: tuple[type[PrecisionDebugError], ...] = (
     ObservationError,  # strict=True
     ResumeAuditError,  # strict=True
     PrecisionContractError,  # require=, with on_broken="raise"
+    PrecisionFindingError,  # on_finding="stop"
     *STOPS,  # debug="activation_overflow"
 )
 """What a step raises in the training. Every other exception is a failure in observation. Mistakes of usage, such as a

@@ -62,6 +62,11 @@ def form_of(name: str) -> str:
     return _parsed(name)[0]
 
 
+def numbers_of(name: str) -> tuple[int, ...]:
+    """The numbers in a name, by which names that differ in their numbers alone are ordered."""
+    return _parsed(name)[1]
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _parsed(name: str) -> tuple[str, _Numbers]:
     """A name without its numbers, and the numbers. The names of a model are folded many times."""

@@ -1,4 +1,4 @@
-"""Counts batches, and tells which batch is running."""
+"""Counts batches, and knows which batch is running."""
 
 from __future__ import annotations
 

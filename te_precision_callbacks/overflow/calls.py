@@ -51,7 +51,7 @@ class Calls:
         self._looking = looking
         self._gradients = options.gradients
         self._parameters = options.parameters
-        # The kinds of forwards are those of a session; here a module's eval mode says nothing about them.
+        # The kinds of forwards are those of a session; here a module's eval mode does not decide them.
         self._classify = ForwardClassifier(precision_features_in_eval=False)
         self._classify.eval_mode_counts = False
         self.hooks = ModelHooks(roots, self, parameter_gradients=options.gradients, notices=journal.notices)

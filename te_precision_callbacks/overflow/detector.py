@@ -156,7 +156,7 @@ class DebugActivationOverflow:
 
     @property
     def abandoned(self) -> Callable[[], bool] | None:
-        """A function that tells whether the loop that made the detector has ended without closing it: the detector then
+        """Returns whether the loop that made the detector has ended without closing it: the detector then
         ignores forwards, backwards and steps. None: never. May be set at any time."""
         return self._journal.abandoned
 

@@ -1,4 +1,4 @@
-"""Finds parameters that are inf or nan themselves, and says what to do about them."""
+"""Finds parameters that are inf or nan themselves, and advises what to do about them."""
 
 from __future__ import annotations
 

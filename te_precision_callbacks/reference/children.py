@@ -67,7 +67,7 @@ def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
 
 
 def install_when_needed() -> None:
-    """Install the backend, as the environment says, when torch or Transformer Engine is imported."""
+    """Install the backend, as the environment asks, when torch or Transformer Engine is imported."""
     if os.environ.get(ENVIRONMENT_VARIABLE):
         sys.meta_path.insert(0, _Trigger())
 
@@ -91,7 +91,7 @@ class _Trigger(MetaPathFinder, PendingInstallation):
         return None
 
     def install(self) -> None:
-        """Install the backend as the environment says."""
+        """Install the backend as the environment asks."""
         told = inherited()
         if told is None:
             return

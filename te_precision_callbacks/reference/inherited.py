@@ -81,7 +81,7 @@ class PendingInstallation(ABC):
 
 
 def install_if_pending() -> None:
-    """Install the backend now, if the environment says so and no import has installed it yet."""
+    """Install the backend now, if the environment asks for it and no import has installed it yet."""
     for finder in sys.meta_path:
         if isinstance(finder, PendingInstallation):
             sys.meta_path.remove(finder)

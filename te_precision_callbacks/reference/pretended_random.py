@@ -44,7 +44,7 @@ _host_generator = torch.Generator()
 
 
 def draw_apart() -> None:
-    """Give the CPU a generator of its own, which continues the common one's state. For the rest of the process."""
+    """Give the CPU its own generator, which continues the common one's state. For the rest of the process."""
     _host_generator.set_state(torch._C.default_generator.get_state())
     for module in (torch, torch.random):
         module.default_generator = _host_generator  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_report_header() -> str | None:
-    """One line at the top of the report that says what the tests run on."""
+    """One line at the top of the report: what the tests run on."""
     installation = installed()
     if installation is None:
         return None

@@ -228,7 +228,7 @@ class RecordSink(EventSink):
             return True
         if isinstance(job, Step):
             return bool(own_numbers(job.records).any())
-        if not isinstance(job, Event) or (job.kind == "contract_judged" and not self.is_alone):
+        if not isinstance(job, Event) or (job.kind in ("contract_judged", "finding") and not self.is_alone):
             return False
         return job.severity != "info" or job.kind == "dump_written"
 

@@ -12,13 +12,14 @@ from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.dumps.header import Header
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.runs.segment_rows import Place
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.delivery import is_number, is_on_host, to_floats
+from te_precision_callbacks.session.live_diagnosis import LiveDiagnosis
 from te_precision_callbacks.session.observed_model import ObservedModel
-from te_precision_callbacks.session.results import Findings
+from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume_audit import ResumeAudit
 from te_precision_callbacks.session.run_facts import RunFacts
 from te_precision_callbacks.session.sinks import Sinks
@@ -34,32 +35,35 @@ class Chronicle:
     Args:
         options: the session's options.
         model: the model.
-        findings: the findings of the run.
+        results: the results of the run.
         resume_audit: gets the name of the run, and knows which one is resumed.
         sinks: get what happens.
         records: the sink that gets the facts; None if the run is not recorded.
         failures: get failures.
         front_door: what has started the session.
+        diagnosis: judges the facts.
     """
 
     def __init__(
         self,
         options: SessionOptions,
         model: ObservedModel,
-        findings: Findings,
+        results: RunResults,
         resume_audit: ResumeAudit,
         sinks: Sinks,
         records: RecordSink | None,
         failures: ObservationFailures,
         front_door: str,
+        diagnosis: LiveDiagnosis,
     ) -> None:
         self._options = options
-        self._findings = findings
+        self._results = results
         self._resume_audit = resume_audit
         self._sinks = sinks
         self._records = records
         self._failures = failures
-        self._facts = None if records is None else RunFacts(options, model, findings, front_door)
+        self._facts = RunFacts(options, model, results, front_door)
+        self._diagnosis = diagnosis
         self._has_begun = False
         self._told: list[object] = []
         self._kept: list[tuple[int, int, str, Any]] = []
@@ -93,7 +97,7 @@ class Chronicle:
                 self._records.place = self._records.begin()
             except Exception as error:
                 self._sinks.drop(self._records)
-                self._records = self._facts = None
+                self._records = None
                 self._failures.report("recording", "the run", error)
 
     # ------------------------------------------------------------------ what happens
@@ -111,12 +115,17 @@ class Chronicle:
             self._kept = [kept for kept in self._kept if is_on_host(kept[-1])]
         self._send_scalars(at_once=at_last)
         facts, records = self._facts, self._records
-        if facts is None or records is None or not records.writes_reduced or not facts.changed(at_last=at_last):
+        if not facts.changed(at_last=at_last):
             return
         try:
-            for event in facts.changes():
-                self._sinks.tell(event)
-            records.put_facts(facts.take())
+            taken = facts.take()
+            if records is not None and records.writes_reduced:
+                for event in facts.changes():
+                    self._sinks.tell(event)
+                records.put_facts(taken)
+            self._diagnosis.know(taken, iteration)
+        except ASKED_FOR:
+            raise
         except Exception as error:
             self._failures.report("gathering the facts of", f"iteration {iteration}", error)
 
@@ -147,7 +156,7 @@ class Chronicle:
         self._sinks.tell(Event("contract_judged", text, iteration, severity, phase="step"))
 
     def _tell_of_resume(self, iteration: int) -> None:
-        report = self._findings.resume
+        report = self._results.resume
         if report is not None and report not in self._told:
             self._told.append(report)
             severity: Severity = "warning" if report.findings else "info"

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.session.named_layers import NamedLayers
-from te_precision_callbacks.session.results import Findings
+from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.sinks.step_records import StepRecords
@@ -78,10 +78,11 @@ class Delivery:
         ranks: those that reduce statistics together.
         optimizer_steps: counts the optimizer steps of this rank.
         layers: the layers that the numbers belong to.
-        findings: get each step's numbers.
+        results: get each step's numbers.
         sinks: get each step's records.
         failures: get failures.
         delayed_scaling: the layers that had no scale.
+        judge: judges the records of each step.
 
     Attributes:
         ending: the step whose records not all sinks have yet; None if there is none.
@@ -95,10 +96,11 @@ class Delivery:
         ranks: Ranks,
         optimizer_steps: OptimizerSteps,
         layers: NamedLayers,
-        findings: Findings,
+        results: RunResults,
         sinks: Sinks,
         failures: ObservationFailures,
         delayed_scaling: DelayedScalingLayers,
+        judge: Callable[[StepRecords], StepRecords],
     ) -> None:
         self.ending: Ending | None = None
         self._inspector = inspector
@@ -106,11 +108,12 @@ class Delivery:
         self._ranks = ranks
         self._optimizer_steps = optimizer_steps
         self._layers = layers
-        self._findings = findings
+        self._results = results
         self._sinks = sinks
         self._failures = failures
         self._gathered = _Gathered()
         self._delayed_scaling = delayed_scaling
+        self._judge = judge
         self.last_logging_step: int | None = None
 
     # ------------------------------------------------------------------ during a step
@@ -257,7 +260,7 @@ class Delivery:
             for stream, tensors in self._gathered.on_streams.items():
                 follow(stream, tensors)
             values = to_floats([value for _, value in scalars])
-            table = self._findings.series
+            table = self._results.series
             own = [table.intern(*parsed_log_name(name, self._layers.names)) for name, _ in scalars]
             series = np.concatenate([*(found.series for found in measured), np.array(own, dtype=np.int32)])
             numbers = np.concatenate([*(found.values for found in measured), np.array(values)])
@@ -283,8 +286,14 @@ class Delivery:
             unscaled=self._delayed_scaling.unscaled(ending.iteration, self._layers.modules, layers),
             observe_seconds=time.perf_counter() - ending.begun,
         )
-        self._findings.statistics.add(records)
-        return records
+        self._results.statistics.add(records)
+        try:
+            return self._judge(records)
+        except ObservationError:
+            raise
+        except Exception as error:
+            self._failures.report("judging", f"iteration {ending.iteration}", error)
+            return records
 
 
 def is_number(value: object) -> bool:

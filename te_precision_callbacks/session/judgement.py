@@ -12,7 +12,7 @@ from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.shared_products import shared_products
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.session.chronicle import Chronicle
-from te_precision_callbacks.session.results import Findings, Results
+from te_precision_callbacks.session.results import Results, RunResults
 
 
 class Judgement:
@@ -20,7 +20,7 @@ class Judgement:
 
     Args:
         options: the session's options.
-        findings: the findings of the run.
+        results: the results of the run.
         ranks: those that reduce together.
         chronicle: receives what was found.
 
@@ -28,9 +28,9 @@ class Judgement:
         coverage: that of the end of the run, once it was asked for.
     """
 
-    def __init__(self, options: SessionOptions, findings: Findings, ranks: Ranks, chronicle: Chronicle) -> None:
+    def __init__(self, options: SessionOptions, results: RunResults, ranks: Ranks, chronicle: Chronicle) -> None:
         self.coverage = NOTHING
-        self._findings = findings
+        self._results = results
         self._ranks = ranks
         self._chronicle = chronicle
         self._contract = options.require
@@ -61,7 +61,7 @@ class Judgement:
 
     @property
     def _changes(self) -> int:
-        return self._findings.audit.changes + self._findings.coverage.changes
+        return self._results.audit.changes + self._results.coverage.changes
 
     def begin_step(self, iteration: int) -> None:
         """Note for the other ranks whether there is something to judge; before the numbers of the step are sent."""
@@ -74,15 +74,15 @@ class Judgement:
         Raises:
             PrecisionContractError: the contract is broken, and that is to end the run.
         """
-        findings = self._findings
+        results = self._results
         if self._shares_products:
             self._shares_products = False
-            own = findings.coverage_at(iteration)
+            own = results.coverage_at(iteration)
             kind = "products of the first step"
-            findings.coverage.put_of_ranks(shared_products(own, self._ranks, kind, of_one=True))
+            results.coverage.put_of_ranks(shared_products(own, self._ranks, kind, of_one=True))
         if self._keeper is not None:
             keeper, changes = self._keeper, self._changes
-            self._judge(iteration, lambda: keeper.end_step(findings.coverage_at, changes, iteration, self._ranks))
+            self._judge(iteration, lambda: keeper.end_step(results.coverage_at, changes, iteration, self._ranks))
 
     def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> None:
         """Judge at the end of the run what was not judged yet.
@@ -97,8 +97,8 @@ class Judgement:
             PrecisionContractError: as :meth:`end_step`.
         """
         if self._keeper is not None:
-            has_run = has_step and iteration in self._findings.iterations
-            coverage = Results(self._findings).coverage(iteration) if has_run else NOTHING
+            has_run = has_step and iteration in self._results.iterations
+            coverage = Results(self._results).coverage(iteration) if has_run else NOTHING
             judge = functools.partial(self._keeper.end_run, coverage, self._changes, iteration, self._ranks)
             self._judge(iteration, lambda: judge(why_not=why_not, raises=raises))
 
@@ -114,5 +114,5 @@ class Judgement:
 
     def end_coverage(self) -> Coverage:
         """The coverage of the last step, which is kept for the summary; empty if no step has run."""
-        self.coverage = Results(self._findings).coverage()
+        self.coverage = Results(self._results).coverage()
         return self.coverage

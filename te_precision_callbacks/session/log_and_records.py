@@ -35,6 +35,7 @@ class LogAndRecords:
         log: the statistics log; None without one.
         records: the records; None if the run is not recorded.
         sinks: those of the two that there are.
+        command: the command that makes the page of the run; empty as long as nothing is recorded.
     """
 
     def __init__(self, options: SessionOptions, log_dir: Path, given_names: Mapping[str, str], ranks: Ranks) -> None:
@@ -44,6 +45,7 @@ class LogAndRecords:
         self._log_dir = log_dir
         self.log = None if choice.ranks == "off" else StatisticsLog(given_names=given_names, limit=choice.limit)
         self.records = RecordSink(log_dir, limit) if limit else None
+        self.command = ""
         self.sinks: list[Sink] = [sink for sink in (self.log, self.records) if sink is not None]
 
     @property
@@ -69,7 +71,7 @@ class LogAndRecords:
         if self.records is None or self.records.place is None or not self.records.has_recorded:
             return ""
         run_id: str = self.records.place.run_id
-        tell_command(self._log_dir, run_id)
+        self.command = tell_command(self._log_dir, run_id)
         return run_id
 
     def write_page(self, run_id: str, sinks: Sinks) -> None:
@@ -85,12 +87,14 @@ class LogAndRecords:
         sinks.report(path)
 
 
-def tell_command(log_dir: Path, run_id: str) -> None:
-    """Log the command that makes the page of a run.
+def tell_command(log_dir: Path, run_id: str) -> str:
+    """Log the command that makes the page of a run, and give it.
 
     Args:
         log_dir: the session's log folder.
         run_id: the run; the folder may have others.
     """
     path = log_dir if list_runs(log_dir) == (run_id,) else log_dir / FOLDER / run_id
-    logger.info("te-precision report %s makes one page of this run.", shlex.quote(str(path.absolute())))
+    command = f"te-precision report {shlex.quote(str(path.absolute()))}"
+    logger.info("%s makes one page of this run.", command)
+    return command

@@ -35,7 +35,7 @@ from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.session.model_changes import ModelChanges
 from te_precision_callbacks.session.named_layers import NamedLayers
-from te_precision_callbacks.session.results import Findings
+from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.sinks.step_records import LayerInfo
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ObservedModel:
         inspector: gets the names and the plan.
         hooks: get the modules.
         engine: gets the split of layers over ranks.
-        findings: get the facts about each layer.
+        results: get the facts about each layer.
         failures: get errors.
         notices: the messages that the run has logged once.
         front_door: what has started the session.
@@ -90,7 +90,7 @@ class ObservedModel:
         inspector: Inspector,
         hooks: ForwardHooks,
         engine: StatisticsEngine,
-        findings: Findings,
+        results: RunResults,
         failures: ObservationFailures,
         notices: Notices,
         front_door: str,
@@ -103,7 +103,7 @@ class ObservedModel:
         self._inspector = inspector
         self._hooks = hooks
         self._engine = engine
-        self._findings = findings
+        self._results = results
         self._failures = failures
         self._notices = notices
         self._front_door = front_door
@@ -173,11 +173,11 @@ class ObservedModel:
         """Name and watch this rank's modules; without a collective."""
         inspector, plan, modules = self._inspector, planned.plan, self.layers.modules
         infos = _layer_infos(self.layers, plan, self._refused, self._hooks.order)
-        self._findings.layers.put(inspector.iteration, infos)
+        self._results.layers.put(inspector.iteration, infos)
         inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
         overrides = {entry.layer.name: inspector.that_change_precision(entry.features) for entry in plan.layers}
         self.overrides = {layer: features for layer, features in overrides.items() if features}
-        self._findings.changes_precision |= bool(self.overrides)
+        self._results.changes_precision |= bool(self.overrides)
         self._engine.placements = placements(modules, self._options.process_group)
         for module in modules:
             inspector.name_module(module.module, module.name)
@@ -233,9 +233,9 @@ class ObservedModel:
         if order.take_grown():
             infos = [
                 replace(info, exec_fwd=order.forward.get(info.name), exec_bwd=order.backward.get(info.name))
-                for info in self._findings.layers.now
+                for info in self._results.layers.now
             ]
-            self._findings.layers.put(self._inspector.iteration, infos)
+            self._results.layers.put(self._inspector.iteration, infos)
 
     @property
     def all_names(self) -> list[str]:
@@ -265,9 +265,9 @@ class ObservedModel:
                     overrides.get(info.name, ""),
                     info.name in outside,
                 )
-                for info in self._findings.layers.now
+                for info in self._results.layers.now
             }
-            self._findings.coverage.put(self._inspector.iteration, products, facts, state)
+            self._results.coverage.put(self._inspector.iteration, products, facts, state)
 
     def _say_recomputed(self, layers: Collection[str]) -> None:
         """Warn of layers whose backward is not in low precision, though their forward is."""
@@ -301,14 +301,14 @@ class ObservedModel:
     def note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         """Note a forward that is left as it is."""
         names = {layer.name for named in self.layers.modules if named.module is module for layer in named.layers}
-        acting = [info.name for info in self._findings.layers.now if info.name in names and info.features]
+        acting = [info.name for info in self._results.layers.now if info.name in names and info.features]
         self._refused.note(acting, refusal)
 
     def say_refused(self) -> None:
         """Warn of the layers that are left as they are since the last call."""
         if self._refused.say(self._inspector.log):
-            infos = [replace(info, refused=self._refused.why(info.name)) for info in self._findings.layers.now]
-            self._findings.layers.put(self._inspector.iteration, infos)
+            infos = [replace(info, refused=self._refused.why(info.name)) for info in self._results.layers.now]
+            self._results.layers.put(self._inspector.iteration, infos)
 
 
 def _layer_infos(

@@ -32,7 +32,7 @@ class SessionOutcome(Results):
     @classmethod
     def of(cls, session: Results) -> SessionOutcome:
         """The outcome of a session so far; it does not change when the session goes on."""
-        findings = copy.deepcopy(session._findings)
+        findings = copy.deepcopy(session._results)
         findings.iteration = session.iteration
         return cls(findings)
 

@@ -11,6 +11,8 @@ from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.gemm_precision import Precision
 from te_precision_callbacks.coverage.history import CoverageHistory
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.diagnosis.engine import Diagnosis
+from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.runs.fingerprints.changes import ResumeReport
 from te_precision_callbacks.session.layer_history import LayerHistory, Layers
 from te_precision_callbacks.sinks.step_records import Row
@@ -19,7 +21,7 @@ from te_precision_callbacks.statistics.series import SeriesTable
 
 
 @dataclass
-class Findings:
+class RunResults:
     """The results of a run, as its parts write them.
 
     Attributes:
@@ -35,6 +37,7 @@ class Findings:
         series: the series of the numbers.
         statistics: the last and the worst numbers.
         resume: the result of the audit of a resume; None without one.
+        diagnosis: the rules, and what they have found.
     """
 
     log_dir: Path
@@ -49,6 +52,7 @@ class Findings:
     series: SeriesTable = field(default_factory=SeriesTable)
     statistics: RunStatistics = field(init=False)
     resume: ResumeReport | None = None
+    diagnosis: Diagnosis = field(default_factory=Diagnosis)
 
     def __post_init__(self) -> None:
         self.layers = LayerHistory(self.iterations)
@@ -64,38 +68,38 @@ class Results:
     """The results of a run, readable during the run and after it.
 
     Args:
-        findings: the findings of the run.
+        results: the results of the run.
     """
 
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
+    def __init__(self, results: RunResults) -> None:
+        self._results = results
 
     @property
     def iteration(self) -> int:
         """The current debug iteration, counted from 0. After the end: the first iteration that was not run."""
-        return self._findings.iteration
+        return self._results.iteration
 
     @property
     def log_dir(self) -> Path:
         """The folder of the session's files."""
-        return self._findings.log_dir
+        return self._results.log_dir
 
     @property
     def layers(self) -> Layers:
         """Every layer of the model that can be observed, and what the config does with it now.
         ``session.layers(at=120)`` gives what it did in one iteration, and raises a LookupError if that has not run."""
-        return self._findings.layers.now
+        return self._results.layers.now
 
     @property
     def unconverted(self) -> Mapping[str, str]:
         """Layers that a trainer left without Transformer Engine, name -> why. A front door sets it after the start."""
-        return self._findings.unconverted
+        return self._results.unconverted
 
     @property
     def precision(self) -> Precision:
         """The precision in which each GEMM has really run so far. ``session.precision(at=120)`` gives the precision of
         one iteration, and raises a LookupError if that has not run."""
-        return Precision(self._findings.audit, self._findings.audit.at)
+        return Precision(self._results.audit, self._results.audit.at)
 
     def coverage(self, at: int | None = None) -> Coverage:
         """Every matrix product of the model in a step: its multiply-adds, its precision, and why that is not low.
@@ -110,26 +114,37 @@ class Results:
         Raises:
             IterationError: the iteration has not run under this session; a LookupError.
         """
-        findings = self._findings
-        iteration = findings.iterations.last if at is None else at
+        results = self._results
+        iteration = results.iterations.last if at is None else at
         if iteration is None:
             return NOTHING
-        own = findings.coverage_at(iteration)
-        return Coverage((*own, *findings.coverage.of_other_ranks), state=own.state)
+        own = results.coverage_at(iteration)
+        return Coverage((*own, *results.coverage.of_other_ranks), state=own.state)
 
     @property
     def resume_report(self) -> ResumeReport | None:
         """What differs from the checkpoint that the run was resumed from. None before the first step after a resume,
         and for a checkpoint without a fingerprint."""
-        return self._findings.resume
+        return self._results.resume
+
+    @property
+    def findings(self) -> Verdict:
+        """What is wrong with the run so far, by the rules of ``te-precision rules``: iterating gives the findings, the
+        worst first."""
+        return self._results.diagnosis.verdict
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no rule has found an error or a warning so far; for a checkpoint that is worth keeping."""
+        return self.findings.healthy
 
     @property
     def last_statistics(self) -> tuple[Row, ...]:
         """The last value of each statistic."""
-        return tuple(self._findings.statistics.last())
+        return tuple(self._results.statistics.last())
 
     @property
     def worst_statistics(self) -> tuple[Worst, ...]:
         """The worst value so far, and its iteration, of each statistic that has a worse direction in the table of
         docs/statistics.md. Delayed scaling's first step is left out, see ``StepRecords.unscaled``."""
-        return tuple(self._findings.statistics.worst())
+        return tuple(self._results.statistics.worst())

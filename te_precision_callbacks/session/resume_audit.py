@@ -33,7 +33,7 @@ from te_precision_callbacks.runs.fingerprints.pooling import Pool, Pooled, of_ra
 from te_precision_callbacks.runs.fingerprints.taking import with_layers, with_recipes
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.session.observed_model import ObservedModel
-from te_precision_callbacks.session.results import Findings
+from te_precision_callbacks.session.results import RunResults
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class ResumeAudit:
 
     Args:
         model: the run's model.
-        findings: know how layers trained, and get the report.
+        results: know how layers trained, and get the report.
         failures: get failures of the audit.
-        strict: whether findings raise.
+        strict: whether results raise.
 
     Attributes:
         run_id: the name of this run, which its checkpoints get.
@@ -70,10 +70,10 @@ class ResumeAudit:
     """
 
     def __init__(
-        self, model: ObservedModel, findings: Findings, failures: ObservationFailures, *, strict: bool
+        self, model: ObservedModel, results: RunResults, failures: ObservationFailures, *, strict: bool
     ) -> None:
         self._model: ObservedModel | None = model
-        self._findings = findings
+        self._results = results
         self._failures = failures
         self._strict = strict
         self.run_id = new_run_id()
@@ -137,7 +137,7 @@ class ResumeAudit:
         if not modules:
             return None
         try:
-            return with_recipes(self._with_layers(iteration), modules, self._findings.audit.trained_in_fp8)
+            return with_recipes(self._with_layers(iteration), modules, self._results.audit.trained_in_fp8)
         except Exception as error:
             self._failures.report("taking the fingerprint of", f"iteration {iteration}", error)
             return None
@@ -237,17 +237,17 @@ class ResumeAudit:
         """Compare, and report.
 
         Raises:
-            ResumeAuditError: with ``strict=True``, there are findings.
+            ResumeAuditError: with ``strict=True``, there are results.
         """
         saved = self._saved
         self._saved, self._restored = {}, None  # the hooks stay until the step's end: torch is running them
         try:
-            now = with_recipes(restored, self._modules(), self._findings.audit.trained_in_fp8)
+            now = with_recipes(restored, self._modules(), self._results.audit.trained_in_fp8)
             report = compare(saved, now)
         except Exception as error:
             self._failures.report("auditing", "the resume", error)
             return
-        self._findings.resume = report
+        self._results.resume = report
         if not report.findings:
             logger.debug("The resume has restored what the checkpoint of iteration %d had.", report.iteration)
             return

@@ -22,27 +22,31 @@ from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
 from te_precision_callbacks.coverage.shapes import explain_shape
+from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.dumps.dump_files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.answers import ToldOfForwards
 from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
+from te_precision_callbacks.instrumentation.updates import UpdateWatch
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.session.chronicle import Chronicle
+from te_precision_callbacks.session.closing_lines import closing_lines, is_quiet
 from te_precision_callbacks.session.delivery import Delivery, Ending
 from te_precision_callbacks.session.endings import ProcessEnds, Terminated
 from te_precision_callbacks.session.forgotten import ForgottenSteps, is_in_evaluation
 from te_precision_callbacks.session.judgement import Judgement
+from te_precision_callbacks.session.live_diagnosis import LiveDiagnosis
 from te_precision_callbacks.session.log_and_records import LogAndRecords
 from te_precision_callbacks.session.loop import Loop
 from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.overflow_watch import OverflowWatch
-from te_precision_callbacks.session.results import Findings, Results
+from te_precision_callbacks.session.results import Results, RunResults
 from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
 from te_precision_callbacks.session.resumed_loss import ResumedLoss
 from te_precision_callbacks.session.signals import Uninterrupted
@@ -63,7 +67,7 @@ class Run:
     Args:
         options: the session's options.
         sinks: receivers of records, before those of the options.
-        findings: get the results.
+        results: get the results.
         classify: decides the kind of a forward.
         loop: the front door's facts about the training loop.
         notices: the messages that have been logged once.
@@ -84,14 +88,14 @@ class Run:
         self,
         options: SessionOptions,
         sinks: Iterable[Sink],
-        findings: Findings,
+        results: RunResults,
         classify: ForwardClassifier,
         loop: Loop,
         notices: Notices,
     ) -> None:
         self.live = self.kept = False
         self._options = options
-        self._findings = findings
+        self._results = results
         self._loop = loop
         self._notices = notices
         self._process = os.getpid()
@@ -101,7 +105,7 @@ class Run:
         self.ranks = ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
         self._ends: ProcessEnds | None = None
         self.inspector = inspector = Inspector(
-            log_dir=findings.log_dir,
+            log_dir=results.log_dir,
             feature_dirs=options.feature_dirs,
             features=options.features,
             process_group=options.process_group,
@@ -114,40 +118,61 @@ class Run:
         told = ToldOfForwards(
             many_forwards=lambda module: self._forgotten.note_forwards(str(module.name)),
             refused=lambda module, refusal: self.model.note_refusal(module, refusal),
+            number=lambda name, value: self._delivery.take_scalar(name, value),
         )
-        engine = StatisticsEngine(findings.series, failures.report)
-        self.hooks = ForwardHooks(classify, failures, findings.audit, told, engine, notices)
+        engine = StatisticsEngine(results.series, failures.report)
+        self.hooks = ForwardHooks(classify, failures, results.audit, told, engine, notices)
         recorder = Recorder(
-            findings.log_dir,
+            results.log_dir,
             file_format=SAFETENSORS,
             report=failures.report,
             detects_overflow=ACTIVATION_OVERFLOW in options.debug,
         )
         self.model = model = ObservedModel(
-            options, inspector, self.hooks, engine, findings, failures, notices, loop.front_door
+            options, inspector, self.hooks, engine, results, failures, notices, loop.front_door
         )
         self._forgotten = ForgottenSteps(notices, loop, model.is_trained_by, lambda: inspector.iteration)
-        self.resume_audit = ResumeAudit(self.model, findings, failures, strict=options.strict)
-        self._written = LogAndRecords(options, findings.log_dir, model.layers.given, ranks)
+        self.resume_audit = ResumeAudit(self.model, results, failures, strict=options.strict)
+        self._written = LogAndRecords(options, results.log_dir, model.layers.given, ranks)
         self._sinks = Sinks([*self._written.sinks, *sinks, *options.sinks], self._describe, failures)
         self.observation = Observation(engine, recorder)
-        self._optimizer_steps = OptimizerSteps(self._forgotten.note, self.hooks.products.note_optimizer_step)
+        self._diagnosis = LiveDiagnosis(
+            results.diagnosis, results.series, ranks, options.on_finding, self._sinks.tell, failures.report
+        )
+        self._updates = UpdateWatch(
+            lambda: bool(self.hooks.answers.watched.armed),
+            model.is_trained_by,
+            lambda name, value: self._delivery.take_scalar(name, value),
+            failures.report,
+        )
+        self._optimizer_steps = OptimizerSteps(
+            self._forgotten.note, self.hooks.products.note_optimizer_step, self._updates.after_step
+        )
         self._delivery = Delivery(
             inspector,
             self.observation,
             ranks,
             self._optimizer_steps,
             model.layers,
-            findings,
+            results,
             self._sinks,
             failures,
             self.hooks.answers.notes.delayed_scaling,
+            self._diagnosis.judge,
         )
         self._chronicle = Chronicle(
-            options, model, findings, self.resume_audit, self._sinks, self._written.records, failures, loop.front_door
+            options,
+            model,
+            results,
+            self.resume_audit,
+            self._sinks,
+            self._written.records,
+            failures,
+            loop.front_door,
+            self._diagnosis,
         )
         failures.listen(self._say_failed)
-        self._judgement = Judgement(options, findings, ranks, self._chronicle)
+        self._judgement = Judgement(options, results, ranks, self._chronicle)
         self.overflow = OverflowWatch(options, recorder, loop.was_left)
 
     # ------------------------------------------------------------------ its life
@@ -172,7 +197,7 @@ class Run:
     def count_from(self, iteration: int) -> None:
         """Gather for another iteration from now on."""
         self.inspector.iteration = iteration
-        self._findings.layers.go_to(iteration)
+        self._results.layers.go_to(iteration)
         self._delivery.forget_logging_step()
         self.hooks.arm()
 
@@ -186,6 +211,8 @@ class Run:
             self._written.attach()
             self.model.attach(model, ranks)
             self._judgement.attach(self.model.all_names)
+            if self._options.config.is_default:
+                self._updates.begin()
             self._optimizer_steps.begin()
             self.overflow.attach(model, ranks.messages)
         ranks.settle()
@@ -231,7 +258,7 @@ class Run:
                 "step()",
                 agree=self._options.strict and self.ranks.several,
                 error=ObservationError,
-                on_all=(PrecisionContractError,),
+                on_all=(PrecisionContractError, PrecisionFindingError),
             ):
                 delivery.begin(ending)
                 self.resume_audit.end_step()
@@ -290,6 +317,7 @@ class Run:
             self.observation.recorder.end_step()
         self._chronicle.tell_dumps(self.observation.recorder.take_written())
         self._judgement.end_step(ending.iteration)
+        self._diagnosis.stop_if_wanted()
         return records
 
     def flush(self, seconds: float) -> bool:
@@ -313,6 +341,7 @@ class Run:
     def tell_of_checkpoint(self) -> None:
         """Tell the sinks that a checkpoint has taken the state."""
         iteration = self.inspector.iteration
+        self._results.diagnosis.note_checkpoint(iteration)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
         self._sinks.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint"))
 
@@ -323,7 +352,7 @@ class Run:
         """
         try:
             if own_rank() == 0:
-                loss.tell(self._findings.resume)
+                loss.tell(self._results.resume)
         except Exception as error:
             try:
                 self._failures.report("comparing", "the loss before and after the resume", error)
@@ -346,7 +375,7 @@ class Run:
             error, logging_step: as in ``InspectSession.stop``.
         """
         explain_shape(error or sys.exc_info()[1], self.model.layers.modules)
-        keeps = self._options.keep_precision and self._findings.changes_precision
+        keeps = self._options.keep_precision and self._results.changes_precision
         keeps = keeps and error is None and not self.inspector.ended
         termination = None if self._ends is None else self._ends.termination
         with Uninterrupted(termination) as guard, without_collections(), ExitStack() as stack:
@@ -359,6 +388,7 @@ class Run:
             then("leaving", "the other ranks", self.ranks.end)
             then("closing", "the dumps", lambda: self._close_dumps(error, guard))
             then("undoing", "what the session has changed", lambda: self._put_back(keeps=keeps))
+            then("printing", "the verdict", self._print_verdict)
             then("writing", "the summary", self._write_summary)
             then("writing", "the report", lambda: self._tell_report(error, guard))
             then("telling", "the coverage", self._tell_coverage)
@@ -414,11 +444,11 @@ class Run:
 
     def _note_unended(self) -> None:
         """Note the products of a run without any step, as where a loop never calls ``step()``."""
-        findings, before = self._findings, self._findings.coverage.changes
+        results, before = self._results, self._results.coverage.changes
         self.model.note_order()
         self.model.note_products()
-        if findings.coverage.changes != before:
-            findings.audit.leave(self.inspector.iteration)
+        if results.coverage.changes != before:
+            results.audit.leave(self.inspector.iteration)
 
     def _judge_at_the_end(self, error: BaseException | None) -> None:
         """Judge the contract if that has not been done yet. An error that ends the run is not hidden."""
@@ -469,9 +499,10 @@ class Run:
             if self._ends is not None:
                 then.callback(self._ends.forget_exceptions)
             then.callback(self._optimizer_steps.remove)
+            then.callback(self._updates.remove)
             then.callback(self.resume_audit.end)
             then.callback(self.model.release)
-            self._findings.iteration = self._delivery.completed
+            self._results.iteration = self._delivery.completed
             self.live, self.kept = False, keeps
 
     def release(self) -> None:
@@ -519,11 +550,11 @@ class Run:
 
     def _describe(self) -> RunInfo:
         return RunInfo(
-            log_dir=self._findings.log_dir,
+            log_dir=self._results.log_dir,
             rank=own_rank(),
             world_size=world_size(),
             start_iteration=self.inspector.iteration,
-            layers=tuple(self._findings.layers.now),
+            layers=tuple(self._results.layers.now),
             versions=dict(versions()),
             config=self._options.config.name,
         )
@@ -544,8 +575,15 @@ class Run:
         if own_rank() == 0 and self.model.attached and not self._hurries:
             from te_precision_callbacks.session.summary import write_summary
 
-            self._findings.iteration = self.inspector.iteration
-            write_summary(Results(self._findings), self._judgement.coverage)
+            self._results.iteration = self.inspector.iteration
+            write_summary(Results(self._results), self._judgement.coverage)
+
+    def _print_verdict(self) -> None:
+        """Print what came out of the run, on one rank."""
+        if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
+            verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
+            lines = closing_lines(verdict, coverage, self._results.log_dir, self._written.command)
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Close the detector, whose last look may raise, and write all dumps; before a signal ends the process, those

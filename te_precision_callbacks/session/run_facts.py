@@ -27,7 +27,7 @@ from te_precision_callbacks.reference import is_installed
 from te_precision_callbacks.runs.fingerprints.taking import QUANTIZED, weights_of
 from te_precision_callbacks.runs.segment_rows import Facts
 from te_precision_callbacks.session.observed_model import ObservedModel
-from te_precision_callbacks.session.results import Findings
+from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume_audit import versions
 from te_precision_callbacks.sinks.step_records import Event, LayerInfo
 
@@ -48,14 +48,14 @@ class RunFacts:
     Args:
         options: the session's options.
         model: the model.
-        findings: the findings of the run.
+        results: the results of the run.
         front_door: what has started the session.
     """
 
-    def __init__(self, options: SessionOptions, model: ObservedModel, findings: Findings, front_door: str) -> None:
+    def __init__(self, options: SessionOptions, model: ObservedModel, results: RunResults, front_door: str) -> None:
         self._options = options
         self._model = model
-        self._findings = findings
+        self._results = results
         self._front_door = front_door
         self._taken: object = None
         self._rests_until = 0.0
@@ -68,18 +68,18 @@ class RunFacts:
 
     @property
     def _state(self) -> object:
-        findings = self._findings
-        coverage = findings.coverage
-        changes = findings.layers.changes, findings.audit.changes, coverage.changes
-        return *changes, len(coverage.of_other_ranks), len(findings.unconverted)
+        results = self._results
+        coverage = results.coverage
+        changes = results.layers.changes, results.audit.changes, coverage.changes
+        return *changes, len(coverage.of_other_ranks), len(results.unconverted)
 
     @without_collections()
     def take(self) -> Facts:
         """Gather all facts."""
         begun = time.perf_counter()
         self._taken = self._state
-        infos = self._findings.layers.spans()
-        precision = list(self._findings.audit.spans())
+        infos = self._results.layers.spans()
+        precision = list(self._results.audit.spans())
         gemms, operands = self._products(precision)
         layer_rows = list(self._layers(infos, gemms))
         ids = {row["layer"]: row["layer_id"] for row in layer_rows}
@@ -103,7 +103,7 @@ class RunFacts:
         formats: dict[int, list[str]] = defaultdict(list)
         recipes: dict[int, list[str]] = defaultdict(list)
         last = self._told_until
-        for entry in self._findings.audit.spans():
+        for entry in self._results.audit.spans():
             earlier = before.get((entry.layer, entry.gemm))
             before[entry.layer, entry.gemm] = entry
             self._told_until = max(entry.since, -1 if self._told_until is None else self._told_until)
@@ -129,7 +129,7 @@ class RunFacts:
             "config_text": self._config_text(),
             "config_hash": config_hash(self._model.flat_config),
             "recipes": list(recipes),
-            "unconverted": dict(self._findings.unconverted),
+            "unconverted": dict(self._results.unconverted),
         }
 
     def _machine_facts(self) -> Row:
@@ -157,7 +157,7 @@ class RunFacts:
             "reduce": self._options.reduce,
             "observe": self._options.observe,
             "script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "",
-            "started_by": self._findings.started_at,
+            "started_by": self._results.started_at,
         }
 
     def _config_text(self) -> str:
@@ -280,7 +280,7 @@ class RunFacts:
         spans: dict[tuple[str, str], list[GemmPrecision]] = defaultdict(list)
         for entry in precision:
             spans[entry.layer, entry.gemm].append(entry)
-        for counted in self._findings.coverage.spans():
+        for counted in self._results.coverage.spans():
             known = {(product.layer, product.gemm) for product in counted.products}
             for order, product in enumerate(counted.products):
                 yield from self._in_precision(product, order, counted, spans)
@@ -288,7 +288,7 @@ class RunFacts:
                 if (layer, gemm) not in known and entries[-1].not_run:
                     left_out = Product.left_out(layer, "te", entries[-1].gemm, entries[-1].not_run)
                     yield left_out, len(counted.products), entries[-1], entries[-1].since, entries[-1].until
-        for order, product in enumerate(self._findings.coverage.of_other_ranks):
+        for order, product in enumerate(self._results.coverage.of_other_ranks):
             yield product, order, None, 0, None
 
     def _in_precision(
@@ -300,7 +300,7 @@ class RunFacts:
     ) -> Iterator[tuple[Product, int, GemmPrecision | None, int, int | None]]:
         of_te = product.family in ("te", "te_ops")
         entries = spans.get((product.layer, product.gemm), []) if of_te else []
-        unconverted = self._findings.unconverted
+        unconverted = self._results.unconverted
         if not entries:
             (found,) = in_precision([product], counted.layers, [], unconverted)
             yield found, order, None, counted.since, counted.until
@@ -314,7 +314,7 @@ class RunFacts:
                 yield found, order, entry, since, until
 
     def _states(self) -> list[Row]:
-        counted = self._findings.coverage.spans()[-1:]
+        counted = self._results.coverage.spans()[-1:]
         return [
             {"subject": row.subject, "dtype": row.dtype, "bytes": row.bytes, "count": row.tensors}
             for last in counted

@@ -22,7 +22,7 @@ from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.loop import Loop
-from te_precision_callbacks.session.results import Findings, Results
+from te_precision_callbacks.session.results import Results, RunResults
 from te_precision_callbacks.session.resume_audit import ResumeAudit
 from te_precision_callbacks.session.resumed_loss import ResumedLoss
 from te_precision_callbacks.session.run import Run
@@ -101,15 +101,15 @@ class InspectSession(Results):
         self._resumed_loss = ResumedLoss()
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
 
-    def _no_findings(self, log_dir: Path | None) -> Findings:
+    def _no_findings(self, log_dir: Path | None) -> RunResults:
         folder = self._options.log_dir or log_dir or Path()
-        return Findings(folder.absolute(), self._options.start_step or 0)  # the script may change its directory
+        return RunResults(folder.absolute(), self._options.start_step or 0)  # the script may change its directory
 
     # ------------------------------------------------------------------ what a session is, for those who look at it
 
     def __repr__(self) -> str:
         ended = "stopped" if self._kept is None else "stopped with its precision kept"
-        state = "running" if self.running else ended if self._findings.started_at else "not started"
+        state = "running" if self.running else ended if self._results.started_at else "not started"
         at = f"{self.iteration}, {len(self.layers)} layers, log_dir={str(self.log_dir)!r}"
         return f"<{type(self).__name__}: {state}, iteration {at}>"
 
@@ -122,7 +122,7 @@ class InspectSession(Results):
     def iteration(self) -> int:
         """The current debug iteration, counted from 0. After the end: the first iteration that was not run."""
         run = self._run
-        return self._findings.iteration if run is None or not run.live else run.inspector.iteration
+        return self._results.iteration if run is None or not run.live else run.inspector.iteration
 
     @iteration.setter
     def iteration(self, value: int) -> None:
@@ -162,11 +162,11 @@ class InspectSession(Results):
     @property
     def unconverted(self) -> Mapping[str, str]:
         """Layers that a trainer left without Transformer Engine, name -> why. A front door sets it after the start."""
-        return self._findings.unconverted
+        return self._results.unconverted
 
     @unconverted.setter
     def unconverted(self, value: Mapping[str, str]) -> None:
-        self._findings.unconverted = dict(value)
+        self._results.unconverted = dict(value)
 
     # ------------------------------------------------------------------ the life of a session
 
@@ -208,18 +208,18 @@ class InspectSession(Results):
         other = running_session()
         if other is not None:
             raise SessionError(
-                f"Another session is running, started at {other._findings.started_at}, and a process can have only one"
+                f"Another session is running, started at {other._results.started_at}, and a process can have only one"
                 " at a time. Stop the other session first; if no variable refers to it, call"
                 " te_precision_callbacks.session.running_session().stop()."
             )
         import_transformer_engine()
         warn_unless_supported()
-        self._findings = self._no_findings(log_dir)
-        self._findings.started_at = _place_in_script()
+        self._results = self._no_findings(log_dir)
+        self._results.started_at = _place_in_script()
         self._notices = Notices()
         self._loop = Loop(trainer_steps, counts_from, front_door)
         self._classify.eval_mode_counts = eval_mode_counts
-        self._run = run = Run(self._options, sinks, self._findings, self._classify, self._loop, self._notices)
+        self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop, self._notices)
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
@@ -423,7 +423,7 @@ class InspectSession(Results):
             what: the evaluation that begins now.
         """
         ended = not self.running and self._kept is None
-        if ended and self._findings.changes_precision and own_rank() == 0 and self._notices.first("evaluation"):
+        if ended and self._results.changes_precision and own_rank() == 0 and self._notices.first("evaluation"):
             logger.warning(
                 "%s runs without the features that changed precision in training: they ended with its session. Results"
                 " differ from an evaluation during training. keep_precision=True keeps the features until release().",

@@ -29,6 +29,7 @@ from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Coverage, Product
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
+from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.layers.folding import folded, form_of
 from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
@@ -66,8 +67,8 @@ class Summary(Group):
 
 
 def summary(session: Results) -> Summary:
-    """How much runs in low precision, in one line; tables of each GEMM's precision, of what is not in low precision,
-    and of each watched tensor's last and worst statistics; and the log folder.
+    """The verdict; how much runs in low precision, in one line; tables of each GEMM's precision, of what is not in low
+    precision, and of each watched tensor's last and worst statistics; and the log folder.
 
     Args:
         session: a session, running or stopped, or the results that it has left.
@@ -82,16 +83,28 @@ def _summary(session: Results, precision: Sequence[GemmPrecision], coverage: Cov
         unconverted_table(session.unconverted),
         refused_table(session),
     )
-    statistics = StatisticsTables(session._findings.statistics, _given_names(session))
+    statistics = StatisticsTables(session._results.statistics, _given_names(session))
     logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
     return Summary(
+        *verdict_lines(session.findings),
         *([Text(f"{coverage}.\n")] if coverage else ()),
         *(table for table in tables if table.row_count),
         *([statistics] if statistics else ()),
         *(Text(visible(line), overflow="fold") for line in logs),
     )
+
+
+def verdict_lines(verdict: Verdict) -> Iterator[Text]:
+    """The verdict, and a line for each finding but notes; nothing before anything could be judged."""
+    if not verdict.judged:
+        return
+    found = [finding for finding in verdict if finding.severity != "note"]
+    yield Text(f"{verdict.summary}{'' if found else chr(10)}")
+    for number, finding in enumerate(found, 1):
+        text = f"{finding.severity}: {finding}. {finding.remedy}."
+        yield Text(f"- {visible(text)}{chr(10) if number == len(found) else ''}")
 
 
 def write_summary(session: Results, coverage: Coverage) -> None:

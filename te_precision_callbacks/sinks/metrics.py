@@ -7,6 +7,8 @@
 ``te.<layer>/<tensor>/<statistic>``    a series of one layer
 ``te/worst_underflows%``               the worst of the step, of any layer and tensor; also ``worst_overflows%``,
                                        ``worst_sqnr_db`` and ``nonfinite_num``
+``te/findings``                        how many errors and warnings there are so far, once there are any; also
+                                       ``te/findings/<rule>``
 ``te/all/<tensor>/<statistic>/max``    over the layers, in steps in which the statistic is due in all that have it; also
                                        ``min`` and ``median``
 =====================================  ================================================================================
@@ -132,6 +134,9 @@ class MetricSelection:
         families, telling = records.families, judged(records)
         prefix = prefix_of(self._prefix, local=records.local)
         overall = dict(self._overall(families, telling, prefix))
+        if records.findings:
+            overall[overall_name(prefix, "findings")] = float(sum(records.findings.values()))
+            overall |= {overall_name(prefix, f"findings/{rule}"): float(n) for rule, n in records.findings.items()}
         if self._wanted is not None:
             table, numbers = records.table, records.series.tolist()
             named = {

@@ -55,6 +55,7 @@ class StepRecords:
         unscaled: the layers that ran delayed scaling in this step with the scale 1, before there is an amax of an
             earlier step. The quantization statistics of their tensors (66 to 89 % of a gradient may underflow) say
             nothing about later steps, and are left out of the worst values of several steps.
+        findings: rule -> how many errors and warnings it has found in the run so far.
     """
 
     iteration: int
@@ -67,6 +68,7 @@ class StepRecords:
     own: Sequence[bool] = ()
     unscaled: frozenset[str] = frozenset()
     observe_seconds: float | None = None
+    findings: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_rows(

@@ -38,6 +38,18 @@ PREFIXES: Mapping[str, tuple[str, ...]] = {
 """Recipe -> the prefixes of statistics' names that mean the recipe, without the other spellings."""
 
 _COLUMNWISE = "_columnwise"
+
+STALE = "stale_codes%"
+"""A number of a weight that no config asks for: the percent of its elements whose cached codes are farther from them
+than the format rounds."""
+
+UNCHANGED = "unchanged_weights%"
+"""A number of a model: the percent of its elements in bfloat16 or float16 that an optimizer's step leaves as they
+are."""
+
+BELOW_EPS = "gradients_below_eps%"
+"""A number of a model: the percent of its weights whose gradient is below the optimizer's eps."""
+
 OWN_RECIPE = ""
 """Means the recipe that the layer runs."""
 

@@ -234,6 +234,15 @@ def test_findings_end_with_1(here: Path) -> None:
     assert "tokens is 30 and has to be a multiple of 16 (next: 32)" in one_line(told)
     found = as_json("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
     assert [finding["kind"] for finding in found["findings"]] == ["unmatched", "shape"]
+    assert told.startswith("config.yaml: 2 findings on this model, at the end.")
+    assert "no errors" not in told
+
+
+def test_a_section_without_a_layer_can_be_allowed(here: Path) -> None:
+    (here / "config.yaml").write_text(CONFIG.replace("[fc1]", "[fc9]"))
+    told = run("config.yaml", "--model", "my_models:build", "--allow-unmatched")
+    assert told.startswith("config.yaml: no errors in 3 sections")
+    assert "Note: config.yaml, line 4 (section 'watched'): the section 'watched' matches none" in one_line(told)
 
 
 @pytest.mark.usefixtures("here")
@@ -258,7 +267,10 @@ FACTORIES = {
     "my-models:build": "names no function",
     "nowhere:build": "There is no module 'nowhere', neither in the current folder",
     "my_model:build": "There is no module 'my_model'.* Did you mean 'my_models'?",
-    "my_models:buidl": "'my_models' has no function 'buidl'. Did you mean 'build'?",
+    "my_models:buidl": "'my_models' has no function 'buidl'. Did you mean 'my_models:build'?",
+    "my_models:Net.foo": "'my_models:Net' has no function 'foo'. Write package.module:function",
+    "my_models:Net.build": "'my_models:Net' has no function 'build'. Did you mean 'my_models:build'?",
+    "my_models:torch.foo": "'my_models:torch' has no function 'foo'. Write package.module:function",
     "my_models:not_a_function": "'my_models:not_a_function' is no function, but 3",
     "my_models:model": "is a model, which has been made already",
     "my_models:with_argument": "missing 1 required positional argument: 'width'. Write package.module:function",
@@ -293,13 +305,14 @@ PLAN = "config.yaml --model my_models:build"
     [
         ("confg.yaml", "'confg.yaml' does not exist .* Did you mean 'config.yaml'?"),
         ("config.yaml --tokens 3", "--tokens: it is for a plan; give --model, too"),
+        ("config.yaml --allow-unmatched", "--allow-unmatched: it is for a plan"),
         ("config.yaml --recipe mxfp8", "--recipe: it is for a plan"),
         ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
         ("config.yaml --require 'fp8 >= 1%'", "--require: it is for a plan"),
         ("config.yaml --model my_models:build --require 'fp9 >= 1%'", "no precision 'fp9'. Did you mean 'fp8'"),
         ("config.yaml --batch my_models:batch", "--batch: it is for a plan"),
         (f"{PLAN} --batch my_models:batch --tokens 3", "a batch has the tokens"),
-        (f"{PLAN} --batch my_models:bach", "no function 'bach'. Did you mean 'batch'?"),
+        (f"{PLAN} --batch my_models:bach", "no function 'bach'. Did you mean 'my_models:batch'?"),
         (f"{PLAN} --batch my_models:fails", "ValueError: no such width"),
         (f"{PLAN} --batch my_models:model", "is a batch, which has been made already"),
         (f"{PLAN} --batch my_models:with_argument", "'width'. Write package.module:function"),

@@ -283,3 +283,13 @@ def test_the_default_recipe_is_that_of_the_gpu() -> None:
     assert check(model()).recipe == "fp8_delayed_scaling"
     with gpu_with("mxfp8"):
         assert check(model()).recipe == "mxfp8"
+
+
+def test_what_the_rules_find_in_a_plan() -> None:
+    """A layer of torch among alike layers, and gradients in E5M2 under MXFP8."""
+    parts = [torch.nn.Linear(32, 32) if place == 4 else te.Linear(32, 32) for place in range(9)]
+    recipe = recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID)
+    with gpu_with("mxfp8"):
+        found = check_model(torch.nn.Sequential(*parts), load_config(), recipe=recipe, tokens=32).findings
+    by_rule = {finding.text.rpartition("(")[2]: finding.layers for finding in found if finding.kind == "rule"}
+    assert by_rule == {"hole).": ("4",), "mxfp8-hybrid).": tuple(str(place) for place in range(9) if place != 4)}

@@ -92,6 +92,9 @@ CASES = {
     "a key beside one that decides": Case(
         selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_what_is_ignored"
     ),
+    "an empty pattern": Case(
+        selected(layer_name_regex_pattern=""), two, "config/selection.py:_warn_of_an_empty_pattern"
+    ),
     "a type that no layer has": Case(selected(layer_types=["linear", "nothing"]), two, "config/problems.py:warn"),
     "a name that no layer has": Case(
         selected(exact_layer_names=["0", "5"]), two, "config/problems.py:warn", (("allow_unmatched", True),)

@@ -52,7 +52,9 @@ def refusal(*arguments: object) -> str:
 def test_without_a_finding_the_code_is_0(folder: Path) -> None:
     result = compare(folder / "a", folder / "a")
     assert result.exit_code == 0
+    assert result.output.startswith("A and B are the same run, so nothing can differ.")
     assert "All numbers that pair are equal, to the last bit." in result.output
+    assert not compare(folder / "a", folder / "b").output.startswith("A and B are")
 
 
 def test_with_a_finding_the_code_is_1_and_the_first_is_said(folder: Path) -> None:

@@ -490,6 +490,9 @@ def test_the_factor_of_a_number_is_that_of_its_magnitude(
         ("nvfp4", "fp8", 0.003, {"FP8": None, "NVFP4": True}),
         ("nvfp4", "fp8", 0.02, {"FP8": None, "NVFP4": False}),
         ("fp8", "fp8", 0.02, {"FP8": None, "NVFP4": None}),
+        ("bf16", "fp8", 0.02, {"FP8": None, "NVFP4": None}),
+        ("bf16", "fp32", 0.02, {"FP8": None, "NVFP4": None}),
+        ("fp8", "fp32", 0.003, {"FP8": False, "NVFP4": None}),
     ],
 )
 def test_losses_are_held_against_the_yardstick_that_is_for_them(
@@ -503,6 +506,11 @@ def test_losses_are_held_against_the_yardstick_that_is_for_them(
     assert loss.relative == pytest.approx(off, rel=1e-6)
     assert {each.name.split()[0]: each.holds for each in loss.yardsticks} == holds
     assert loss.is_finding is (False in holds.values())
+    assert loss.precisions == (high, low)
+    said = " ".join(of_losses(loss))
+    assert ("Below 0.25 % of FP8 against BF16" in said) is (holds["FP8"] is not None)
+    assert ("A is in FP32." in said) is (high == "fp32" and low == "fp8")
+    assert ("No bound is known for this pair" in said) is (low != high and set(holds.values()) == {None})
 
 
 def test_a_loss_within_the_noise_is_no_finding(runs: Runs) -> None:
@@ -581,6 +589,26 @@ def test_runs_that_share_no_layer(runs: Runs) -> None:
     other = {(f"blocks.{n}", "weight", "cur_amax"): np.ones(5) for n in range(3)}
     with pytest.raises(ComparisonError, match=r"share no layer; one has 'layers\.0\.fc', the other 'blocks\.0'"):
         compare(runs.a, record(runs.folder / "other", other))
+
+
+def test_a_run_without_statistics_is_named(runs: Runs) -> None:
+    none = record(runs.folder / "none", {}, scalars={"loss": np.ones(5)})
+    for pair in ((runs.a, none), (none, runs.a)):
+        with pytest.raises(ComparisonError, match=r"none has no statistics of layers, so nothing can be compared"):
+            compare(*pair)
+
+
+def test_comments_of_a_config_are_no_facts(runs: Runs) -> None:
+    text = "# a question\ns:\n  enabled: True  # always\n  layers: {layer_types: ['#1']}\n"
+    other = "s:\n  enabled: True\n\n  # all\n  layers: {layer_types: ['#1']}\n"
+    a, b = (
+        record(runs.folder / name, numbers(0), config_text=each, config_hash="1")
+        for name, each in (("one", text), ("other", other))
+    )
+    assert [fact for fact in compare(a, b).facts if fact.name.startswith("config")] == []
+    c = record(runs.folder / "third", numbers(0), config_text=other.replace("#1", "#2"), config_hash="2")
+    (fact,) = (fact for fact in compare(a, c).facts if fact.name.startswith("config"))
+    assert (fact.a, fact.b) == ("s: layers: {layer_types: ['#1']}", "s: layers: {layer_types: ['#2']}")
 
 
 @pytest.mark.parametrize(

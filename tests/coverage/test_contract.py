@@ -315,9 +315,9 @@ def test_without_a_change_nothing_is_judged_again(tmp_path: Path, monkeypatch: p
     from te_precision_callbacks.session import results
 
     asked: list[int] = []
-    own = results.Findings.coverage_at
+    own = results.RunResults.coverage_at
     monkeypatch.setattr(
-        results.Findings, "coverage_at", lambda self, iteration: (asked.append(iteration), own(self, iteration))[1]
+        results.RunResults, "coverage_at", lambda self, iteration: (asked.append(iteration), own(self, iteration))[1]
     )
     assert run(tmp_path, "fp8 >= 50%", steps=8) == 8
     assert [iteration for iteration in asked if iteration < 7] == [2], "the last one is asked at the end"

@@ -1,4 +1,4 @@
-"""Pages that are made from docstrings: docs/files.md, and the table of docs/options.md."""
+"""Pages that are made from the code: docs/files.md, and the tables of docs/options.md and docs/diagnosis.md."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from te_precision_callbacks.cli.manual import options_page
+from te_precision_callbacks.diagnosis import rules
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,3 +23,8 @@ def test_the_page_is_made_from_the_docstrings() -> None:
 def test_the_table_of_options_is_made_from_the_docstring() -> None:
     remedy = "a keyword has changed; python -m te_precision_callbacks.cli.manual.options_page prints the table"
     assert options_page.table() in (ROOT / "docs" / "options.md").read_text(encoding="utf-8"), remedy
+
+
+def test_the_table_of_rules_is_made_from_the_rules() -> None:
+    remedy = "a rule has changed; python -m te_precision_callbacks.diagnosis.rules prints the table"
+    assert rules.table() in (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8"), remedy

@@ -142,7 +142,7 @@ def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPat
 def test_the_summary_names_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a table that is too narrow for the column of what is lost."""
     monkeypatch.setattr("te_precision_callbacks.session.summary.MOST_ROWS", 4)
-    tables = StatisticsTables(trained.session._findings.statistics, {})
+    tables = StatisticsTables(trained.session._results.statistics, {})
     for statistic in ("underflows%", "sqnr_db"):
         shown = [tables._tensors[number] for number in tables._shown([statistic])]
         named = {layer for layer, tensor in shown if tensor == "weight"}

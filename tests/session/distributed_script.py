@@ -29,6 +29,7 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks.base.ranks import tree
 from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.diagnosis import PrecisionFindingError
 from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.runs.fingerprints import pooling
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
@@ -48,6 +49,7 @@ def main(rank: int, folder: Path) -> None:
     stages(rank, folder / "stages")
     scopes(rank, folder)
     contract(rank, folder / "contract")
+    stopped(rank, folder / "stopped")
     coverage(rank, folder / "coverage")
     uneven(rank, folder / "uneven")
     sharded(rank, folder / "sharded")
@@ -200,6 +202,21 @@ def contract(rank: int, folder: Path) -> None:
                     net(torch.ones(16, 32)).sum().backward()
                 session.step()
         except PrecisionContractError as error:
+            (folder / f"{rank}.txt").write_text(f"{step} {error}")
+
+
+def stopped(rank: int, folder: Path) -> None:
+    """A nan in the third step of rank 1: its statistics are not reduced into those of another layer of rank 0."""
+    net = te.Linear(32, 32)
+    options: dict[str, Any] = {"on_finding": "stop: nonfinite", "scope": f"pp{rank}"}
+    with InspectSession(statistics(stats=["nonfinite_num"]), model=net, log_dir=folder, **options) as session:
+        try:
+            for step in range(6):
+                batch = torch.full((16, 32), float("nan") if rank == 1 and step == 2 else 1.0)
+                with te.autocast(recipe=Float8CurrentScaling()):
+                    net(batch).sum().backward()
+                session.step()
+        except PrecisionFindingError as error:
             (folder / f"{rank}.txt").write_text(f"{step} {error}")
 
 

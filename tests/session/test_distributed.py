@@ -180,6 +180,12 @@ def test_a_checkpoint_of_rank_0_has_the_fingerprints_of_all_ranks(two: Path) -> 
     }
 
 
+def test_a_finding_of_one_rank_stops_all_in_one_step(two: Path) -> None:
+    told = [(two / "stopped" / f"{rank}.txt").read_text().partition(" ") for rank in range(2)]
+    assert told[0][0] == told[1][0] == "3", "the numbers of the step after it say so"
+    assert all("pp1" in text and "nonfinite" in text for _, _, text in told)
+
+
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
     for rank in range(2):
         step, _, told = (two / "contract" / f"{rank}.txt").read_text().partition(" ")

@@ -37,6 +37,7 @@ ASKED_FOR = {
     "ObservationError": "strict=True",
     "ResumeAuditError": "strict=True",
     "PrecisionContractError": 'require=, with on_broken="raise"',
+    "PrecisionFindingError": 'on_finding="stop"',
     "ActivationOverflowError": 'debug="activation_overflow"',
     "DetectionFailedError": 'debug="activation_overflow"',
     "AbortAfterBatch": "abort_after_batch= of a detector",
@@ -80,6 +81,7 @@ INSIDE = {
 """Failures in observation."""
 
 READERS = {
+    "KnownFindingsError",
     "BatchError",
     "CommandError",
     "ComparisonError",

@@ -1,8 +1,8 @@
 """How ranks find one another: through the store in which the process group of the training has met.
 
-Rank 0 opens a meeting, the others come, and rank 0 says that all are there. Then each rank connects to its parent,
+Rank 0 opens a meeting, the others come, and rank 0 reports that all are there. Then each rank connects to its parent,
 whose address is in the store too. So nobody waits in vain for a connection, and a rank that does not come costs the
-others the time that they were given for it. A rank that cannot meet says so once, and waits for nobody: its word stays
+others the time that they were given for it. A rank that cannot meet reports so once and waits for none: its word stays
 in the store. Each rank needs the same few keys, however many ranks there are.
 
 Read from torch 2.13: ``torch.distributed.distributed_c10d._get_default_store``, and of its ``Store`` ``clone``, whose
@@ -48,7 +48,7 @@ _LONGEST_PAUSE = 0.25
 
 
 class MeetingFailed(Exception):
-    """The ranks have not met; the text says why."""
+    """The ranks have not met; the text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Place:
 
 
 def shared_store(prefix: str) -> Any:
-    """The store of the training's process group, over a connection of its own, with our keys below a prefix."""
+    """The store of the training's process group, over its own connection, with our keys below a prefix."""
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
     store.set_timeout(timedelta(seconds=_ANSWER))
@@ -161,7 +161,7 @@ def say_gone(keys: Any, at: Place) -> None:
 
 
 def connect(store: Any, secret: str, at: Place, wait: float) -> Tree:
-    """Connect the ranks that have met. A rank on which this fails tells it with :func:`say_gone`.
+    """Connect the ranks that have met. A rank on which this fails reports it with :func:`say_gone`.
 
     Args:
         store: the keys of the meeting, or of a later attempt.

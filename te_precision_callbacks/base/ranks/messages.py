@@ -52,14 +52,16 @@ class Messages:
     While the ranks are apart, before :meth:`open` and after any of them has left, nothing is sent.
 
     Args:
-        group: the process group of the training that says which ranks these are; None for all. Nothing is sent on it.
-        purpose: which messages of a process these are, equal on all ranks: each has a meeting of its own.
+        group: the process group of the training that has these ranks; None for all. Nothing is sent on it.
+        purpose: which messages of a process these are, equal on all ranks: each has its own meeting.
 
     Attributes:
         rank, size: this rank's number in the group, and how many ranks it has.
         meetings: how often the ranks have met.
         departure: why the ranks are apart.
         note: sent along with the numbers of a step: whether this rank wants all to do something.
+        wants_stop: likewise, whether it wants all to stop.
+        stop_is_wanted: whether some rank wanted that in the last numbers of a step.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
@@ -68,6 +70,8 @@ class Messages:
         self.meetings = 0
         self.departure = Departure(self.rank, "they have not met yet")
         self.note = False
+        self.wants_stop = False
+        self.stop_is_wanted = False
         self._purpose = purpose
         self._ranks = range(self.size) if group is None else dist.get_process_group_ranks(group)
         self._at = Place(self.rank, self.size, self.name)
@@ -279,9 +283,10 @@ class Messages:
         noted, self._noted = self._noted, None
         return noted
 
-    def put_noted(self, noted: bool) -> None:
-        """What has come of the ranks' notes."""
+    def put_noted(self, noted: bool, *, stops: bool) -> None:
+        """What has come of the ranks' notes, and whether some rank wants all to stop."""
         self._noted = noted
+        self.stop_is_wanted = stops
 
     # ------------------------------------------------------------------ together again
 

@@ -1,4 +1,4 @@
-"""Messages among ranks over a tree of plain TCP sockets, beside the process groups of the training.
+"""Messages among ranks over a tree of plain TCP sockets, apart from the process groups of the training.
 
 A message goes up the tree, where each rank merges those of its children into its own, and the result of rank 0 comes
 down again. So all ranks have the same bits, whatever is added. A rank has few neighbours: of 1,024 ranks, rank 0 has 22
@@ -75,7 +75,7 @@ class Departure:
     Attributes:
         rank: which one, in the group.
         text: the reason.
-        kind: the name of the class of its exception; empty if it has none of its own.
+        kind: the name of the class of its exception; empty if it has none.
         raises: whether its caller gets the exception, so that those of all ranks should.
     """
 
@@ -286,7 +286,7 @@ class Tree:
                 except BlockingIOError:
                     waiting.for_data(neighbour, select.POLLOUT)
                 except OSError as error:
-                    neighbour.read_head()  # it says why the neighbour has left, if it has said so
+                    neighbour.read_head()  # it has the reason why the neighbour has left, if one was sent
                     raise neighbour.lost(str(error)) from error
 
     # ------------------------------------------------------------------ the end

@@ -91,8 +91,21 @@ def _of(requirements: list[Requirement], extra: str) -> Iterator[Requirement]:
 
 
 def _judged(name: str, version: str | None, wanted: SpecifierSet, extra: str) -> Package:
-    words = ",".join(sorted({*map(str, wanted)}, reverse=True))  # >= before <
+    words = _in_words(wanted)
     if version is None:
         return Package(name, None, words, extra, "missing")
     fits = wanted.contains(version, prereleases=True)
     return Package(name, version, words, extra, "ok" if fits else "outside")
+
+
+def _in_words(wanted: SpecifierSet) -> str:
+    """A range with its highest lower bound and its lowest upper bound: ``>=2.9,<3``, also of ``>=2.9,>=2,<3``."""
+    from packaging.version import Version
+
+    bounds: dict[str, str] = {}
+    for operator, narrower in ((">=", max), ("<", min)):
+        versions = [each.version for each in wanted if each.operator == operator]
+        if versions:
+            bounds[operator] = f"{operator}{narrower(versions, key=Version)}"
+    others = sorted(str(each) for each in wanted if each.operator not in bounds)
+    return ",".join((*bounds.values(), *others))

@@ -128,7 +128,6 @@ def _list_statistics(found: tuple[Explained, ...]) -> None:
         _, tensors = features[0]
         terminal.show_text(f"{' and '.join(name for name, _ in features)}, of {', '.join(tensors)}", hanging=_INDENT)
         table = terminal.table("statistic", "formula, unit, and how ranks are merged")
-        table.columns[0].no_wrap = True
         for row in rows:
             name = f"{row.name} *" if row.is_upstream else row.name
             table.add_row(*map(terminal.cell, (name, f"{row.formula}; unit: {row.unit}; ranks: {row.merged}")))

@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from te_precision_callbacks.diagnosis.rule import Rule
-from te_precision_callbacks.diagnosis.rules import gradients, losses, precision, scales, siblings
+from te_precision_callbacks.diagnosis.rules import gradients, losses, precision, scales, siblings, updates
 
 RULES: Sequence[Rule] = (
     *losses.RULES,
     *scales.RULES,
+    *updates.RULES,
     *siblings.RULES,
     *gradients.RULES,
     *precision.RULES,
 )
 """All rules. Of two findings of one severity in one step, that of the earlier rule comes first."""
+
+
+def table() -> str:
+    """The table of docs/diagnosis.md, in Markdown."""
+    lines = ["| rule | severity | what is wrong | needs |", "|---|---|---|---|"]
+    lines += [f"| `{rule.id}` | {rule.severity} | {rule.title} | {rule.needs} |" for rule in RULES]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(table() + "\n")

@@ -20,8 +20,8 @@ DEAD_STEPS = 3
 ZEROS, ZEROS_STEPS = 7.0, 3
 """Percent of the elements of a weight's gradient that are 0, and due steps in a row."""
 
-GROWTH, GROWTH_STEPS, LEAST_PAST = 6.0, 3, 4
-"""Powers of two above the median of its own past, due steps in a row, and due steps of a past."""
+GROWTH, GROWTH_STEPS, BEGIN = 6.0, 2, 3
+"""Powers of two above the least of the first due steps, due steps in a row, and how many steps are the first."""
 
 
 class DeadGradient(Judge):
@@ -83,51 +83,63 @@ class ZerosInWgrad(Judge):
 
 
 class Growth(Judge):
-    """A tensor whose amax has grown far above its own past."""
+    """A tensor whose amax has grown far above that of the first steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(GROWTH_STEPS)
-        self._past: dict[str, list[npt.NDArray[np.float64]]] = {}
+        self._begins: dict[str, Begin] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for column in numbers.all("cur_amax"):
-            tensor = column.family.tensor
             with np.errstate(divide="ignore", invalid="ignore"):
                 now = np.log2(column.values)
             now[~np.isfinite(now)] = np.nan
-            row = np.full(len(numbers.names), np.nan)
-            row[column.layers] = now
-            past = self._past.setdefault(tensor, [])
-            if len(past) >= LEAST_PAST:
-                self.judged = True
-                before = np.array([_median(past, layer) for layer in column.layers.tolist()])
-                with np.errstate(invalid="ignore"):
-                    grown = now - before
-                    holds = grown >= GROWTH
-                hurts = _hurts(numbers, facts, column) & holds
-                kinds: tuple[tuple[npt.NDArray[np.bool_], Severity], ...] = (
-                    (hurts, "warning"),
-                    (holds & ~hurts, "note"),
+            begin = self._begins.setdefault(column.family.tensor, Begin())
+            grown = now - begin.of(column.layers)
+            self.judged |= bool(np.isfinite(grown).any())
+            with np.errstate(invalid="ignore"):
+                holds = grown >= GROWTH
+            hurts = _hurts(numbers, facts, column) & holds
+            kinds: tuple[tuple[npt.NDArray[np.bool_], Severity], ...] = ((hurts, "warning"), (holds & ~hurts, "note"))
+            for mask, severity in kinds:
+                yield from self._streaks.sightings(
+                    numbers,
+                    facts,
+                    column,
+                    mask,
+                    "amax is {:.3g} times what it was at the begin",
+                    np.exp2(grown),
+                    severity=severity,
+                    key=severity,
                 )
-                for mask, severity in kinds:
-                    yield from self._streaks.sightings(
-                        numbers,
-                        facts,
-                        column,
-                        mask,
-                        "amax is {:.3g} times the median of its past",
-                        np.exp2(grown),
-                        severity=severity,
-                        key=severity,
-                    )
-            past.append(row)
+            begin.add(column.layers, now)
 
 
-def _median(past: list[npt.NDArray[np.float64]], layer: int) -> float:
-    known = [row[layer] for row in past if layer < len(row) and np.isfinite(row[layer])]
-    return float(np.median(known)) if len(known) >= LEAST_PAST else np.nan
+class Begin:
+    """The first numbers of each layer."""
+
+    def __init__(self) -> None:
+        self._known = np.empty((0, BEGIN))
+
+    def of(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """[layers]: the least of the first numbers; nan as long as there is none."""
+        self._grow(layers)
+        least: npt.NDArray[np.float64] = np.fmin.reduce(self._known[layers], axis=1)
+        return least
+
+    def add(self, layers: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
+        """Take numbers, of layers that have too few."""
+        self._grow(layers)
+        missing = np.isnan(self._known[layers])
+        new = missing.any(axis=1) & np.isfinite(values)
+        self._known[layers[new], missing.argmax(axis=1)[new]] = values[new]
+
+    def _grow(self, layers: npt.NDArray[np.int64]) -> None:
+        more = int(layers.max(initial=-1)) + 1 - len(self._known)
+        if more > 0:
+            self._known = np.concatenate([self._known, np.full((more, BEGIN), np.nan)])
 
 
 def _hurts(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
@@ -135,7 +147,7 @@ def _hurts(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np
     found = np.zeros(len(column.layers), bool)
     tensor = column.family.tensor
     for statistic in ("underflows%", "overflows%"):
-        lost = numbers.one(statistic, tensor)
+        lost = numbers.one(statistic, tensor, facts)
         if lost is not None:
             most = OVERFLOW if statistic == "overflows%" else most_underflow(numbers, facts, lost) / 2
             found |= np.isin(column.layers, lost.layers[lost.values >= most])
@@ -184,12 +196,14 @@ RULES = (
     ),
     Rule(
         id="growth",
-        title="a tensor has grown far above its own past",
+        title="a tensor has grown far above its own begin",
         subject="tensor",
-        needs=f"cur_amax of tensors in more than {LEAST_PAST} due steps",
+        needs="cur_amax of tensors in more than one due step",
         collect="LogTensorStats with stats: [cur_amax], or no config at all; and a longer run",
         condition=(
-            f"amax is at least 2^{GROWTH:g} times the median of its past in {GROWTH_STEPS} due steps in a row. A note;"
+            f"amax is at least 2^{GROWTH:g} times the least of its first {BEGIN} due steps, in"
+            f" {GROWTH_STEPS} due steps in"
+            " a row. A note;"
             " a warning if elements of the tensor overflow, or underflow by half of what the rule underflow takes"
         ),
         silent="growth that loses nothing is a note: massive activations are healthy",

@@ -12,13 +12,19 @@ from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
-OVERFLOW, OVERFLOW_STEPS = 0.01, 2
-"""Percent of the elements, and due steps in a row."""
+OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 2
+"""Percent of the elements of activations, of other tensors, which may grow from 0, and due steps in a row."""
+
+FALLING = 0.75
+"""A share that is below so much of the last one is going away."""
 
 UNDERFLOW = {"NVFP4": 40.0, "MXFP8": 20.0, "FP8": 20.0}
 """Percent of the elements, by the first word of the format."""
 
 UNDERFLOW_STEPS = 2
+
+_CAN_OVERFLOW = ("fp8_delayed_scaling", "")
+"""The recipes whose scale need not fit the tensor. With the others an element can only be above by rounding."""
 
 _OF_UNKNOWN = max(UNDERFLOW.values())
 
@@ -57,17 +63,23 @@ class Overflow(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(OVERFLOW_STEPS)
+        self._last: dict[str, dict[int, float]] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        for column in numbers.all("overflows%"):
+        for column in numbers.all("overflows%", facts=facts):
+            recipes = [facts.recipe_of(numbers.names[layer]) for layer in column.layers.tolist()]
+            values = np.where([recipe in _CAN_OVERFLOW for recipe in recipes], column.values, 0.0)
             self.judged = True
-            values = column.values
+            tensor = column.family.tensor
+            last = self._last.get(tensor, {})
+            before = np.array([last.get(layer, 0.0) for layer in column.layers.tolist()])
+            self._last[tensor] = dict(zip(column.layers.tolist(), values.tolist(), strict=True))
             yield from self._streaks.sightings(
                 numbers,
                 facts,
                 column,
-                values >= OVERFLOW,
+                (values >= (OVERFLOW if tensor == "activation" else OF_OTHERS)) & (values >= FALLING * before),
                 "{:.3g} % of the elements are above the range of the format",
                 values,
             )
@@ -82,7 +94,7 @@ class Underflow(Judge):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        for column in numbers.all("underflows%"):
+        for column in numbers.all("underflows%", facts=facts):
             self.judged = True
             values = column.values
             yield from self._streaks.sightings(
@@ -126,8 +138,15 @@ RULES = (
         subject="tensor",
         needs="overflows% of quantized tensors",
         collect="LogFp8TensorStats with stats: [overflows%], or no config at all",
-        condition=f"overflows% is at least {OVERFLOW:g} in {OVERFLOW_STEPS} due steps in a row",
-        silent="single steps, in which the amax of delayed scaling has grown: the next scale knows it",
+        condition=(
+            f"overflows% is at least {OVERFLOW:g} of activations or {OF_OTHERS:g} of other tensors in"
+            f" {OVERFLOW_STEPS} due steps in a row, and"
+            f" not below {FALLING:g} of the last one"
+        ),
+        silent=(
+            "single steps, in which the amax of delayed scaling has grown: the next scale knows it; LoRA at its"
+            " start; few elements"
+        ),
         severity="warning",
         source="arXiv 2605.26189: a stale amax saturates, invisible in the loss; the threshold is ours",
         why="the largest elements are cut to the largest code, and they matter most to the product",

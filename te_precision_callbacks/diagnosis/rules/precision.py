@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.layers.folding import in_sentence
+from te_precision_callbacks.layers.folding import in_sentence, numbers_of
 
 LEAST_LOW = 3
 """Alike layers in low precision that make another one a hole."""
@@ -32,7 +32,8 @@ class Hole(Judge):
             if layer.reasons or layer.low:
                 forms.setdefault(facts.form_of(layer.name), []).append(layer)
         self.judged |= bool(forms)
-        for alike in forms.values():
+        for unordered in forms.values():
+            alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
             low = [layer for layer in alike if "fprop" in layer.low]
             holes = [layer for layer in alike[1:-1] if _is_hole(layer)]
             if len(low) < LEAST_LOW or len(holes) >= len(low):

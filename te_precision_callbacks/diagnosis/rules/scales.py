@@ -12,10 +12,10 @@ from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
-TOO_SMALL, TOO_SMALL_STEPS = 0.1, 3
+TOO_SMALL, TOO_SMALL_STEPS = 1.0, 3
 """Powers of two by which amax is above the range of the scale, and due steps in a row."""
 
-TOO_LARGE, TOO_LARGE_STEPS, LOST = 6.0, 2, 5.0
+TOO_LARGE, TOO_LARGE_STEPS, LOST = 5.0, 2, 0.5
 """Powers of two by which the range is above amax, due steps in a row, and percent of the elements that round to 0."""
 
 _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
@@ -35,7 +35,7 @@ class StaleScale(Judge):
         """As of :class:`Judge`."""
         if facts.layers:
             self.applies = any(layer.recipe == "fp8_delayed_scaling" for layer in facts.layers.values())
-        for scales in numbers.all("scale_inv_max"):
+        for scales in numbers.all("scale_inv_max", facts=facts):
             tensor = scales.family.tensor
             amax = numbers.one("cur_amax", tensor)
             if amax is None:
@@ -48,7 +48,7 @@ class StaleScale(Judge):
                 above = np.log2(largest * scales.values / found)
             above[~np.isfinite(above)] = np.nan
             self.judged |= bool(np.isfinite(above).any())
-            lost = numbers.one("underflows%", tensor)
+            lost = numbers.one("underflows%", tensor, facts)
             lost_of = {} if lost is None else dict(zip(lost.layers.tolist(), lost.values.tolist(), strict=True))
             losing = np.array([lost_of.get(layer, 0.0) for layer in scales.layers.tolist()])
             with np.errstate(invalid="ignore"):
@@ -89,7 +89,8 @@ RULES = (
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect="LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax]",
         condition=(
-            f"amax is above the range of the scale in {TOO_SMALL_STEPS} due steps in a row; or the range is at least"
+            f"amax is at least 2^{TOO_SMALL:g} times the range of the scale in {TOO_SMALL_STEPS} due steps"
+            f" in a row; or the range is at least"
             f" 2^{TOO_LARGE:g} times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} due steps in a row"
         ),
         silent="the first step, which has no scale yet; single steps of growth",

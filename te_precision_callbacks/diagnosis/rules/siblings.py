@@ -16,8 +16,8 @@ from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW
 LEAST_ALIKE = 6
 """Alike layers, without the first and the last one."""
 
-FAR, FAR_STEPS = 12.0, 3
-"""Powers of two between neighbours that need no consequence, and due steps in a row."""
+FAR, OF_WEIGHTS, FAR_STEPS = 12.0, 8.0, 3
+"""Powers of two that need no consequence, the same of weights, which are more alike, and due steps in a row."""
 
 NEAR, NEAR_STEPS, LOST = 5.0, 2, 1.0
 """Powers of two with a consequence, due steps in a row, and percent of the elements that round to 0."""
@@ -62,11 +62,13 @@ class Sibling(Judge):
             self.judged = True
             if np.ptp(bits[known]) >= NEAR:
                 jumps[known] = deviations(bits[known], flows=tensor in _FLOWS)
-        far, some = np.abs(jumps) >= FAR, np.abs(jumps) >= NEAR
-        lossy = some & _loses(numbers, column)
+        far, some = np.abs(jumps) >= (OF_WEIGHTS if tensor == "weight" else FAR), np.abs(jumps) >= NEAR
+        lossy = some & _loses(numbers, facts, column)
         of_amax_alone = tensor == "activation" and statistic == "cur_amax"
-        seen = f"{'amax' if statistic == 'cur_amax' else statistic} is {{:.3g}}, {{:.3g}} times that of alike layers"
-        values = column.values, np.exp2(jumps)
+        seen = (
+            f"{'amax' if statistic == 'cur_amax' else statistic} is {{:.3g}}, {{:.3g}} times {{}} than in alike layers"
+        )
+        values = column.values, np.exp2(np.abs(jumps)), np.where(jumps < 0, "smaller", "larger")
         yield from self._near.sightings(numbers, facts, column, lossy, seen, *values, key="lossy")
         if of_amax_alone:
             yield from self._far.sightings(
@@ -95,7 +97,8 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
 
     The layers form stretches between jumps. A jump is a difference of neighbours that is far from the median of all
     such differences, which is the trend with depth. The stretches on the level of the most layers are ordinary. Where
-    the tensor flows from layer to layer and a jump up lasts to the end, the layers before the jump are ordinary.
+    the tensor flows from layer to layer, a jump up that lasts to the end makes the layers before it ordinary. A jump up
+    to a level that is not ordinary counts from the layer before it.
 
     Args:
         bits: [layers], the logarithms to base 2, in the order of execution.
@@ -118,16 +121,19 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
     if flows and len(stretches) == 2 and levels[1] > levels[0] and len(stretches[0]) > 1:
         ordinary = 0
     for number, stretch in enumerate(stretches):
-        if not near[ordinary][number]:
-            found[stretch] = flat[stretch] - levels[ordinary]
+        if near[ordinary][number]:
+            continue
+        found[stretch] = flat[stretch] - levels[ordinary]
+        if flows and number and levels[number] - levels[number - 1] >= max(FAR, np.abs(found[stretch]).max()):
+            found[stretch[0]] = flat[stretch[0]] - levels[number - 1]
     return found
 
 
-def _loses(numbers: StepNumbers, column: Column) -> npt.NDArray[np.bool_]:
+def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
     """[layers of the column]: whether more of the tensor is lost than in most layers."""
     found = np.zeros(len(column.layers), bool)
     for statistic, least in (("underflows%", LOST), ("overflows%", OVERFLOW)):
-        lost = numbers.one(statistic, column.family.tensor)
+        lost = numbers.one(statistic, column.family.tensor, facts)
         if lost is not None:
             most = max(least, 4 * float(np.median(lost.values)))
             found |= np.isin(column.layers, lost.layers[lost.values >= most])
@@ -144,7 +150,8 @@ RULES = (
         condition=(
             f"between layers whose names differ in numbers alone, of one class, shape and format, the tensor's"
             f" std or amax"
-            f" jumps by 2^{FAR:g} in {FAR_STEPS} due steps in a row; or by 2^{NEAR:g} in {NEAR_STEPS} and at least"
+            f" jumps by 2^{FAR:g} (of weights 2^{OF_WEIGHTS:g}) in {FAR_STEPS} due steps in a row; or by"
+            f" 2^{NEAR:g} in {NEAR_STEPS} and at least"
             f" {LOST:g} % of its elements round to 0, or {OVERFLOW:g} % overflow, four times more than in most"
             f" layers. A"
             f" jump counts from {SPREADS:g} median absolute deviations of the steps between neighbours"

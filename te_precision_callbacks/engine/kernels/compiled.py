@@ -113,7 +113,7 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
 
 
 def _compiled(function: Any) -> _Function:
-    """The function, compiled, with a code object of its own: torch gives up after 8 compilations of one code object.
+    """The function, compiled, with its own code object: torch gives up after 8 compilations of one code object.
 
     The 8 serve the caller's remaining modes: inference mode, number of threads, default dtype.
     """

@@ -79,7 +79,7 @@ def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return sums, maxima.to(torch.float64)
 
 
-# Each function below has two versions: compiled, a choice by a mask costs nothing; as an operation of its own on a CPU,
+# Each function below has two versions: compiled, a choice by a mask costs nothing; as a separate operation on a CPU,
 # the choice takes three times as long as the alternative.
 
 

@@ -199,13 +199,13 @@ def columns_of(
         wanted: the kinds.
         compared: COMPARISON_SUMS, [5, blocks] if a kind needs each block.
         scales: of the blocks.
-        occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` tells.
+        occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` has it.
         blocks: [blocks, elements], before quantization; needed for the ranges.
     """
     found: dict[Of, SumsAndMaxima] = {}
     if occupied is None and compared is not None and needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
-    # The factor of a block of zeros is set by the recipe, and says nothing about the tensor.
+    # The factor of a block of zeros is set by the recipe, and depends on nothing in the tensor.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
     if Of.SCALES in wanted:
         found[Of.SCALES] = eager.scale_columns(factors)

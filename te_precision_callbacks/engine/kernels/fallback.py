@@ -16,7 +16,7 @@ def say_not_compiled(logger: logging.Logger, times: str, error: BaseException) -
     if isinstance(error, OSError):
         advice = "Compiled code is kept in a folder of torch's: let TORCHINDUCTOR_CACHE_DIR name one to write to."
     else:
-        advice = "Install a C++ compiler such as g++, if there is none; TORCH_LOGS=dynamo,inductor tells more."
+        advice = "Install a C++ compiler such as g++, if there is none; TORCH_LOGS=dynamo,inductor prints more."
     reason = str(error).strip()
     logger.warning(
         "Statistics on the CPU are computed by plain torch operations, up to %s times slower but equally exact: the"

@@ -129,7 +129,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     counts = torch.zeros(sum(bins), dtype=torch.float64, device=values.device) if any(bins) else None
     matrix, decoding = loadable(matrix)
     vector = BYTES_PER_LOAD // matrix.element_size()
-    if width == 1:  # each column of a thread has results of its own
+    if width == 1:  # each column of a thread has its own results
         vector = min(vector, _COLUMN_VECTOR)
     memory = found.part.scale_memory
     compares = places.compared >= 0 or own.losses >= 0

@@ -58,7 +58,7 @@ _ELEMENTS_PER_THREAD = {False: 32, True: 16}
 _MOST_TOGETHER = 4
 """The tensors of one launch; a GEMM has three."""
 
-# Numbers that differ from tensor to tensor, of which Triton is not to make kernels of their own.
+# Numbers that differ from tensor to tensor, for which Triton must not make separate kernels.
 _BEGINS = ["begin1", "begin2", "begin3"]
 _NUMBERS = [
     *(f"end{tensor}" for tensor in range(_MOST_TOGETHER)),

@@ -143,7 +143,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def is_noop(noop: torch.Tensor | None) -> bool:
-    """Whether a no-op flag says to write nothing."""
+    """Whether a no-op flag forbids to write."""
     return noop is not None and bool(noop.view(-1)[0] == 1.0)
 
 

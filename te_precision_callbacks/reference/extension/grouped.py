@@ -93,7 +93,7 @@ def group_quantize(
     noop_flag: torch.Tensor | None = None,
     output: Any = None,
 ) -> Any:
-    """Quantize the matrices in a tensor, each with scales of its own, into a grouped tensor.
+    """Quantize the matrices in a tensor, each with its own scales, into a grouped tensor.
 
     Args:
         tensor: two dimensions; the matrices lie in it one behind another, and what is behind the last one is not read.

@@ -133,7 +133,7 @@ class BlockScaling(Casting):
 
         Stochastic rounding draws from torch's generator of the tensor's device, so ``torch.manual_seed`` makes it
         repeatable: a number is rounded up with a probability equal to its distance from the next smaller E2M1 number,
-        to 24 bits. A GPU draws from Philox with a seed and an offset of its own, with as few as 8 bits a number, so its
+        to 24 bits. A GPU draws from Philox with its own seed and offset, with as few as 8 bits a number, so its
         bytes differ, with the same distribution.
 
         Args:

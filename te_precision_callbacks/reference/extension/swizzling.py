@@ -53,7 +53,7 @@ def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage:
     The tensors' flags do not change, as in the compiled extension: the caller sets them after both directions.
 
     Args:
-        tensors: all of one format; tensors whose flag says that they are swizzled are skipped.
+        tensors: all of one format; tensors whose flag marks them as swizzled are skipped.
         rowwise_usage: whether the rowwise scales are swizzled.
         columnwise_usage: whether the columnwise scales are; exactly one of the two.
 

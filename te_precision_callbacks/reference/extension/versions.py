@@ -39,7 +39,7 @@ def get_cudnn_version() -> int:
 
 
 def get_num_cublas_streams() -> int:
-    """Streams of a grouped GEMM; each has a workspace of its own, which the reference backend does not use."""
+    """Streams of a grouped GEMM; each has its own workspace, which the reference backend does not use."""
     return 4
 
 

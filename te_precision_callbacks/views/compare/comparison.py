@@ -85,6 +85,7 @@ def compare(
         search.first_unequal,
         compare_losses(one, other, others, shares) if steps is None else None,
         (*renamed, *_notes(a, b, noise)),
+        b is not None and (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id),
     )
 
 
@@ -133,7 +134,13 @@ def _check_layers(one: Side, other: Side) -> None:
     """Check that there is something to compare."""
     notes = one.run.notes_in_words + other.run.notes_in_words
     if not any(subject.layer for subject in one.series if subject in other.series):
-        shown = [next((subject.layer for subject in side.series if subject.layer), "none") for side in (one, other)]
+        for side in (one, other):
+            if not any(subject.layer for subject in side.series):
+                raise ComparisonError(
+                    f"{side.name} has no statistics of layers, so nothing can be compared. Record it with a config that"
+                    f" logs statistics, such as LogTensorStats.{notes}"
+                )
+        shown = [next(subject.layer for subject in side.series if subject.layer) for side in (one, other)]
         if any(subject.layer in {each.layer for each in other.series} for subject in one.series if subject.layer):
             raise ComparisonError(
                 f"{one.name} and {other.name} have layers in common, but no statistic of one: those of the tensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,9 @@ _OF_EVERY_RUN = frozenset({"run_id", "segment", "parent_segment", "status", "hos
 
 _FIRST = ("config", "versions", "recipe", "recipes", "environment")
 """The facts that come first, in this order."""
+
+_COMMENT = re.compile(r"(?:^|\s)#[^'\"]*$|^\s*#.*")
+"""A comment of YAML; one behind a value only without quotes, since a # can be in a quoted text."""
 
 _MOST_LINES = 40
 _MOST_LAYERS = 3
@@ -56,13 +60,12 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _config(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[FactDifference]:
     """The lines of the configs that differ."""
-    texts = [facts.get("config_text", "") for facts in (ours, theirs)]
-    if texts[0] == texts[1]:
+    one, other = (_without_comments(facts.get("config_text", "")) for facts in (ours, theirs))
+    if one == other:
         if ours.get("config_hash") != theirs.get("config_hash"):
             yield FactDifference("config_hash", ours.get("config_hash", ""), theirs.get("config_hash", ""))
         return
     number = 0
-    one, other = (text.splitlines() for text in texts)
     places = _places(one), _places(other)
     for kind, start, end, first, last in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
         if kind == "equal":
@@ -79,15 +82,18 @@ def _config(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[Fact
         yield FactDifference("config", *(f"{number - _MOST_LINES} more lines that differ" for _ in range(2)))
 
 
+def _without_comments(text: str) -> list[str]:
+    """The lines of a YAML that hold something, without comments."""
+    lines = (_COMMENT.sub("", line).rstrip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
 def _places(lines: Sequence[str]) -> list[str]:
     """Each line of a YAML after the keys that it is under; lists and plugins' names are no such keys."""
     found = []
     above: list[tuple[int, str]] = []
     for line in lines:
         text = line.strip()
-        if not text or text.startswith("#"):
-            found.append(text)
-            continue
         indent = len(line) - len(line.lstrip()) + text.startswith("- ")  # an item may be as far left as its list's key
         while above and above[-1][0] >= indent:
             above.pop()

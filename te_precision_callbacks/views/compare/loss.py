@@ -96,6 +96,7 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
         max(floors, default=None),
         _yardsticks(difference, *shares),
         _spike(curves, [found for side in noise if (found := _curves(a, side, name)) is not None]),
+        (_precision(shares[0]), _precision(shares[1])),
     )
 
 
@@ -161,13 +162,13 @@ def _stable_relative(a: Side, b: Side, name: Subject) -> float:
 
 
 def _yardsticks(relative: float, ours: Shares, theirs: Shares) -> tuple[Yardstick, ...]:
-    """The known bounds; with what the runs compute in, the one that is for them."""
-    kinds = {_kind(ours), _kind(theirs)}
+    """The known bounds; with what the runs compute in, the one that is for B against A."""
+    kinds = (_kind(ours), _kind(theirs))
     return tuple(
         Yardstick(name, bound, source, abs(relative) < bound if kinds == runs else None)
         for (name, bound, source), runs in (
-            (_FP8_AGAINST_BF16, {"fp8", "high"}),
-            (_NVFP4_AGAINST_FP8, {"nvfp4", "fp8"}),
+            (_FP8_AGAINST_BF16, ("high", "fp8")),
+            (_NVFP4_AGAINST_FP8, ("fp8", "nvfp4")),
         )
     )
 
@@ -178,3 +179,9 @@ def _kind(shares: Shares) -> str:
         if any(name in LOW_PRECISION[kind] for name in shares):
             return kind
     return "high" if any(name in HIGH_PRECISION for name in shares) else ""
+
+
+def _precision(shares: Shares) -> str:
+    """The low precision of a run if it has one, else the precision of its largest share."""
+    kind = _kind(shares)
+    return max(shares, key=shares.__getitem__) if kind == "high" else kind

@@ -38,6 +38,8 @@ _INDENT = 2
 
 def show(comparison: Comparison) -> None:
     """Print a comparison: facts, pairs, the noise floor, where the sides part first and then, and the losses."""
+    if comparison.same_run:
+        terminal.show_text("A and B are the same run, so nothing can differ.")
     terminal.show_text(f"A: {comparison.a}")
     terminal.show_text(f"B: {comparison.b}")
     _show_facts(comparison.facts)

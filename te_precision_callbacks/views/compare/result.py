@@ -211,6 +211,8 @@ class LossComparison:
         floor: the largest magnitude of ``relative`` among the sides of the noise; None without one.
         yardsticks: the known bounds.
         spike: what the running median hides; None if there is nothing, or the noise has as much.
+        precisions: what A and B compute in: the low precision of a run that has one, else its most frequent precision.
+            Empty if nothing is known.
     """
 
     name: str
@@ -225,6 +227,7 @@ class LossComparison:
     floor: float | None
     yardsticks: tuple[Yardstick, ...]
     spike: LossSpike | None = None
+    precisions: tuple[str, str] = ("", "")
 
     @property
     def is_finding(self) -> bool:
@@ -250,6 +253,7 @@ class Comparison:
         first_unequal: the first number that differs at all; None if none does.
         loss: the losses; None if a side has none.
         notes: what is missing or damaged, in words.
+        same_run: whether a run is compared with itself.
     """
 
     a: str
@@ -263,6 +267,7 @@ class Comparison:
     first_unequal: FirstUnequal | None
     loss: LossComparison | None
     notes: tuple[str, ...]
+    same_run: bool = False
 
     @property
     def first(self) -> Parting | None:

@@ -110,9 +110,15 @@ def of_losses(loss: LossComparison) -> Iterator[str]:
         )
     if loss.floor is not None:
         yield f"The runs of the noise floor are {_percent(loss.floor, signed=False)} off there."
-    for yardstick in loss.yardsticks:
-        said = {True: "held", False: "NOT held", None: "not for these runs"}[yardstick.holds]
-        yield f"Below {_percent(yardstick.bound, signed=False)} of {yardstick.name} ({yardstick.source}): {said}."
+    yardsticks = [yardstick for yardstick in loss.yardsticks if yardstick.holds is not None]
+    a, b = map(str.upper, loss.precisions)
+    for yardstick in yardsticks:
+        said = "held" if yardstick.holds else "NOT held"
+        other = "" if f"against {a}" in yardstick.name else f" A is in {a}."
+        bound = _percent(yardstick.bound, signed=False)
+        yield f"Below {bound} of {yardstick.name} ({yardstick.source}): {said}.{other}"
+    if a and b and a != b and not yardsticks:
+        yield f"No bound is known for this pair: A is in {a}, B in {b}."
 
 
 def origin(parting: Parting) -> str:

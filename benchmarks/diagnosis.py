@@ -1,0 +1,83 @@
+"""What judging a step costs: the rules on the numbers of a due step, by the number of series, and as a share of a step.
+
+    python benchmarks/diagnosis.py
+    python benchmarks/diagnosis.py --series 60000 --repeat 20
+
+Prints the median time of a step, and the time of each series. The numbers are those of a healthy model with the default
+config, so no rule fires; nothing of a model runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from te_precision_callbacks.diagnosis.engine import Diagnosis
+from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
+from te_precision_callbacks.diagnosis.numbers import Splitter
+from te_precision_callbacks.statistics.series import SeriesTable
+
+TENSORS = {"activation": 1.0, "weight": 0.02, "gradient": 1e-5}
+OF_TENSORS = ("min", "max", "mean", "std", "cur_amax", "nonfinite_num")
+OF_LOSSES = ("underflows%", "overflows%", "scale_inv_max")
+PARTS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+
+
+def measured(series: int, repeat: int) -> tuple[int, float, float]:
+    """How many series there are, and the median seconds of judging a step and of the engine's own split alone."""
+    layers = -(-series // (len(TENSORS) * (len(OF_TENSORS) + len(OF_LOSSES))))
+    names = [f"decoder.layers.{layer // len(PARTS)}.{PARTS[layer % len(PARTS)]}" for layer in range(layers)]
+    formats = {"activation": "FP8 E4M3", "weight": "FP8 E4M3", "gradient": "FP8 E5M2"}
+    facts = Facts(
+        {
+            name: LayerFacts(
+                name, "Linear", place, layers - place, formats, "fp8_delayed_scaling", low=frozenset({"fprop"})
+            )
+            for place, name in enumerate(names)
+        }
+    )
+    table = SeriesTable()
+    generator = np.random.default_rng(0)
+    numbers: list[int] = []
+    values: list[float] = []
+    for name in names:
+        for tensor, size in TENSORS.items():
+            for statistic in (*OF_TENSORS, *OF_LOSSES):
+                numbers.append(table.intern(name, tensor, statistic))
+                spread = float(generator.lognormal(0, 0.2))
+                values.append(0.0 if "%" in statistic or statistic == "nonfinite_num" else size * spread)
+    splitter, diagnosis = Splitter(table.__getitem__), Diagnosis()
+    diagnosis.know(facts, 0)
+    ids, found = np.array(numbers, np.int32), np.array(values)
+    took: list[float] = []
+    split: list[float] = []
+    for step in range(repeat + 2):
+        noise = generator.lognormal(0, 0.05, len(found))
+        begun = time.perf_counter()
+        given = splitter.step(step, ids, found * noise)
+        between = time.perf_counter()
+        diagnosis.step(given)
+        took.append(time.perf_counter() - begun)
+        split.append(between - begun)
+    return len(numbers), statistics.median(took[2:]), statistics.median(split[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--series", type=int, nargs="*", default=[2000, 20000, 60000], help="how many; %(default)s")
+    parser.add_argument("--repeat", type=int, default=10, help="steps; %(default)s")
+    options = parser.parse_args()
+    print("| series | a due step | a series | of it splitting |")
+    print("|---|---|---|---|")
+    for wanted in options.series:
+        count, seconds, split = measured(wanted, options.repeat)
+        print(
+            f"| {count:,} | {1000 * seconds:.1f} ms | {1e6 * seconds / count:.2f} us | {100 * split / seconds:.0f} % |"
+        )
+
+
+if __name__ == "__main__":
+    main()

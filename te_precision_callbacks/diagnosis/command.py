@@ -1,0 +1,170 @@
+"""``te-precision diagnose`` and ``te-precision rules``: what is wrong with a run, and by which rules.
+
+Usage::
+
+    te-precision diagnose logs
+    te-precision diagnose logs --json
+    te-precision diagnose logs --known known.txt
+    te-precision rules
+    te-precision rules stale-scale
+
+The exit code of ``diagnose`` is 0 if nothing is wrong, or there are notes only; 1 with a finding; 2 for wrong use; 3 if
+nothing could be judged. ``--json`` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.terminal import Json, Run
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.diagnosis.finding import Finding, Verdict
+    from te_precision_callbacks.diagnosis.rule import Rule
+
+FOUND, NOT_JUDGED = 1, 3
+"""Exit codes."""
+
+_INDENT, _MOST_LAYERS = 2, 8
+
+
+def diagnose_command(
+    path: Annotated[str, typer.Argument(metavar="RUN", help="A recorded run: its log folder.")],
+    *,
+    run: Run = None,
+    known: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Findings that are known and left out: a line for each, with a rule, and behind a space a pattern of"
+            " layers such as 'h.*.fc2' if not all are meant. '#' begins a comment.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what is wrong with a run: the findings of the rules, the worst first, each with its remedy."""
+    from te_precision_callbacks.diagnosis.known import read_known
+    from te_precision_callbacks.diagnosis.replay import diagnose
+    from te_precision_callbacks.runs.choosing import chosen_run
+
+    chosen = None if known is None else read_known(known)
+    recorded, told = chosen_run(path, run)
+    if told:
+        terminal.show_text(told, err=as_json)
+    verdict, notes = diagnose(recorded), list(recorded.notes)
+    if chosen is not None:
+        verdict, left_out, unused = chosen.leave_out(verdict)
+        if left_out:
+            notes.append(f"{known} leaves out {left_out} findings that are known.")
+        notes += [f"{known}:{line}: no finding is left out by {text!r}." for line, text in unused]
+    if as_json:
+        terminal.show_json(
+            {
+                "verdict": str(verdict),
+                "judged": len(verdict.judged),
+                "findings": [finding.as_json() for finding in verdict],
+                "not_judged": [each._asdict() for each in verdict.not_judged],
+                "notes": notes,
+            }
+        )
+    else:
+        _show(verdict)
+        terminal.show_notes(notes)
+    if not verdict.judged:
+        raise typer.Exit(NOT_JUDGED)
+    if not verdict.healthy:
+        raise typer.Exit(FOUND)
+
+
+def rules_command(
+    rule: Annotated[str | None, typer.Argument(metavar="[ID]", help="The rule to explain.")] = None,
+    *,
+    as_json: Json = False,
+) -> None:
+    """List the rules, or explain one: its condition, its source, why it matters, and what to do."""
+    from te_precision_callbacks.base.errors import OptionError
+    from te_precision_callbacks.config.problems import suggestion
+    from te_precision_callbacks.diagnosis.rules import RULES
+
+    found = [each for each in RULES if rule in (None, each.id)]
+    if not found:
+        raise OptionError(f"There is no rule {rule!r}.{suggestion(str(rule), [each.id for each in RULES])}")
+    if as_json:
+        terminal.show_json({"rules": [_facts(each) for each in found]})
+    elif rule is None:
+        table = terminal.table("rule", "severity", "what is wrong")
+        for each in found:
+            table.add_row(each.id, each.severity, each.title)
+        terminal.show(table)
+        terminal.show_text("te-precision rules ID explains one.")
+    else:
+        _explain(found[0])
+
+
+def _facts(rule: Rule) -> dict[str, Any]:
+    return {name: value for name, value in vars(rule).items() if name != "judge"}
+
+
+def _explain(rule: Rule) -> None:
+    terminal.show_text(f"{rule.id} ({rule.severity}): {rule.title}")
+    for name, text in (
+        ("fires when", rule.condition),
+        ("silent for", rule.silent),
+        ("recipes", ", ".join(rule.recipes) or "all"),
+        ("needs", rule.needs),
+        ("collect", rule.collect),
+        ("why", rule.why),
+        ("what to do", rule.remedy),
+        ("cost", rule.cost),
+        ("nothing is wrong if", rule.disproof),
+        ("source", rule.source),
+    ):
+        if text:
+            terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
+
+
+def _show(verdict: Verdict) -> None:
+    terminal.show_text(verdict.summary)
+    for finding in verdict:
+        terminal.show_text("")
+        _show_finding(finding)
+    if verdict.not_judged:
+        terminal.show_text("")
+        terminal.show_text("Not judged:")
+        for each in verdict.not_judged:
+            collect = f"; collect {each.collect}" if each.collect else ""
+            terminal.show_text(f"{each.rule}: {each.why}{collect}", indent=_INDENT, hanging=_INDENT)
+
+
+def _show_finding(finding: Finding) -> None:
+    from te_precision_callbacks.layers.folding import folded
+
+    terminal.show_text(f"{finding.severity}: {finding.subject}: {finding.seen}", hanging=_INDENT)
+    since = ""
+    if finding.since is not None:
+        good = "" if finding.last_good is None else f"; step {finding.last_good} does not show it"
+        saved = (
+            ""
+            if finding.checkpoint is None
+            else f"; the last checkpoint before it is that of step {finding.checkpoint}"
+        )
+        since = f"steps {finding.since} to {finding.until}{good}{saved}"
+    layers = ", ".join(folded(finding.layers, most=_MOST_LAYERS)) if len(finding.layers) > 1 else ""
+    for name, text in (
+        ("seen in", since),
+        ("layers", layers),
+        ("why it matters", finding.why),
+        ("what to do", finding.remedy),
+        ("nothing is wrong if", finding.disproof),
+        ("rule", f"{finding.rule} ({finding.source})"),
+    ):
+        if text:
+            terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
+    if finding.patch:
+        terminal.show_text("config:", indent=_INDENT)
+        for line in finding.patch.splitlines():
+            terminal.show_text(line, indent=2 * _INDENT)

@@ -1,0 +1,57 @@
+"""What ``on_finding=`` takes: what a session does when something is found.
+
+"warn"                          # a warning, once for each finding
+"stop"                          # errors and warnings stop the training, on all ranks together
+"stop: error"                   # only those of a severity
+"stop: nonfinite, overflow"     # only those of some rules
+lambda finding: ...             # called with each finding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding
+from te_precision_callbacks.diagnosis.rules import RULES
+
+OnFinding = str | Callable[[Finding], Any]
+
+
+class PrecisionFindingError(PrecisionDebugError, RuntimeError):
+    """A finding stops the training, as ``on_finding=`` demands.
+
+    Args:
+        message: the full message.
+        findings: the findings that stop it; empty on a rank that has none of them.
+    """
+
+    def __init__(self, message: str, findings: Sequence[Finding] = ()) -> None:
+        super().__init__(message)
+        self.findings = tuple(findings)
+
+
+def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
+    """Which findings stop the training.
+
+    Raises:
+        OptionError: ``on_finding=`` does not take the value.
+    """
+    if callable(on_finding) or on_finding == "warn":
+        return lambda finding: False
+    word, _, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
+    names = [name.strip() for name in chosen.split(",") if name.strip()]
+    known = [*SEVERITIES, *(rule.id for rule in RULES)]
+    if word.strip() != "stop" or (":" in str(on_finding) and not names):
+        raise OptionError(
+            f"on_finding= must be 'warn', 'stop', 'stop: ' with severities or rules, such as 'stop: error', or a"
+            f" function of the finding, not {on_finding!r}."
+        )
+    for name in names:
+        if name not in known:
+            raise OptionError(f"on_finding={on_finding!r}: there is no rule {name!r}.{suggestion(name, known)}")
+    if not names:
+        return lambda finding: finding.severity != "note"
+    return lambda finding: finding.severity in names or finding.rule in names

@@ -1,0 +1,147 @@
+"""Rules on weights that are not what they should be after an optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
+from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.statistics.names import BELOW_EPS, STALE, UNCHANGED
+
+STALE_SHARE, STALE_STEPS = 3.0, 2
+"""Percent of a weight's elements, and due steps in a row."""
+
+LOST, LOST_STEPS = 90.0, 2
+"""Percent of the elements, and due steps in a row."""
+
+SMALL, SMALL_STEPS = 90.0, 2
+"""Percent of the weights, and due steps in a row."""
+
+
+class _OfOneNumber(Judge):
+    """A number that is too large in several due steps in a row."""
+
+    statistic: str
+    most: float
+    steps: int
+    seen: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streaks = ColumnStreaks(self.steps)
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for column in numbers.all(self.statistic):
+            self.judged = True
+            for sighting in self._streaks.sightings(
+                numbers, facts, column, column.values >= self.most, self.seen, column.values
+            ):
+                yield sighting._replace(layers=tuple(filter(None, sighting.layers)))
+
+
+class StaleWeights(_OfOneNumber):
+    """Cached low-precision weights that were made from earlier weights."""
+
+    statistic, most, steps = STALE, STALE_SHARE, STALE_STEPS
+    seen = "{:.3g} % of the elements of the cached weight are not those of the present weight"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applies = False
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        yield from super().step(numbers, facts)
+        self.applies = self.judged
+
+
+class LostUpdates(_OfOneNumber):
+    """Updates that are below the resolution of the weights."""
+
+    statistic, most, steps = UNCHANGED, LOST, LOST_STEPS
+    seen = "{:.3g} % of the weights in bfloat16 or float16 are the same after a step of the optimizer"
+
+    def facts(self, facts: Facts, iteration: int) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        types = [row.weight_dtype for row in facts.layers.values() if row.weight_dtype]
+        if types:
+            self.applies = any("bfloat16" in text or "float16" in text for text in types)
+        yield from ()
+
+
+class BelowEps(_OfOneNumber):
+    """Gradients that are smaller than Adam's eps."""
+
+    statistic, most, steps = BELOW_EPS, SMALL, SMALL_STEPS
+    seen = "the gradients of {:.3g} % of the weights are smaller than the optimizer's eps"
+
+
+_COLLECT = "no config, or a section with the name default_statistics"
+
+RULES = (
+    Rule(
+        id="stale-weights",
+        title="a layer multiplies with low-precision weights of an earlier step",
+        subject="tensor",
+        needs="a forward with is_first_microbatch=False in a due step",
+        collect="any statistic of the layer",
+        condition=(
+            f"at least {STALE_SHARE:g} % of the elements of a cached weight are farther from the present"
+            f" weight than its"
+            f" format rounds, in {STALE_STEPS} due steps in a row"
+        ),
+        silent="micro-batches 2 to n of a step, frozen weights, learning rates too small to change a code",
+        severity="error",
+        source="arithmetic; the threshold is ours",
+        why="the layer computes with the weights of the step that made the cache, and its training has no effect",
+        disproof="the weights are meant to be fixed",
+        remedy=(
+            "Pass is_first_microbatch=True in the first micro-batch after each step of the optimizer; in Megatron call"
+            " set_is_first_microbatch() of each model chunk. A layer on Transformer Engine's debug path"
+            " renews its cache"
+            " in due steps, so the run differs without the debugger"
+        ),
+        judge=StaleWeights,
+    ),
+    Rule(
+        id="lost-updates",
+        title="the optimizer's updates vanish in rounding",
+        subject="model",
+        needs=f"{UNCHANGED}, which a session with the default config has for weights in bfloat16 or float16",
+        collect=_COLLECT,
+        condition=(
+            f"at least {LOST:g} % of the sampled elements with a gradient are unchanged by a step, in {LOST_STEPS} due"
+            " steps in a row, at a learning rate of at least 1 % of its largest"
+        ),
+        silent="master weights, Kahan summation and stochastic rounding; the end of a decay to 0",
+        severity="warning",
+        source="ours: bfloat16 keeps 8 bits, so an update below 1/256 to 1/512 of a weight is lost",
+        why="the loss stops falling, whatever the precision of the GEMMs",
+        disproof="the same run with master weights in float32 has the same loss",
+        remedy="Keep master weights in float32, or use stochastic rounding; or raise the learning rate",
+        cost="four bytes for each weight",
+        judge=LostUpdates,
+    ),
+    Rule(
+        id="below-eps",
+        title="gradients are below Adam's eps",
+        subject="model",
+        needs=f"{BELOW_EPS}, which a session with the default config has for optimizers of Adam's kind",
+        collect=_COLLECT,
+        condition=(
+            f"the root mean square of the gradient of at least {SMALL:g} % of the weights is below the"
+            f" optimizer's eps, and"
+            f" above 0, in {SMALL_STEPS} due steps in a row"
+        ),
+        silent="single weights, such as those of rare tokens",
+        severity="warning",
+        source="arithmetic of Adam: with sqrt(v) below eps the update is about lr * g / eps; the share is ours",
+        why="the update is far smaller than the learning rate, and the model hardly learns",
+        disproof="eps is large on purpose",
+        remedy="Look for a loss that is scaled down or averaged twice; lower eps, for example to 1e-15",
+        judge=BelowEps,
+    ),
+)

@@ -1,0 +1,58 @@
+"""Looks whether a forward multiplies with low-precision weights that were made from earlier weights.
+
+A forward with ``is_first_microbatch=False`` takes the weights that an earlier forward has cached. Where a script never
+passes True again, they are those of the first step. Read from Transformer Engine 2.20.2: ``_fp8_workspaces`` of the
+modules, and ``rowwise_gemm_tensor`` of ``DebugQuantizedTensor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.vocabulary import name_of_format
+from te_precision_callbacks.statistics.names import STALE
+from te_precision_callbacks.statistics.series import log_name
+
+_ROUNDING = {"FP8": 2.0**-3, "MXFP8": 2.0**-3, "NVFP4": 2.0**-1}
+"""By the first word of the format: twice the largest error of rounding, as a share of the element."""
+
+_SMALL = {"FP8": 2.0**-16, "MXFP8": 2.0**-10, "NVFP4": 2.0**-4}
+"""The same of elements that are small beside their tensor's largest, as a share of that."""
+
+
+def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """For each weight that the running forward takes from the cache: its name in logs, and its :data:`STALE`.
+
+    Args:
+        module: the module.
+        layers: the names of its layers.
+        frame: the frame of its forward.
+    """
+    cached = module.__dict__.get("_fp8_workspaces")
+    if not cached or frame is None or frame.f_locals.get("is_first_microbatch") is not False:
+        return
+    for key, held in cached.items():
+        weight, codes = getattr(module, key, None), getattr(held, "rowwise_gemm_tensor", held)
+        if isinstance(weight, torch.Tensor) and codes is not None:
+            found = _share(weight.detach(), codes)
+            if found is not None:
+                layer = layers[1] if key.startswith("fc2") and len(layers) > 1 else layers[0]
+                yield log_name(layer, "weight", STALE), found
+
+
+@torch.no_grad()
+def _share(weight: torch.Tensor, codes: Any) -> torch.Tensor | None:
+    """A number on the weight's device; None where the weight is not in low precision."""
+    name = (name_of_format(codes) or "").partition(" ")[0]
+    weight = getattr(weight, "_local_tensor", weight)
+    if name not in _ROUNDING or name_of_format(weight) is not None:
+        return None
+    now, then = weight.float(), codes.dequantize(dtype=torch.float32)
+    if now.shape != then.shape:
+        return None
+    size = now.abs()
+    found: torch.Tensor = 100 * ((then - now).abs() > _ROUNDING[name] * size + _SMALL[name] * size.max()).float().mean()
+    return found

@@ -1,0 +1,45 @@
+"""The lines that a session prints to stderr when it ends: the verdict first, then where to look."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.diagnosis.finding import Verdict
+
+MOST_LINES = 8
+
+_QUIET = "TE_PRECISION_QUIET"
+
+
+def is_quiet(quiet: bool) -> bool:
+    """Whether the lines are left out.
+
+    Args:
+        quiet: what the option says.
+    """
+    return quiet or os.environ.get(_QUIET, "") not in ("", "0")
+
+
+def closing_lines(verdict: Verdict, coverage: Coverage, log_dir: Path, command: str) -> Sequence[str]:
+    """At most :data:`MOST_LINES` lines: the verdict, the first findings, the coverage, the folder, the command.
+
+    Args:
+        verdict: what the rules have found.
+        coverage: the products of the last step.
+        log_dir: the folder of the session's files.
+        command: the command that makes the page; empty if nothing was recorded.
+    """
+    last = [f"  {coverage}." if coverage else "", f"  logs: {log_dir}", f"  page: {command}" if command else ""]
+    last = [line for line in last if line]
+    findings = [] if verdict.healthy else [finding for finding in verdict if finding.severity != "note"]
+    room = MOST_LINES - 1 - len(last)
+    shown = findings if len(findings) <= room else findings[: room - 1]
+    lines = [f"te-precision: {verdict.summary}"]
+    lines += [f"  {finding.severity}: {finding}" for finding in shown]
+    if len(shown) < len(findings):
+        lines.append(f"  and {len(findings) - len(shown)} more: te-precision diagnose {log_dir}")
+    return [visible(line) for line in (*lines, *last)]

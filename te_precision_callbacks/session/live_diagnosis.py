@@ -1,0 +1,111 @@
+"""The diagnosis of a run while it goes on: each step's numbers are judged on the host, when they are there anyway."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.diagnosis.engine import Diagnosis
+from te_precision_callbacks.diagnosis.facts import Facts, at
+from te_precision_callbacks.diagnosis.finding import Finding
+from te_precision_callbacks.diagnosis.numbers import Splitter
+from te_precision_callbacks.diagnosis.reaction import OnFinding, PrecisionFindingError, reads_stop
+from te_precision_callbacks.runs.segment_rows import Facts as RecordedFacts
+from te_precision_callbacks.sinks.step_records import Event, StepRecords
+from te_precision_callbacks.statistics.series import SeriesTable
+
+logger = logging.getLogger(__name__)
+
+
+class LiveDiagnosis:
+    """Judges the steps of a run, warns of each finding once, and stops the run if that is wanted.
+
+    Args:
+        diagnosis: the rules.
+        table: the series of the run.
+        ranks: those that reduce together.
+        on_finding: what happens when something is found.
+        tell: receives events.
+        report: receives failures of a user's function.
+    """
+
+    def __init__(
+        self,
+        diagnosis: Diagnosis,
+        table: SeriesTable,
+        ranks: Ranks,
+        on_finding: OnFinding,
+        tell: Callable[[Event], None],
+        report: Callable[[str, str, Exception], None],
+    ) -> None:
+        self._diagnosis = diagnosis
+        self._splitter = Splitter(table.__getitem__)
+        self._ranks = ranks
+        self._on_finding = on_finding
+        self._stops = reads_stop(on_finding)
+        self._tell = tell
+        self._report = report
+        self._stopping: list[Finding] = []
+
+    def know(self, facts: RecordedFacts, iteration: int) -> None:
+        """Judge the facts of the run, which have changed."""
+        tables = facts.tables
+        found = Facts.from_rows(
+            facts.run,
+            at(tables["layers"], iteration),
+            at(tables["gemms"], iteration),
+            at(tables["operands"], iteration),
+            tables["states"],
+        )
+        self._react(self._diagnosis.know(found, iteration), iteration)
+
+    def judge(self, records: StepRecords) -> StepRecords:
+        """Judge the numbers of a step, and give its records with the number of findings so far."""
+        values = np.frombuffer(records.values)
+        numbers = self._splitter.step(records.iteration, records.series, values, records.unscaled)
+        self._react(self._diagnosis.step(numbers), records.iteration)
+        counts = Counter(finding.rule for finding in self._diagnosis.verdict if finding.severity != "note")
+        return replace(records, findings=counts) if counts else records
+
+    def stop_if_wanted(self) -> None:
+        """Stop the run on all ranks together, if a finding of one of them demands it.
+
+        Raises:
+            PrecisionFindingError: it does.
+        """
+        found = self._stopping
+        if not self._ranks.stop_together(own=bool(found)):
+            return
+        self._stopping = []
+        text = "; ".join(map(str, found)) or "another rank has found it, and names it in its own error"
+        remedies = " ".join(dict.fromkeys(f"{finding.remedy}." for finding in found))
+        raise PrecisionFindingError(f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), found)
+
+    def _react(self, found: Sequence[Finding], iteration: int) -> None:
+        for finding in found:
+            data = finding.as_json()
+            severity = "info" if finding.severity == "note" else finding.severity
+            layer = finding.layers[0] if finding.layers else ""
+            event = Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)
+            self._tell(event)
+            if finding.severity != "note" and own_rank() == 0:
+                logger.warning(
+                    "%s: %s. What to do: %s. More: te-precision rules %s",
+                    finding.severity.capitalize(),
+                    finding,
+                    finding.remedy,
+                    finding.rule,
+                )
+            if self._stops(finding):
+                self._stopping.append(finding)
+            if callable(self._on_finding):
+                try:
+                    self._on_finding(finding)
+                except Exception as error:
+                    self._report("calling on_finding= for", finding.rule, error)

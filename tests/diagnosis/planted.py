@@ -1,0 +1,63 @@
+"""A small training with a defect: the gradient of one block is far too small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_precision_callbacks.session import InspectSession
+
+ODD, FACTOR = 4, 2.0**-18
+
+
+class Scaled(torch.autograd.Function):
+    """Nothing forward; a factor backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.factor * gradient, None
+
+
+class Block(torch.nn.Module):
+    """A layer with a residual connection; its gradient has a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = te.Linear(32, 32)
+        self.factor = 1.0
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = Scaled.apply(self.fc(tensor), self.factor)
+        return tensor + scaled
+
+
+def blocks(*, defect: bool = True) -> torch.nn.Sequential:
+    """Ten blocks, of which one gets hardly any gradient."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(Block() for _ in range(10)))
+    net[ODD].factor = FACTOR if defect else 1.0
+    return net
+
+
+def train(folder: Path, steps: int = 21, *, defect: bool = True, **keywords: Any) -> InspectSession:
+    """Train under the default config; the session, which has ended."""
+    net = blocks(defect=defect)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with InspectSession(None, model=net, log_dir=folder, **keywords) as session:
+        for _ in range(steps):
+            with te.autocast(recipe=Float8CurrentScaling()):
+                loss = (net(torch.randn(16, 32)) - 1).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    return session

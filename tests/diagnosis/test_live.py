@@ -1,0 +1,197 @@
+"""What a session finds while it runs, says once, and acts on; and that a replay of its records finds the same."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, diagnose
+from te_precision_callbacks.diagnosis.reaction import reads_stop
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.sinks.metrics import MetricSelection
+from te_precision_callbacks.sinks.step_records import StepRecords
+from tests.conftest import Keeper
+from tests.diagnosis.planted import train
+
+LAYER = "4.fc"
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, InspectSession]:
+    folder = tmp_path_factory.mktemp("planted")
+    return folder, train(folder)
+
+
+def test_the_block_is_found(planted: tuple[Path, InspectSession]) -> None:
+    _, session = planted
+    first = session.findings[0]
+    assert (first.rule, first.layers, first.tensor, first.since) == ("sibling", (LAYER,), "gradient", 0)
+    assert not session.healthy
+
+
+def test_a_replay_finds_the_same(planted: tuple[Path, InspectSession]) -> None:
+    folder, session = planted
+    assert diagnose(folder) == session.findings
+    kinds = [row["kind"] for row in open_run(folder).events.to_pylist()]
+    assert kinds.count("finding") == len(session.findings)
+
+
+def test_the_verdict_needs_no_records(tmp_path: Path, planted: tuple[Path, InspectSession]) -> None:
+    assert train(tmp_path, records="off", statistics_log="off").findings == planted[1].findings
+
+
+def test_a_healthy_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = train(tmp_path, defect=False)
+    assert session.healthy
+    assert not [record for record in caplog.records if "What to do" in record.message]
+    assert diagnose(tmp_path) == session.findings
+
+
+def test_each_finding_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, steps=51)
+    said = [record for record in caplog.records if "(sibling" in record.message]
+    assert len(said) == 1
+    assert said[0].levelno == logging.WARNING
+    assert said[0].message.startswith(f"Warning: gradient of {LAYER}: ")
+    assert "te-precision rules sibling" in said[0].message
+
+
+class Metrics(Keeper):
+    """Keeps what loggers would get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.select = MetricSelection()
+        self.found: dict[int, dict[str, float]] = {}
+
+    def write(self, records: StepRecords) -> None:
+        self.found[records.iteration] = self.select(records)
+
+
+def test_metrics_count_findings(tmp_path: Path) -> None:
+    metrics = Metrics()
+    train(tmp_path, sinks=[metrics])
+    assert "te/findings" not in metrics.found[10]
+    assert (metrics.found[20]["te/findings"], metrics.found[20]["te/findings/sibling"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("on_finding", ["stop", "stop: warning", "stop: nonfinite, sibling"])
+def test_a_finding_stops_the_training(tmp_path: Path, on_finding: str) -> None:
+    with pytest.raises(PrecisionFindingError, match=f"gradient of {LAYER}") as caught:
+        train(tmp_path, steps=31, on_finding=on_finding)
+    assert [finding.rule for finding in caught.value.findings] == ["sibling"]
+    assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 10, 20]
+
+
+def test_other_findings_do_not_stop_it(tmp_path: Path) -> None:
+    assert len(train(tmp_path, on_finding="stop: error, overflow").findings) == 1
+
+
+def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found: list[Finding] = []
+
+    def note(finding: Finding) -> None:
+        found.append(finding)
+        raise ValueError("of the script")
+
+    session = train(tmp_path, on_finding=note)
+    assert found == list(session.findings)
+    assert any("on_finding=" in record.message for record in caplog.records), "the failure is reported"
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [("halt", "must be 'warn', 'stop'"), ("stop:", "must be 'warn'"), (3, "not 3"), ("stop: nonfinit", "'nonfinite'")],
+)
+def test_what_on_finding_does_not_take(value: Any, told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        reads_stop(value)
+    with pytest.raises(OptionError, match=told):
+        InspectSession(on_finding=value)
+
+
+def test_the_closing_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    train(tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("te-precision: 1 warning in ")
+    assert lines[1].startswith(f"  warning: gradient of {LAYER}: std is ")
+    assert lines[2].startswith("  FP8 in 100 % of the multiply-adds")
+    assert lines[3:] == [f"  logs: {tmp_path}", f"  page: te-precision report {tmp_path}"]
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str) -> None:
+    if how == "option":
+        monkeypatch.delenv("TE_PRECISION_QUIET")
+    train(tmp_path, steps=1, quiet=how == "option")
+    assert "te-precision:" not in capsys.readouterr().err
+
+
+def test_the_last_good_checkpoint(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(2)))
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for step in range(31):
+            batch = torch.randn(16, 32) * (float("nan") if step > 14 else 1.0)
+            with te.autocast(recipe=Float8CurrentScaling()):
+                net(batch).sum().backward()
+            session.step()
+            if step in (4, 11, 25):
+                session.state_dict()
+    first = session.findings[0]
+    assert (first.rule, first.since, first.last_good, first.checkpoint) == ("nonfinite", 20, 10, 12)
+    assert diagnose(tmp_path) == session.findings
+
+
+@pytest.mark.parametrize("first_micro_batch", [None, True, False])
+def test_stale_weights(tmp_path: Path, first_micro_batch: bool | None) -> None:
+    """With ``is_first_microbatch=False`` for ever, the weights are those of the first step."""
+    torch.manual_seed(0)
+    net = te.Linear(32, 32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for step in range(21):
+            with te.autocast(recipe=Float8CurrentScaling()):
+                out = net(torch.randn(16, 32), is_first_microbatch=True if step == 0 else first_micro_batch)
+            (out - 1).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    found = [finding.rule for finding in session.findings if finding.severity != "note"]
+    assert found[:1] == (["stale-weights"] if first_micro_batch is False else [])
+
+
+@pytest.mark.parametrize(("lr", "rules"), [(1e-6, ["lost-updates"]), (1e-2, [])])
+def test_lost_updates(tmp_path: Path, lr: float, rules: list[str]) -> None:
+    torch.manual_seed(0)
+    net = te.Linear(32, 32, params_dtype=torch.bfloat16)
+    optimizer = torch.optim.Adam(net.parameters(), lr=lr)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for _ in range(21):
+            net(torch.randn(16, 32, dtype=torch.bfloat16)).float().pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    assert [finding.rule for finding in session.findings if finding.severity != "note"] == rules
+
+
+@pytest.mark.parametrize(("scale", "rules"), [(1e-12, ["below-eps"]), (1.0, [])])
+def test_gradients_below_eps(tmp_path: Path, scale: float, rules: list[str]) -> None:
+    torch.manual_seed(0)
+    net = te.Linear(32, 32)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for _ in range(21):
+            (scale * net(torch.randn(16, 32)).pow(2).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    assert [finding.rule for finding in session.findings if finding.severity != "note"] == rules

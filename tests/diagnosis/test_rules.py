@@ -1,0 +1,337 @@
+"""Each rule, on numbers that are made: what it finds, and what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from te_precision_callbacks.diagnosis import RULES, Finding, Verdict
+from te_precision_callbacks.diagnosis.engine import Diagnosis
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
+from te_precision_callbacks.diagnosis.rule import Judge
+from te_precision_callbacks.sinks.step_records import Row, StepRecords
+from te_precision_callbacks.statistics.series import SeriesTable
+
+LAYERS = [f"h.{block}.{part}" for block in range(10) for part in ("fc1", "fc2")]
+
+
+def row(layer: str, gemm: str, **changes: Any) -> dict[str, Any]:
+    made = {"layer": layer, "gemm": gemm, "family": "te", "m": 64, "k": 64, "macs": 1, "calls": 1, "runs": "seen"}
+    return {**made, "not_run": "", "reason": None, "reason_ref": "", "recipe": "fp8_current_scaling", **changes}
+
+
+def facts(
+    layers: Sequence[str] = LAYERS,
+    recipe: str = "fp8_current_scaling",
+    formats: Mapping[str, str] | None = None,
+    states: Sequence[dict[str, Any]] = (),
+    changed: Mapping[str, dict[str, Any]] | None = None,
+    **of_all: Any,
+) -> Facts:
+    """Facts of layers that run one after the other; ``changed`` has what is otherwise for some."""
+    texts = formats or {"activation": "FP8 E4M3", "weight": "FP8 E4M3", "gradient": "FP8 E5M2"}
+    rows = [
+        {
+            "layer": layer,
+            "class": "Linear",
+            "exec_fwd": place,
+            "exec_bwd": len(layers) - place,
+            "weight_dtype": "bfloat16",
+        }
+        for place, layer in enumerate(layers)
+    ]
+    gemms = [
+        row(layer, gemm, **{"recipe": recipe, **of_all, **(changed or {}).get(layer, {})})
+        for layer in layers
+        for gemm in ("fprop", "dgrad", "wgrad")
+    ]
+    operands = [
+        {"layer": layer, "tensor": tensor, "format": text} for layer in layers for tensor, text in texts.items()
+    ]
+    return Facts.from_rows({}, rows, gemms, operands, states)
+
+
+Numbers = Mapping[tuple[str, str, str], float]
+"""(layer, tensor, statistic) -> value."""
+
+
+def judged(steps: Sequence[Numbers], known: Facts | None = None, **unscaled: frozenset[str]) -> Verdict:
+    """The verdict over steps, which are 10 iterations apart."""
+    diagnosis, table = Diagnosis(), SeriesTable()
+    splitter = Splitter(table.__getitem__)
+    if known is not None:
+        diagnosis.know(known, 0)
+    for place, step in enumerate(steps):
+        rows = [Row(layer, tensor, None, statistic, value) for (layer, tensor, statistic), value in step.items()]
+        records = StepRecords.from_rows(10 * place, 10 * place, rows, table=table)
+        values = np.frombuffer(records.values)
+        diagnosis.step(splitter.step(10 * place, records.series, values, unscaled.get("unscaled", frozenset())))
+    return diagnosis.verdict
+
+
+def ordinary(**changes: float) -> dict[tuple[str, str, str], float]:
+    """The numbers of a healthy step; a key such as ``h_3_fc1_gradient_std`` changes one."""
+    found: dict[tuple[str, str, str], float] = {}
+    for place, layer in enumerate(LAYERS):
+        for tensor, size in (("activation", 1.0), ("weight", 0.02), ("gradient", 1e-4 * 1.1**place)):
+            found[layer, tensor, "std"] = size
+            found[layer, tensor, "cur_amax"] = 4 * size
+            found[layer, tensor, "nonfinite_num"] = 0.0
+            found[layer, tensor, "underflows%"] = 0.1
+            found[layer, tensor, "overflows%"] = 0.0
+            found[layer, tensor, "scale_inv_max"] = 4 * size / (57344.0 if tensor == "gradient" else 448.0)
+    for key, value in changes.items():
+        block, part, tensor, statistic = key.split("_", 3)
+        name = {"underflows": "underflows%", "overflows": "overflows%"}.get(statistic, statistic)
+        found[f"h.{block[1:]}.{part}", tensor, name] = value
+    return found
+
+
+def only(verdict: Verdict, rule: str) -> Finding:
+    """The one finding, which is of a rule."""
+    assert [finding.rule for finding in verdict] == [rule], str(verdict)
+    return verdict.findings[0]
+
+
+def test_a_healthy_run_has_no_finding() -> None:
+    verdict = judged([ordinary()] * 6, facts())
+    assert not len(verdict)
+    assert verdict.healthy
+    assert str(verdict) == f"Nothing wrong in {len(verdict.judged)} of {_all(verdict)} rules judged."
+    assert {"nonfinite", "overflow", "underflow", "sibling", "growth", "hole", "dead-gradient"} <= set(verdict.judged)
+
+
+def _all(verdict: Verdict) -> int:
+    return len(verdict.judged) + len(verdict.not_judged)
+
+
+def test_nothing_is_judged_without_numbers() -> None:
+    verdict = judged([])
+    assert not verdict.judged
+    assert str(verdict) == "Nothing could be judged."
+    assert all(each.why.startswith("it needs ") and each.collect for each in verdict.not_judged)
+
+
+def test_nonfinite_names_the_first_layer_by_execution() -> None:
+    step = ordinary(b7_fc1_activation_nonfinite_num=3.0, b4_fc2_activation_nonfinite_num=2.0)
+    step["h.0.fc1", "gradient", "nonfinite_num"] = 5.0
+    finding = only(judged([ordinary(), step, step], facts()), "nonfinite")
+    assert (finding.severity, finding.layers, finding.tensor) == ("error", ("h.4.fc2",), "activation")
+    assert (finding.since, finding.last_good) == (10, 0)
+    assert finding.seen == "2 elements are inf or nan; 2 more layers have some in the same step"
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_nonfinite_is_seen_in_amax_too(value: float) -> None:
+    step = {("h.0.fc1", "weight", "cur_amax"): value}
+    assert only(judged([step]), "nonfinite").layers == ("h.0.fc1",)
+
+
+def test_overflow_of_delayed_scaling_lasts() -> None:
+    saturated = ordinary(b3_fc1_activation_overflows=1.0)
+    delayed = facts(recipe="fp8_delayed_scaling")
+    assert not len(judged([ordinary(), saturated, ordinary(), saturated], delayed)), "single steps are ordinary"
+    finding = only(judged([ordinary(), saturated, saturated], delayed), "overflow")
+    assert (finding.layers, finding.since, finding.last_good) == (("h.3.fc1",), 10, 0)
+    assert not len(judged([saturated] * 3, facts())), "current scaling is above the range only by rounding"
+    falling = [ordinary(b3_fc1_weight_overflows=60.0 / 2**step) for step in range(6)]
+    assert not len(judged(falling, delayed)), "as LoRA's B, which grows from 0"
+
+
+@pytest.mark.parametrize(("text", "most"), [("FP8 E4M3", 20.0), ("MXFP8 E4M3", 20.0), ("NVFP4", 40.0)])
+def test_underflow_by_format(text: str, most: float) -> None:
+    known = facts(formats={"activation": text}, recipe="mxfp8")
+    below, above = (ordinary(b3_fc1_activation_underflows=most + by) for by in (-1, 1))
+    assert not len(judged([below] * 4, known))
+    assert only(judged([ordinary(), above, above], known), "underflow").layers == ("h.3.fc1",)
+
+
+def test_the_first_step_of_delayed_scaling_does_not_count() -> None:
+    lossy = ordinary(b3_fc1_activation_underflows=90.0)
+    known = facts(recipe="fp8_delayed_scaling")
+    assert not len(judged([lossy] * 3, known, unscaled=frozenset(LAYERS)))
+
+
+def test_a_stale_scale() -> None:
+    known = facts(recipe="fp8_delayed_scaling")
+    after_spike = ordinary(b3_fc1_activation_scale_inv_max=1000 * 4 / 448, b3_fc1_activation_underflows=2.0)
+    finding = only(judged([ordinary(), after_spike, after_spike], known), "stale-scale")
+    assert finding.seen == "the range of its scale is 1e+03 times its amax, and 2 % of the elements round to 0"
+    assert not len(judged([after_spike] * 3, facts())), "of delayed scaling alone"
+    growing = ordinary(b3_fc1_activation_scale_inv_max=1 / 448)
+    assert only(judged([growing] * 3, known), "stale-scale").seen == "amax is 4 times the range of its scale"
+    assert not len(judged([growing] * 2, known))
+
+
+@pytest.mark.parametrize("factor", [2.0**-18, 2.0**18])
+def test_a_sibling_needs_three_steps(factor: float) -> None:
+    odd = ordinary(b4_fc1_gradient_std=1e-4 * factor, b4_fc1_gradient_cur_amax=4e-4 * factor)
+    assert "sibling" not in [finding.rule for finding in judged([odd] * 2, facts())]
+    finding = next(finding for finding in judged([odd] * 3, facts()) if finding.rule == "sibling")
+    assert (finding.severity, finding.layers, finding.tensor) == ("warning", ("h.4.fc1",), "gradient")
+
+
+def test_a_sibling_with_a_consequence_may_be_nearer() -> None:
+    changes = {"b4_fc1_gradient_std": 1e-4 * 2.0**-7, "b4_fc1_gradient_cur_amax": 4e-4 * 2.0**-7}
+    assert not len(judged([ordinary(**changes)] * 5, facts()))
+    finding = only(judged([ordinary(**changes, b4_fc1_gradient_underflows=8.0)] * 2, facts()), "sibling")
+    assert finding.layers == ("h.4.fc1",)
+
+
+def test_the_amax_of_an_activation_alone_is_a_note() -> None:
+    massive = ordinary(b4_fc1_activation_cur_amax=4.0 * 2**14)
+    finding = only(judged([massive] * 4, facts()), "sibling")
+    assert finding.severity == "note"
+    assert judged([massive] * 4, facts()).healthy
+
+
+def test_a_gradient_that_jumps_up_is_named_where_it_begins() -> None:
+    step = ordinary()
+    for block in range(6):  # the backward comes from h.9; from h.5 on all are larger
+        for statistic in ("std", "cur_amax"):
+            for part in ("fc1", "fc2"):
+                step[f"h.{block}.{part}", "gradient", statistic] *= 2.0**16
+    finding = next(finding for finding in judged([step] * 3, facts()) if finding.rule == "sibling")
+    assert finding.layers[0] == "h.5.fc2"
+
+
+def test_trends_with_depth_are_no_finding() -> None:
+    step = ordinary()
+    for place, layer in enumerate(LAYERS):
+        for statistic in ("std", "cur_amax"):
+            step[layer, "gradient", statistic] *= 8.0 ** (place // 2)  # 27 powers of two over the model
+    assert not len(judged([step] * 5, facts()))
+
+
+def test_few_alike_layers_are_not_judged() -> None:
+    few = {key: value for key, value in ordinary().items() if key[0] in LAYERS[:12]}
+    assert "sibling" in [each.rule for each in judged([few] * 3, facts(LAYERS[:12])).not_judged]
+
+
+def test_a_dead_gradient() -> None:
+    dead = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_gradient_std=0.0)
+    finding = only(judged([dead] * 3, facts()), "dead-gradient")
+    assert (finding.layers, finding.seen) == (("h.4.fc2",), "all elements are 0")
+    assert not len(judged([dead, dead, ordinary()], facts())), "as LoRA's A at the start"
+    idle = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_activation_cur_amax=0.0, b4_fc2_activation_std=0.0)
+    assert not len(judged([idle] * 4, facts())), "an expert without tokens"
+
+
+@pytest.mark.parametrize(("not_run", "found"), [("no backward has reached it", 1), ("frozen weight", 0)])
+def test_a_backward_that_never_comes(not_run: str, found: int) -> None:
+    step = {key: value for key, value in ordinary().items() if key[:2] != ("h.4.fc2", "gradient")}
+    known = facts(changed={"h.4.fc2": {"runs": "never", "not_run": not_run}})
+    verdict = judged([step] * 3, known)
+    assert [finding.rule for finding in verdict] == ["dead-gradient"] * found
+
+
+def test_growth_is_a_note_unless_something_is_lost() -> None:
+    steps = [ordinary(b4_fc2_activation_cur_amax=4.0 * 2.0 ** (2 * step)) for step in range(6)]
+    notes = [finding for finding in judged(steps, facts()) if finding.rule == "growth"]
+    assert [finding.severity for finding in notes] == ["note"]
+    lossy = [{**step, ("h.4.fc2", "activation", "underflows%"): 15.0} for step in steps]
+    grown = [finding for finding in judged(lossy, facts()) if finding.rule == "growth"]
+    assert [finding.severity for finding in grown] == ["warning"]
+
+
+def test_zeros_in_wgrad_are_a_note() -> None:
+    step = {("h.0.fc1", "wgrad", "zeros%"): 9.0}
+    assert only(judged([step] * 3), "zeros-in-wgrad").severity == "note"
+    assert not len(judged([{("h.0.fc1", "wgrad", "zeros%"): 100.0}] * 3))
+
+
+HIGH = {"recipe": "none", "reason": "NO_AUTOCAST", "reason_ref": "runs outside of te.autocast"}
+
+
+def test_a_hole() -> None:
+    verdict = judged([ordinary()], facts(changed={"h.4.fc2": HIGH}))
+    finding = only(verdict, "hole")
+    assert (finding.layers, finding.since) == (("h.4.fc2",), None)
+    assert finding.seen == (
+        "it runs in high precision: runs outside of te.autocast; 9 alike layers are in low precision, such as h.0.fc2"
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"h.4.fc2": {**HIGH, "reason": "SECTION", "reason_ref": "section 'keep' (config.yaml:3)"}},
+        {"h.4.fc2": {**HIGH, "reason": "RECIPE_EXCEPTION"}},
+        {"h.0.fc2": HIGH, "h.9.fc2": HIGH},
+        {f"h.{block}.fc2": HIGH for block in range(8)},
+    ],
+    ids=["section", "recipe", "first and last", "most of them"],
+)
+def test_what_is_no_hole(changed: dict[str, dict[str, Any]]) -> None:
+    assert not len(judged([ordinary()], facts(changed=changed)))
+
+
+def test_mxfp8_with_e5m2_gradients() -> None:
+    formats = {"activation": "MXFP8 E4M3", "gradient": "MXFP8 E5M2"}
+    assert only(judged([ordinary()], facts(recipe="mxfp8", formats=formats)), "mxfp8-hybrid").tensor == "gradient"
+    formats = {"activation": "FP8 block E4M3", "gradient": "FP8 block E5M2"}
+    assert not len(judged([ordinary()], facts(recipe="fp8_block_scaling", formats=formats)))
+
+
+def test_nvfp4_to_the_end_is_a_note() -> None:
+    assert only(judged([ordinary()], facts(recipe="nvfp4")), "nvfp4-tail").layers == ("h.8.fc2", "h.9.fc1", "h.9.fc2")
+    assert not len(judged([ordinary()], facts(recipe="nvfp4", changed={"h.9.fc2": {"recipe": "mxfp8"}})))
+
+
+def test_low_precision_state_is_a_note() -> None:
+    states = [{"subject": "optimizer_state", "dtype": "bfloat16"}, {"subject": "reduce", "dtype": "bfloat16"}]
+    assert only(judged([ordinary()], facts(states=states)), "bf16-state").severity == "note"
+    many = judged([ordinary()], facts(states=states, calls=8))
+    assert [finding.seen for finding in many] == [
+        "the optimizer keeps its state in bfloat16",
+        "gradients are reduced over ranks in bfloat16 over 8 micro-batches",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "rule"),
+    [
+        (("h.0.fc1", "weight", "stale_codes%"), 1.0, 20.0, "stale-weights"),
+        (("", "", "unchanged_weights%"), 50.0, 99.0, "lost-updates"),
+        (("", "", "gradients_below_eps%"), 10.0, 100.0, "below-eps"),
+    ],
+)
+def test_what_a_step_of_the_optimizer_shows(name: tuple[str, str, str], low: float, high: float, rule: str) -> None:
+    assert not len(judged([{name: low}] * 4))
+    finding = only(judged([{name: low}, {name: high}, {name: high}]), rule)
+    assert (finding.since, finding.layers) == (10, tuple(filter(None, [name[0]])))
+
+
+def test_a_rule_that_fails_is_not_judged_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Judge):
+        def step(self, numbers: StepNumbers, facts: Facts) -> Any:
+            raise ZeroDivisionError("of a rule")
+
+    failing = RULES[0].__class__(**{**vars(RULES[0]), "id": "failing", "judge": Failing})
+    diagnosis = Diagnosis([failing, RULES[1]])
+    numbers = Splitter(SeriesTable().__getitem__).step(3, np.empty(0, np.int32), np.empty(0))
+    assert diagnosis.step(numbers) == []
+    assert diagnosis.verdict.not_judged[0][:2] == ("failing", "it failed in step 3: ZeroDivisionError: of a rule")
+
+
+def saturated(*blocks: int) -> Numbers:
+    return ordinary(**{f"b{block}_fc1_activation_overflows": 1.0 for block in blocks})
+
+
+def test_more_layers_join_a_finding() -> None:
+    steps = [saturated(5), saturated(5), saturated(5, 2), saturated(5, 2)]
+    finding = only(judged(steps, facts(recipe="fp8_delayed_scaling")), "overflow")
+    assert (finding.layers, finding.since, finding.until) == (("h.5.fc1", "h.2.fc1"), 0, 30)
+    assert finding.subject == "activation of h.{2,5}.fc1"
+
+
+def test_the_rule_book_is_complete() -> None:
+    assert len({rule.id for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        for name in ("title", "needs", "collect", "condition", "silent", "source", "why", "disproof", "remedy"):
+            assert getattr(rule, name), f"{rule.id} has no {name}"

@@ -1,0 +1,85 @@
+"""Tables fit a terminal without a word that breaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.wrapping import fitted, wrapped
+
+LAYER = "layers.{0-7}.self_attention.layernorm_qkv"
+ROWS = [
+    (LAYER, "FP8 E5M2 * E4M3", "1.93e+10 (24.0 %)", "log_tensor_stats: LogTensorStats of activation, steps 2 to 5"),
+    ("head", "FP32", "3.15e+09 (3.9 %)", "torch.nn.Linear"),
+]
+HEADINGS = ("layer", "wgrad", "multiply-adds", "why not low, and what acts")
+
+
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = terminal.table(*HEADINGS)
+    for row in ROWS:
+        table.add_row(*map(terminal.cell, row))
+    terminal.show(table)
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60, 80, 120, 200])
+def test_words_and_parts_of_names_stay_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    lines = printed(capsys, monkeypatch, columns)
+    text = "\n".join(lines)
+    for word in ("attention.", "qkv", "LogTensorStats", "activation,", "1.93e+10", "E5M2", "24.0 %", "Linear"):
+        assert word in text, (columns, word)
+    if columns >= 60:
+        assert max(map(len, lines)) <= columns
+
+
+def test_where_there_is_room_nothing_wraps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = (line for line in printed(capsys, monkeypatch, 200) if LAYER in line)
+    assert all(cell in line for cell in ROWS[0])
+
+
+def test_a_name_stays_whole_as_long_as_words_can_give_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert any(LAYER in line for line in printed(capsys, monkeypatch, 110))
+
+
+def test_without_room_for_columns_each_row_is_a_paragraph(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = printed(capsys, monkeypatch, 40)
+    assert "wgrad: FP8 E5M2 * E4M3" in lines
+    assert "layer: head" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("layers.{0-7}.self_attention", ["layers.", "{0-7}.", "self_", "attention"]),
+        ("/tmp/run/20261122", ["/tmp/", "run/", "20261122"]),
+        ("1.93e+10", ["1.93e+10"]),
+        ("-2.5e-05", ["-2.5e-05"]),
+        ("2026-11-22", ["2026-11-22"]),
+        ("LayerNormLinear", ["LayerNormLinear"]),
+    ],
+)
+def test_names_break_behind_a_separator_and_numbers_never(name: str, parts: list[str]) -> None:
+    assert wrapped(name, 1).splitlines() == parts
+
+
+def test_the_widths_are_those_that_the_words_need_when_there_is_no_more_room() -> None:
+    columns = [["one two", "three"], ["a.b_c", "d"]]
+    whole = sum(map(len, ("three", "a.b_c")))
+    assert fitted(columns, 100) == [7, 5]
+    assert fitted(columns, whole) == [5, 5]
+    assert fitted(columns, len("three") + len("a.")) == [5, 2]
+    assert fitted(columns, len("three") + len("a.") - 1) is None
+
+
+def test_a_limit_of_a_column_gives_way_to_its_longest_part() -> None:
+    widths = [fitted([[LAYER], ["x"]], 200, [limit, None]) for limit in (5, 20, None)]
+    assert widths == [[len("attention."), 1], [20, 1], [len(LAYER), 1]]
+    assert wrapped(LAYER, 20).splitlines() == ["layers.{0-7}.self_", "attention.layernorm_", "qkv"]
