@@ -53,6 +53,10 @@ def all_healthy() -> Sequence[Healthy]:
         for recipe_at, recipe in enumerate((*RECIPES, "none")):
             turn = at + recipe_at
             precision: Precision = "autocast" if recipe == "nvfp4" or turn % 2 else "float32"
+            if (model, recipe) == ("llama", "nvfp4"):
+                precision = (
+                    "bfloat16"  # the norms of transformers give float32 under autocast, which NVFP4 does not take
+                )
             freq = 2 if turn % 2 else None
             found.append(Healthy("plain", model, recipe, precision, lengths[turn % 4], len(found), freq))
     shapes: tuple[tuple[Shape, int], ...] = (
