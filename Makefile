@@ -8,6 +8,7 @@
 # make gpu-check   on a machine with a GPU: whether all is right there, and what it costs; under eight minutes.
 #                  ARGS="--device cpu" GPU_PYTHON=.venv/bin/python runs the same code on a CPU
 # make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; docs/clients.md
+# make proof   what the diagnosis says of planted defects and of healthy trainings, into docs/proof.md; about an hour
 #
 # Each sets up what it needs in .venv on its first call, and again where requirements.lock or pyproject.toml has changed:
 # tools/environment.py. make docs: in .venv-docs, which holds the site's tools alone. make gpu-check sets up nothing: it takes
@@ -25,7 +26,7 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # Processes start sooner where Python may keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick test-newest tests lint style types docs te-suite gpu-check clients install install-demo clean
+.PHONY: demo test test-quick test-newest tests lint style types docs te-suite gpu-check clients proof install install-demo clean
 .DEFAULT_GOAL := test
 
 install-demo:
@@ -86,6 +87,10 @@ gpu-check:
 
 clients: install
 	$(BIN)/python -m tests.clients --src "$(SRC)" $(if $(CACHE),--cache "$(CACHE)") --table docs/clients.md $(CLIENTS)
+
+proof: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/contest.py --page $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/silence.py --page $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-newest $(DOCS_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -349,6 +349,15 @@ def test_gpu_check_without_a_gpu_says_so(in_process: Any, tmp_path: Path, capfd:
     assert "no such part: kernel. There are kernels, large" in capfd.readouterr().err
 
 
+def test_proof_names_a_planted_defect() -> None:
+    cases = cases_of("proof/contest.py", "--kinds", "not-fp8", "nan", "--draws", "1", names="kind")
+    assert list(cases) == ["not-fp8", "nan"]
+    for case in cases.values():
+        assert case["right"], case["first"]
+        assert case["exact"]
+        assert 0 <= case["delay"] <= 10
+
+
 @pytest.mark.slow
 def test_scale() -> None:
     cases = cases_of("scale.py", "--ranks", "64", "--stages", "4", "--blocks", "1")

@@ -1,0 +1,449 @@
+"""Defects that are planted in a healthy training, and the truth about each.
+
+    with planted(Defect.drawn("outlier-row", seed=4), built):
+        for _ in range(31):
+            built.train_step()
+
+A defect acts on one block, or on the whole model, from its start step on. It is made with hooks and with changes of
+weights between steps; nothing of it is known to what observes the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from models import BLOCKS, MODELS, RECIPES, Built, ModelName, Precision, RecipeName, build
+
+Kind = Literal[
+    "growing-activation",
+    "small-gradient",
+    "large-gradient",
+    "outlier-row",
+    "outlier-channel",
+    "not-fp8",
+    "spike",
+    "stale-weights",
+    "lost-updates",
+    "tiny-loss",
+    "detached",
+    "growth",
+    "nan",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+CALIBRATION = 1000
+"""Seeds from this one on are for choosing thresholds; those below it are judged."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What all draws of a kind share.
+
+    Attributes:
+        about: what is planted.
+        rules: those of which one is right as the first finding.
+        steps: how long the training is.
+        steps_of_default: how long it is with the default config; None: as long.
+        starts: the first and the last step at which the defect may begin.
+        recipes: in which it can be.
+        models: in which it can be.
+        whole_model: whether there is no right layer.
+        inner: whether it is in no block at either end, where alike layers may be kept in high precision on purpose.
+    """
+
+    about: str
+    rules: frozenset[str]
+    steps: int = 31
+    steps_of_default: int | None = None
+    starts: tuple[int, int] = (3, 9)
+    recipes: Sequence[RecipeName] = RECIPES
+    models: Sequence[ModelName] = MODELS
+    whole_model: bool = False
+    inner: bool = False
+
+
+def _rules(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+TABLE: Mapping[Kind, Table] = {
+    "growing-activation": Table(
+        "the input of a layer grows by 1.4 to 2 in each step, under delayed scaling",
+        _rules("overflow", "stale-scale", "growth", "sibling"),
+        steps=41,
+        starts=(5, 15),
+        recipes=("delayed",),
+    ),
+    "small-gradient": Table(
+        "the gradient of a block's MLP is scaled by 2^-18",
+        _rules("dead-gradient", "underflow", "sibling", "below-eps"),
+        starts=(0, 9),
+    ),
+    "large-gradient": Table(
+        "the gradient of a block's MLP is scaled by 2^14", _rules("sibling", "overflow", "stale-scale", "growth")
+    ),
+    "outlier-row": Table(
+        "a row of a weight is multiplied by 2^12", _rules("sibling", "underflow", "overflow", "growth")
+    ),
+    "outlier-channel": Table(
+        "a channel of a layer's input is multiplied by 2^14",
+        _rules("sibling", "underflow", "overflow", "growth"),
+        starts=(0, 9),
+    ),
+    "not-fp8": Table(
+        "a layer is torch's, or is called outside of te.autocast", _rules("hole"), starts=(0, 0), inner=True
+    ),
+    "spike": Table(
+        "the input of a layer is 2^12 to 2^18 times as large in one step, with an amax history of 1024 steps",
+        _rules("stale-scale", "underflow"),
+        starts=(3, 18),
+        recipes=("delayed",),
+    ),
+    "stale-weights": Table(
+        "is_first_microbatch is False in all later steps, so the weights in FP8 stay as they are",
+        _rules("stale-weights"),
+        starts=(1, 3),
+        whole_model=True,
+    ),
+    "lost-updates": Table(
+        "weights in bfloat16, and a learning rate of 3e-7", _rules("lost-updates"), starts=(0, 0), whole_model=True
+    ),
+    "tiny-loss": Table(
+        "the loss is scaled by 1e-12", _rules("below-eps", "dead-gradient"), starts=(0, 0), whole_model=True
+    ),
+    "detached": Table("the output of a block's MLP is detached", _rules("dead-gradient"), starts=(0, 0)),
+    "growth": Table(
+        "the weights before an MLP's second product grow by 4 to 10 % in each step",
+        _rules("growth", "overflow", "stale-scale", "sibling"),
+        steps=61,
+        steps_of_default=121,
+        starts=(0, 10),
+    ),
+    "nan": Table("an element of a layer's input or weight is NaN in one step", _rules("nonfinite"), starts=(10, 20)),
+}
+"""Most trainings are as long as the default config needs for three or four steps with statistics."""
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A drawn defect.
+
+    Attributes:
+        seed: of the draw, and of the training.
+        block: the number of the block; None for the whole model.
+        start: the first step in which it acts.
+        variant: which of the ways of its kind.
+        freq: every how many steps there are statistics; None: as the default config has it.
+    """
+
+    kind: Kind
+    seed: int
+    model: ModelName
+    recipe: RecipeName
+    precision: Precision
+    block: int | None
+    start: int
+    variant: int
+    freq: int | None
+
+    @classmethod
+    def drawn(cls, kind: Kind, seed: int, *, freq: int | None = None) -> Defect:
+        """Models and recipes in turn, the place and the start at random."""
+        table = TABLE[kind]
+        draw = random.Random(f"{kind} {seed}")
+        turn = seed + KINDS.index(kind)
+        model = table.models[turn % len(table.models)]
+        recipe = table.recipes[(turn + turn // len(table.models)) % len(table.recipes)]
+        start = draw.randint(*table.starts)
+        if kind == "nan":  # in a step with statistics, as otherwise all weights are nan before the next
+            start = 10 * round(start / 10)
+        precision: Precision = "autocast" if recipe == "nvfp4" or draw.random() < 0.5 else "float32"
+        if kind == "lost-updates" or (model, recipe) == ("llama", "nvfp4"):  # whose norms give float32 under autocast
+            precision = "bfloat16"
+        block = None if table.whole_model else draw.randrange(1, BLOCKS - 1) if table.inner else draw.randrange(BLOCKS)
+        return cls(kind, seed, model, recipe, precision, block, start, draw.randrange(4), freq)
+
+    @property
+    def table(self) -> Table:
+        """What it shares with others of its kind."""
+        return TABLE[self.kind]
+
+    @property
+    def steps(self) -> int:
+        """How long the training is."""
+        longer = self.table.steps_of_default if self.freq is None else None
+        return longer or self.table.steps
+
+    def build(self) -> Built:
+        """The training in which it is planted."""
+        rate = 3e-7 if self.kind == "lost-updates" else 1e-3
+        history = 1024 if self.kind == "spike" else None
+        return build(self.model, self.recipe, self.precision, self.seed, rate=rate, history=history)
+
+    def truth(self, built: Built) -> dict[str, Any]:
+        """What is right: the rules, and the beginning of the names of the right layers."""
+        layers = None if self.block is None else [f"{built.blocks[self.block].path}."]
+        return {
+            **dataclasses.asdict(self),
+            "rules": sorted(self.table.rules),
+            "right_layers": layers,
+            "exact_layers": _exact_layers(self, built),
+            "steps": self.steps,
+        }
+
+
+def _target(defect: Defect, built: Built) -> str:
+    """The ``te.Linear`` on which it acts."""
+    linears = built.blocks[cast(int, defect.block)].linears
+    return linears[defect.variant % len(linears)]
+
+
+def _exact_layers(defect: Defect, built: Built) -> list[str] | None:
+    """The layers in which it begins; a finding may name any layer of the block."""
+    if defect.block is None:
+        return None
+    block = built.blocks[defect.block]
+    if defect.kind in ("growing-activation", "outlier-row", "outlier-channel", "not-fp8", "spike", "nan"):
+        return [_target(defect, built)]
+    if defect.kind == "growth":
+        return [block.down, *(path.removesuffix(".weight").replace("fc1_weight", "fc1") for path in block.grows)]
+    return [block.mlp]
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    scaled: torch.Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+Undo = Callable[[], object]
+
+
+@contextlib.contextmanager
+def planted(defect: Defect, built: Built) -> Iterator[None]:
+    """The defect acts on the training, until the end of the block."""
+    undo = _PLANT[defect.kind](defect, built)
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+
+
+def _factor_on_input(
+    built: Built, path: str, factor: Callable[[int], float | torch.Tensor | None], *, undone_in_output: bool
+) -> list[Undo]:
+    """The input of a layer is multiplied; where ``undone_in_output``, its output is divided by the same number."""
+    module = built.module(path)
+
+    def before(_: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
+        scale = factor(built.step)
+        return None if scale is None else (inputs[0] * scale, *inputs[1:])
+
+    def after(_: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        scale = factor(built.step)
+        return None if scale is None else _first(output, lambda tensor: tensor / scale)
+
+    undo: list[Undo] = [module.register_forward_pre_hook(before).remove]
+    if undone_in_output:
+        undo.append(module.register_forward_hook(after).remove)
+    return undo
+
+
+def _first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The output of a layer, whose first tensor is changed."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+def _growing_activation(defect: Defect, built: Built) -> list[Undo]:
+    per_step = (1.4, 1.6, 1.8, 2.0)[defect.variant]
+
+    def factor(step: int) -> float | None:
+        return None if step < defect.start else min(per_step ** (step - defect.start + 1), 2.0**20)
+
+    return _factor_on_input(built, _target(defect, built), factor, undone_in_output=True)
+
+
+def _scaled_gradient(scale: float) -> Callable[[Defect, Built], list[Undo]]:
+    def plant(defect: Defect, built: Built) -> list[Undo]:
+        module = built.module(built.blocks[cast(int, defect.block)].mlp)
+
+        def after(_: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+            if built.step < defect.start:
+                return None
+            return _first(output, lambda tensor: _scaled(tensor, scale))
+
+        return [module.register_forward_hook(after).remove]
+
+    return plant
+
+
+def _outlier_row(defect: Defect, built: Built) -> list[Undo]:
+    weight = cast(torch.nn.Parameter, built.module(_target(defect, built)).weight)
+    row = defect.seed % weight.shape[0]
+
+    @torch.no_grad()
+    def once() -> None:
+        if built.step + 1 == defect.start:
+            weight[row] *= 2.0**12
+
+    built.after_step.append(once)
+    return []
+
+
+def _outlier_channel(defect: Defect, built: Built) -> list[Undo]:
+    path = _target(defect, built)
+    scale = torch.ones(cast(int, built.module(path).in_features))
+    scale[defect.seed % len(scale)] = 2.0**14
+
+    def before(_: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
+        return None if built.step < defect.start else (inputs[0] * scale.to(inputs[0].dtype), *inputs[1:])
+
+    return [built.module(path).register_forward_pre_hook(before).remove]
+
+
+def _not_fp8(defect: Defect, built: Built) -> list[Undo]:
+    """The layer is torch's, or it is called outside of ``te.autocast``."""
+    path = _target(defect, built)
+    layer: Any = built.module(path)
+    if built.name == "gpt" or defect.variant % 2:
+        return _left_autocast(layer)
+    bias = isinstance(getattr(layer, "bias", None), torch.nn.Parameter) and layer.bias.numel() > 0
+    plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=bias, dtype=layer.weight.dtype)
+    with torch.no_grad():
+        plain.weight.copy_(layer.weight)
+        if bias:
+            plain.bias.copy_(layer.bias)
+    parent, _, name = path.rpartition(".")
+    setattr(built.module(parent), name, plain)
+    built.optimizer.param_groups.clear()
+    built.optimizer.add_param_group({"params": list(built.model.parameters())})
+    return []
+
+
+def _left_autocast(layer: torch.nn.Module) -> list[Undo]:
+    """As if the layer was called outside of ``te.autocast``."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    inside: list[Any] = []
+
+    def before(*_: Any) -> None:
+        inside.append(FP8GlobalStateManager.get_autocast_state())
+        FP8GlobalStateManager.set_autocast_state((False, *inside[-1][1:]))
+
+    def after(*_: Any) -> None:
+        FP8GlobalStateManager.set_autocast_state(inside.pop())
+
+    return [layer.register_forward_pre_hook(before).remove, layer.register_forward_hook(after).remove]
+
+
+def _spike(defect: Defect, built: Built) -> list[Undo]:
+    def factor(step: int) -> float | None:
+        return 2.0 ** (12 + 2 * defect.variant) if step == defect.start else None
+
+    return _factor_on_input(built, _target(defect, built), factor, undone_in_output=True)
+
+
+def _stale_weights(defect: Defect, built: Built) -> list[Undo]:
+    """``is_first_microbatch`` is never true again: the weights in FP8 stay those of an early step."""
+    import transformer_engine.pytorch as te
+
+    def before(_: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return inputs, {**options, "is_first_microbatch": built.step < defect.start}
+
+    kinds = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
+    layers = [each for each in built.model.modules() if isinstance(each, kinds)]
+    return [each.register_forward_pre_hook(before, with_kwargs=True).remove for each in layers]
+
+
+def _nothing_more(defect: Defect, built: Built) -> list[Undo]:
+    """The learning rate of the training is the defect."""
+    return []
+
+
+def _tiny_loss(defect: Defect, built: Built) -> list[Undo]:
+    built.loss_scale = 1e-12
+    return []
+
+
+def _detached(defect: Defect, built: Built) -> list[Undo]:
+    module = built.module(built.blocks[cast(int, defect.block)].mlp)
+
+    def after(_: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        return _first(output, torch.Tensor.detach)
+
+    return [module.register_forward_hook(after).remove]
+
+
+def _growth(defect: Defect, built: Built) -> list[Undo]:
+    """The weights before the MLP's second product grow, and with them its input."""
+    weights = [built.model.get_parameter(path) for path in built.blocks[cast(int, defect.block)].grows]
+    per_step = (1.04, 1.06, 1.08, 1.1)[defect.variant]
+
+    @torch.no_grad()
+    def grow() -> None:
+        if built.step + 1 >= defect.start:
+            for weight in weights:
+                weight.mul_(per_step)
+
+    built.after_step.append(grow)
+    return []
+
+
+def _nan(defect: Defect, built: Built) -> list[Undo]:
+    """In the input of a layer, or in its weight."""
+    path = _target(defect, built)
+    layer: Any = built.module(path)
+    if defect.variant % 2:
+
+        @torch.no_grad()
+        def once() -> None:
+            if built.step + 1 == defect.start:
+                layer.weight[0, 0] = torch.nan
+
+        built.after_step.append(once)
+        return []
+
+    def before(_: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
+        if built.step != defect.start:
+            return None
+        hurt = inputs[0].clone()
+        hurt[(0,) * hurt.ndim] = torch.nan
+        return (hurt, *inputs[1:])
+
+    return [layer.register_forward_pre_hook(before).remove]
+
+
+_PLANT: Mapping[Kind, Callable[[Defect, Built], list[Undo]]] = {
+    "growing-activation": _growing_activation,
+    "small-gradient": _scaled_gradient(2.0**-18),
+    "large-gradient": _scaled_gradient(2.0**14),
+    "outlier-row": _outlier_row,
+    "outlier-channel": _outlier_channel,
+    "not-fp8": _not_fp8,
+    "spike": _spike,
+    "stale-weights": _stale_weights,
+    "lost-updates": _nothing_more,
+    "tiny-loss": _tiny_loss,
+    "detached": _detached,
+    "growth": _growth,
+    "nan": _nan,
+}

@@ -1,0 +1,377 @@
+"""Four small real models that learn: what the defects are planted in, and what healthy runs train.
+
+    built = build("llama", "delayed", "autocast", seed=3)
+    for _ in range(30):
+        loss = built.train_step()
+
+Each has alike blocks, a task whose loss falls within some tens of steps, and AdamW. A step takes about a tenth of a
+second on one core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+
+ModelName = Literal["bytes", "gpt", "llama", "vit"]
+RecipeName = Literal["delayed", "current", "blocks", "mxfp8", "nvfp4", "none"]
+Precision = Literal["float32", "autocast", "bfloat16"]
+MODELS: tuple[ModelName, ...] = get_args(ModelName)
+RECIPES: tuple[RecipeName, ...] = ("delayed", "current", "blocks", "mxfp8", "nvfp4")
+
+HIDDEN, HEADS, BLOCKS = 64, 4, 8
+VOCABULARY, WINDOW, BATCH = 64, 32, 4
+CLASSES, PATCHES, PATCH = 16, 16, 32
+
+
+def capability_of(recipe: RecipeName) -> tuple[int, int]:
+    """The GPU that a recipe needs."""
+    return (10, 0) if recipe in ("mxfp8", "nvfp4") else (9, 0)
+
+
+def recipe_of(name: RecipeName, *, history: int | None = None) -> Any:
+    """The recipe; None for none. ``history`` is the length of delayed scaling's history of largest magnitudes."""
+    from transformer_engine.common import recipe
+
+    if name == "delayed":
+        return recipe.DelayedScaling(amax_history_len=history or 16)
+    classes = {
+        "current": recipe.Float8CurrentScaling,
+        "blocks": recipe.Float8BlockScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+        "nvfp4": recipe.NVFP4BlockScaling,
+    }
+    return classes[name]() if name in classes else None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One of the alike blocks.
+
+    Attributes:
+        path: of its module in the model; names of its layers begin with it.
+        linears: the paths of its ``te.Linear``, whose input is the layer's activation.
+        mlp: the path of the module whose output is that of the MLP.
+        grows: names of the weights of which the input of the MLP's second product is made.
+        down: the name of the layer that has this product.
+    """
+
+    path: str
+    linears: tuple[str, ...]
+    mlp: str
+    grows: tuple[str, ...]
+    down: str
+
+
+@dataclass
+class Built:
+    """A model with all that its training needs.
+
+    Attributes:
+        blocks: its alike blocks, in the order in which they run.
+        loss_of: the loss of the model's output of a batch.
+        after_backward: called between the backward and the optimizer's step.
+        after_step: called after the optimizer's step.
+        step: the number of the step that runs.
+    """
+
+    name: ModelName
+    model: torch.nn.Module
+    blocks: Sequence[Block]
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
+    optimizer: torch.optim.Optimizer
+    recipe: Any
+    precision: Precision
+    after_backward: list[Callable[[], None]] = field(default_factory=list)
+    after_step: list[Callable[[], None]] = field(default_factory=list)
+    loss_scale: float = 1.0
+    accumulate: int = 1
+    step: int = 0
+
+    def loss(self) -> torch.Tensor:
+        """The loss of the next batch."""
+        inputs, targets = next(self.batches)
+        with self._precision():
+            outputs = self.model(inputs)
+            outputs = getattr(outputs, "logits", outputs)
+        return torch.nn.functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
+
+    def train_step(self) -> float:
+        """A step of the optimizer; gives the loss of its last batch."""
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(self.accumulate):
+                loss = self.loss()
+                (loss * (self.loss_scale / self.accumulate)).backward()  # type: ignore[no-untyped-call]
+        for each in self.after_backward:
+            each()
+        self.optimizer.step()
+        for each in self.after_step:
+            each()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return loss.item()
+
+    def module(self, path: str) -> torch.nn.Module:
+        """The module at a path."""
+        return self.model.get_submodule(path)
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        import transformer_engine.pytorch as te
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "autocast"):
+            with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+                yield
+
+
+class _Attention(torch.nn.Module):
+    """Attention of torch between two layers of Transformer Engine."""
+
+    def __init__(self, dtype: torch.dtype, *, causal: bool) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.causal = causal
+        self.qkv = te.LayerNormLinear(HIDDEN, 3 * HIDDEN, params_dtype=dtype)
+        self.proj = te.Linear(HIDDEN, HIDDEN, params_dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        query, key, value = self.qkv(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        out: torch.Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, length, HIDDEN))
+        return out
+
+
+class _ByteBlock(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.attention = _Attention(dtype, causal=True)
+        self.mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu", params_dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        out: torch.Tensor = x + self.mlp(x)
+        return out
+
+
+class _Mlp(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.fc1 = te.LayerNormLinear(HIDDEN, 4 * HIDDEN, params_dtype=dtype)
+        self.fc2 = te.Linear(4 * HIDDEN, HIDDEN, params_dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(torch.nn.functional.gelu(self.fc1(x)))
+        return out
+
+
+class _VitBlock(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.attention = _Attention(dtype, causal=False)
+        self.mlp = _Mlp(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        out: torch.Tensor = x + self.mlp(x)
+        return out
+
+
+class _GptBlock(torch.nn.Module):
+    """A TransformerLayer, for inputs with the batch first."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.layer = te.TransformerLayer(
+            HIDDEN,
+            2 * HIDDEN,
+            HEADS,
+            self_attn_mask_type="causal",
+            attn_input_format="bshd",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            params_dtype=dtype,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class _Language(torch.nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self, block: type[torch.nn.Module], count: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN, dtype=dtype)
+        self.positions = torch.nn.Parameter(0.02 * torch.randn(WINDOW, HIDDEN, dtype=dtype))
+        self.blocks = torch.nn.ModuleList(block(dtype) for _ in range(count))
+        self.norm = torch.nn.LayerNorm(HIDDEN, dtype=dtype)
+        self.head = torch.nn.Linear(HIDDEN, VOCABULARY, dtype=dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class _Vision(torch.nn.Module):
+    """Blocks over the patches of an image; the mean of the patches is classified."""
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.patches = torch.nn.Linear(PATCH, HIDDEN, dtype=dtype)
+        self.positions = torch.nn.Parameter(0.02 * torch.randn(PATCHES, HIDDEN, dtype=dtype))
+        self.blocks = torch.nn.ModuleList(_VitBlock(dtype) for _ in range(count))
+        self.norm = torch.nn.LayerNorm(HIDDEN, dtype=dtype)
+        self.head = torch.nn.Linear(HIDDEN, CLASSES, dtype=dtype)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patches(images.to(self.positions.dtype)) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x).mean(1))
+        return logits
+
+
+def _llama(count: int, dtype: torch.dtype) -> torch.nn.Module:
+    """A Llama of transformers, whose Linear layers Accelerate has replaced by Transformer Engine's."""
+    from accelerate import Accelerator
+    from accelerate.utils.transformer_engine import convert_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    Accelerator(cpu=True)  # the conversion needs its state
+    model: torch.nn.Module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            intermediate_size=2 * HIDDEN,
+            num_hidden_layers=count,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            max_position_embeddings=WINDOW,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+    )
+    model.to(dtype)
+    with torch.no_grad():
+        convert_model(model)
+    return model
+
+
+def _sequences(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens, each of which follows from the one before by a fixed permutation, but for one in ten."""
+    draw = torch.Generator().manual_seed(seed)
+    following = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(seed % 7))
+    while True:
+        tokens = torch.empty(BATCH, WINDOW + 1, dtype=torch.long)
+        tokens[:, 0] = torch.randint(VOCABULARY, (BATCH,), generator=draw)
+        for at in range(WINDOW):
+            tokens[:, at + 1] = following[tokens[:, at]]
+        noise = torch.rand(tokens.shape, generator=draw) < 0.1
+        tokens = torch.where(noise, torch.randint(VOCABULARY, tokens.shape, generator=draw), tokens)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def _images(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A pattern for each class, under noise."""
+    draw = torch.Generator().manual_seed(seed)
+    patterns = torch.randn(CLASSES, PATCHES, PATCH, generator=torch.Generator().manual_seed(seed % 7))
+    while True:
+        classes = torch.randint(CLASSES, (2 * BATCH,), generator=draw)
+        yield patterns[classes] + torch.randn(2 * BATCH, PATCHES, PATCH, generator=draw), classes
+
+
+_OF_LLAMA = (
+    *(f"self_attn.{each}_proj" for each in "qkvo"),
+    *(f"mlp.{each}_proj" for each in ("gate", "up", "down")),
+)
+
+_PARTS: Mapping[ModelName, tuple[str, tuple[str, ...], str, tuple[str, ...], str]] = {
+    "bytes": ("blocks.{}", ("attention.proj",), "mlp", ("mlp.fc1_weight",), "mlp.fc2"),
+    "gpt": (
+        "blocks.{}.layer",
+        ("self_attention.proj",),
+        "layernorm_mlp",
+        ("layernorm_mlp.fc1_weight",),
+        "layernorm_mlp.fc2",
+    ),
+    "llama": (
+        "model.layers.{}",
+        _OF_LLAMA,
+        "mlp",
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "mlp.down_proj",
+    ),
+    "vit": ("blocks.{}", ("attention.proj", "mlp.fc2"), "mlp", ("mlp.fc1.weight",), "mlp.fc2"),
+}
+"""Model -> path of a block, and the rest of :class:`Block` below it."""
+
+
+def _blocks_of(name: ModelName, count: int) -> list[Block]:
+    path, linears, mlp, grows, down = _PARTS[name]
+
+    def of(at: int) -> Block:
+        under = path.format(at)
+        return Block(
+            under,
+            tuple(f"{under}.{each}" for each in linears),
+            f"{under}.{mlp}",
+            tuple(f"{under}.{each}" for each in grows),
+            f"{under}.{down}",
+        )
+
+    return [of(at) for at in range(count)]
+
+
+def build(
+    name: ModelName,
+    recipe: RecipeName,
+    precision: Precision,
+    seed: int,
+    *,
+    rate: float = 1e-3,
+    count: int = BLOCKS,
+    history: int | None = None,
+) -> Built:
+    """A model, its data and its optimizer, all of the seed.
+
+    Args:
+        precision: of the weights and of what is not in FP8: ``autocast`` has weights in float32, and the rest in
+            bfloat16.
+        count: of blocks.
+        history: see :func:`recipe_of`.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    makers: dict[ModelName, Callable[[], torch.nn.Module]] = {
+        "bytes": lambda: _Language(_ByteBlock, count, dtype),
+        "gpt": lambda: _Language(_GptBlock, count, dtype),
+        "llama": lambda: _llama(count, dtype),
+        "vit": lambda: _Vision(count, dtype),
+    }
+    model = makers[name]()
+    model.train()
+    batches = _images(seed) if name == "vit" else _sequences(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    made = recipe_of(recipe, history=history)
+    return Built(name, model, _blocks_of(name, count), batches, optimizer, made, precision)

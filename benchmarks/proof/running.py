@@ -1,0 +1,136 @@
+"""Runs trainings that are recorded, in a process for each GPU that the reference backend stands for.
+
+    record([Job("defect", "spike-3", {...}), ...], folder, processes=2)
+
+A job is a training, given as plain data. Each records itself into a folder of its name, and writes there what is true
+of it as ``truth.json``. What is recorded already is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+TRUTH = "truth.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training.
+
+    Attributes:
+        kind: what trains it.
+        name: of its folder.
+        about: all that makes it, for JSON.
+        blackwell: whether it needs a GPU of compute capability 10.0.
+    """
+
+    kind: Literal["defect", "healthy"]
+    name: str
+    about: Mapping[str, Any]
+    blackwell: bool
+
+
+def with_statistics_every(freq: int | None) -> dict[str, Any] | None:
+    """The default config, with another number of steps between the statistics, and with the scales; None as it is."""
+    if freq is None:
+        return None
+    from te_precision_callbacks.config.loading import DEFAULT_CONFIG
+
+    config = copy.deepcopy(DEFAULT_CONFIG)
+    for section in config.values():
+        for name, options in section["transformer_engine"].items():
+            options["freq"] = freq
+            if name == "LogFp8TensorStats" and "scale_inv_max" not in options["stats"]:
+                options["stats"].append("scale_inv_max")
+    return config
+
+
+def record(jobs: Sequence[Job], folder: Path, *, processes: int) -> None:
+    """All jobs, in that many processes at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    left = [job for job in jobs if not is_trained(folder / job.name)]
+    shares: list[list[Job]] = []
+    for blackwell in (False, True):
+        alike = [job for job in left if job.blackwell == blackwell]
+        count = min(processes, len(alike))
+        shares.extend(alike[at::count] for at in range(count))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    running: list[subprocess.Popen[bytes]] = []
+    for share in shares:
+        while len(running) >= processes:
+            running = [each for each in running if each.poll() is None]
+            time.sleep(0.2)
+        given = json.dumps([asdict(job) for job in share]).encode()
+        child = subprocess.Popen([sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, env=environment)
+        with cast(IO[bytes], child.stdin) as stdin:
+            stdin.write(given)
+        running.append(child)
+    for child in running:
+        child.wait()
+
+
+def is_trained(log_dir: Path) -> bool:
+    """Whether a training was recorded to its end; says so where it has failed."""
+    if not (log_dir / TRUTH).exists():
+        return False
+    failed = truth_of(log_dir).get("failed")
+    if failed:
+        print(f"{log_dir.name} could not be trained: {failed}", file=sys.stderr)
+    return not failed
+
+
+def truth_of(log_dir: Path) -> dict[str, Any]:
+    """What is true of a recorded training."""
+    found: dict[str, Any] = json.loads((log_dir / TRUTH).read_text())
+    return found
+
+
+def _train(job: Job, log_dir: Path) -> dict[str, Any]:
+    if job.kind == "defect":
+        from defects import Defect
+        from planting import train_with_defect
+
+        return train_with_defect(Defect(**job.about), log_dir)
+    from healthy import Healthy, train_healthy
+
+    return train_healthy(Healthy(**job.about), log_dir)
+
+
+def main() -> None:
+    """Trains the jobs that stand on the standard input, one after another."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    jobs = [Job(**row) for row in json.loads(sys.stdin.read())]
+    import torch
+
+    from te_precision_callbacks import reference
+
+    torch.set_num_threads(1)
+    reference.install(capability=(10, 0) if jobs[0].blackwell else (9, 0))
+    for job in jobs:
+        log_dir = folder / job.name
+        log_dir.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        try:
+            truth = _train(job, log_dir)
+        except Exception:
+            traceback.print_exc()
+            truth = {"failed": traceback.format_exc(limit=-3)}
+        (log_dir / TRUTH).write_text(json.dumps({**truth, "seconds": round(time.monotonic() - began, 2)}, indent=1))
+        print(f"{job.name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Healthy trainings of all shapes, in which the diagnosis must find nothing.
+
+    python benchmarks/proof/silence.py [--only-record FOLDER | --replay FOLDER] [--names PART ...] [--processes 2]
+
+Each warning and each error is a false alarm; notes are counted. ``--only-record`` keeps the recorded trainings, and
+``--replay`` judges them again without training. ``--page`` writes the table into docs/proof.md. The exit code is 1 if
+there is a false alarm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from healthy import all_healthy
+from judging import as_json, silence_of, silence_table, write_into_page
+from running import Job, is_trained, record
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Gives the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--names", nargs="+", default=[""], help="only trainings whose name contains one of these")
+    folders = parser.add_mutually_exclusive_group()
+    folders.add_argument("--only-record", type=Path, metavar="FOLDER", help="train, and judge nothing")
+    folders.add_argument("--replay", type=Path, metavar="FOLDER", help="judge what was recorded there")
+    parser.add_argument("--processes", type=int, default=2, help="trainings at once (default: 2)")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/proof.md")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one object a training")
+    options = parser.parse_args(arguments)
+    trainings = [each for each in all_healthy() if any(part in each.name for part in options.names)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder: Path = options.only_record or options.replay or Path(temporary)
+        if options.replay is None:
+            jobs = [
+                Job("healthy", each.name, dataclasses.asdict(each), each.recipe in ("mxfp8", "nvfp4"))
+                for each in trainings
+            ]
+            record(jobs, folder, processes=options.processes)
+        if options.only_record:
+            return 0
+        found = [silence_of(folder / each.name) for each in trainings if is_trained(folder / each.name)]
+    alarms = [f"{each.name}: {alarm}" for each in found for alarm in each.alarms]
+    table = silence_table(found)
+    lines = "\n".join(f"- {alarm}" for alarm in alarms) or "There are no false alarms."
+    if options.json:
+        print(json.dumps(as_json(found), indent=1))
+    else:
+        print(table, lines, sep="\n\n")
+    if options.page:
+        write_into_page("silence", f"{table}\n\n{lines}")
+    return 1 if alarms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
