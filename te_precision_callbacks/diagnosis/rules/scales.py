@@ -109,7 +109,7 @@ RULES = (
         collect="LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax]",
         condition=(
             f"amax is at least 2^{TOO_SMALL:g} times the range of the scale in {TOO_SMALL_STEPS} due steps"
-            f" in a row; or the range is at least"
+            f" in a row, or 2^{RISING:g} times and rising, but for weights; or the range is at least"
             f" 2^{TOO_LARGE:g} times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} due steps in a row"
         ),
         silent="the first step, which has no scale yet; single steps of growth",
