@@ -42,17 +42,15 @@ class Job:
 
 
 def with_statistics_every(freq: int | None) -> dict[str, Any] | None:
-    """The default config, with another number of steps between the statistics, and with the scales; None as it is."""
+    """The default config, with another number of steps between the statistics; None as it is."""
     if freq is None:
         return None
     from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 
     config = copy.deepcopy(DEFAULT_CONFIG)
     for section in config.values():
-        for name, options in section["transformer_engine"].items():
+        for options in section["transformer_engine"].values():
             options["freq"] = freq
-            if name == "LogFp8TensorStats" and "scale_inv_max" not in options["stats"]:
-                options["stats"].append("scale_inv_max")
     return config
 
 
