@@ -52,7 +52,7 @@ else:
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference backend stands in, and nothing is wrong; of the environment only the table's variables are told."""
     monkeypatch.chdir(tmp_path)
-    for name in ("TE_PRECISION_REFERENCE_INSTALL", "TE_PRECISION_REFERENCE_CAPABILITY"):
+    for name in ("TE_PRECISION_REFERENCE_INSTALL", "TE_PRECISION_REFERENCE_CAPABILITY", "TE_PRECISION_QUIET"):
         monkeypatch.delenv(name, raising=False)  # as the user's shell, which the tests' backend is not in
     settings = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush"}
     for name, value in (settings | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}).items():

@@ -128,7 +128,8 @@ class LayerIndex:
         if key == EXACT:
             return self._whole.nearest(word)
         parts = self._parts if key == PATTERN else self._parts_and_classes
-        return list(dict.fromkeys((*parts.nearest(word), *parts.sharing(word))))
+        whole = self._whole.nearest(word) if "." in word else ()  # the name of a layer is a part of itself
+        return list(dict.fromkeys((*whole, *parts.nearest(word), *parts.sharing(word))))
 
     def is_class(self, word: str) -> bool:
         """Whether a word is a class of layers."""

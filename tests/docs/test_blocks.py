@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -18,6 +19,7 @@ import transformer_engine.pytorch as te
 import transformers
 import typer
 from accelerate import Accelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from packaging.requirements import Requirement
 
@@ -170,9 +172,27 @@ def observing(folder: Path, code: str) -> None:
     assert {row.tensor for row in found["records"]} == {"activation", "gradient"}
 
 
+def diagnosis(folder: Path, session: str, for_lightning: str, for_transformers: str, again: str) -> None:
+    """The callbacks for checkpoints save none once something is wrong."""
+    found = run(session)
+    assert found["session"].findings.judged
+    found |= run(for_lightning, **found) | run(for_transformers, **found) | run(again)
+    assert found["verdict"] == found["session"].findings
+    for healthy in (True, False):
+        precision = SimpleNamespace(session=SimpleNamespace(healthy=healthy))
+        keeping = run(for_lightning)["HealthyCheckpoint"](precision, dirpath=folder / str(healthy))
+        with mock.patch.object(ModelCheckpoint, "_save_checkpoint") as saving:
+            keeping._save_checkpoint(None, "x")
+        assert saving.called == healthy
+        control = transformers.TrainerControl(should_save=True)
+        run(for_transformers)["HealthyCheckpoint"](precision).on_step_end(None, None, control)
+        assert control.should_save == healthy
+
+
 PYTHON: dict[str, Callable[..., None]] = {
     "README.md": readme,
     "docs/activation-overflow.md": activation_overflow,
+    "docs/diagnosis.md": diagnosis,
     "docs/lightning.md": lightning_page,
     "docs/observing.md": observing,
     "docs/reference-backend.md": reference_backend,

@@ -110,6 +110,8 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "strict": True,
         "require": {"share": {"fp8": 95}, "layers": {"net": "fp8"}, "by_step": 9},
         "on_broken": "warn",
+        "on_finding": "stop: error",
+        "quiet": True,
     }
     assert set(options) - {"config", "step_on"} == set(SessionKeywords.__annotations__), "every option is here"
     callback = command_line(tmp_path, "te_precision_callbacks.PrecisionDebugCallback", **options)

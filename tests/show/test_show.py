@@ -20,10 +20,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.diagnosis import Verdict, diagnose
+from te_precision_callbacks.diagnosis import Verdict, diagnose, replay
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.tables import STEP0
-from te_precision_callbacks.views import verdicts
 from te_precision_callbacks.views.compare.sides import side_of_run
 from te_precision_callbacks.views.report.facts import scalars
 from te_precision_callbacks.views.show import command
@@ -424,7 +423,7 @@ def test_a_run_that_is_followed_is_judged_as_often_as_the_cost_allows(
         now[0] += 2
         return diagnose(run)
 
-    monkeypatch.setattr(verdicts, "diagnose", costly)
+    monkeypatch.setattr(replay, "diagnose", costly)
     monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
     run, judge = RunWriter.begin(tmp_path), command._Judging()
     for step in range(40):
