@@ -9,6 +9,7 @@ diagnosis.verdict                               # all of it
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from te_precision_callbacks.diagnosis.facts import Facts
@@ -18,6 +19,9 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 
 _Key = tuple[str, str, str]
+
+_KEPT_STEPS = 64
+"""The last steps, among which the last good one of a new finding is."""
 
 
 class Diagnosis:
@@ -33,7 +37,7 @@ class Diagnosis:
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self._last: int | None = None
-        self._steps: list[int] = []
+        self._steps: deque[int] = deque(maxlen=_KEPT_STEPS)
         self._checkpoints: list[int] = []
 
     def know(self, facts: Facts, iteration: int) -> list[Finding]:

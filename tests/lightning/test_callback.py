@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,15 @@ def test_what_is_left_at_the_end_stands_at_the_step_of_its_batch(tmp_path: Path)
     assert metrics == pytest.approx({2: largest(0, 1, 2), 5: largest(3, 4, 5), 7: largest(6, 7)})
 
 
+@pytest.fixture
+def handler_of_sigterm() -> Iterator[None]:
+    """A fit that ends so leaves Lightning's handler, which the tests of other modules would find."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handler_of_sigterm")
 def test_a_callback_that_fails_in_on_exception_does_not_disable_the_next_fit(tmp_path: Path) -> None:
     class Fails(L.Callback):
         def on_exception(self, *_: Any) -> None:
