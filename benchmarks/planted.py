@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -103,22 +103,12 @@ class Drift:
         return {"weights": ("weight",), "channel": ("activation", "weight"), "gradient": ("gradient",)}[self.kind]
 
 
-class _Scaled(torch.autograd.Function):
-    """The identity, whose gradient is scaled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
 def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    scaled: torch.Tensor = _Scaled.apply(x, factor)  # type: ignore[no-untyped-call]
-    return scaled
+    """The same tensor, whose gradient is scaled."""
+    same = x.view_as(x)
+    if same.requires_grad:
+        same.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+    return same
 
 
 class Block(torch.nn.Module):

@@ -12,7 +12,6 @@ the table into docs/proof.md.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -21,22 +20,16 @@ from pathlib import Path
 
 from defects import CALIBRATION, KINDS, TABLE, Defect
 from judging import as_json, contest_table, misses, row_of, write_into_page
-from running import Job, is_trained, record
+from running import Job, is_trained, parser_of, record
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Gives the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--draws", type=int, default=20, help="of each kind (default: 20)")
     parser.add_argument("--calibration", action="store_true", help="the seeds that thresholds may be chosen by")
     parser.add_argument("--freq", type=int, help="statistics in every so many steps, in all draws")
-    folders = parser.add_mutually_exclusive_group()
-    folders.add_argument("--only-record", type=Path, metavar="FOLDER", help="train, and judge nothing")
-    folders.add_argument("--replay", type=Path, metavar="FOLDER", help="judge what was recorded there")
-    parser.add_argument("--processes", type=int, default=2, help="trainings at once (default: 2)")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/proof.md")
-    parser.add_argument("--json", action="store_true", help="print a JSON list, one object a training")
     options = parser.parse_args(arguments)
     first = CALIBRATION if options.calibration else 0
     drawn = {

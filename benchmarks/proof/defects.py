@@ -216,22 +216,12 @@ def _exact_layers(defect: Defect, built: Built) -> list[str] | None:
     return [block.mlp]
 
 
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is scaled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
 def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    scaled: torch.Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
-    return scaled
+    """The same tensor, whose gradient is scaled."""
+    same = x.view_as(x)
+    if same.requires_grad:
+        same.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+    return same
 
 
 Undo = Callable[[], object]

@@ -80,7 +80,7 @@ def row_of(log_dir: Path) -> Row:
     """What the diagnosis says of a training with a defect."""
     truth = truth_of(log_dir)
     verdict, came = judged(log_dir)
-    loud = [each for each in verdict.findings if each.severity != "note"]
+    loud = verdict.wrong
     first = loud[0] if loud else None
     right = first is not None and _is_right(first, truth)
     step = None if first is None else came.get((first.rule, first.tensor, first.layers[:1]), first.since)
@@ -157,7 +157,7 @@ def silence_of(log_dir: Path) -> Silence:
     """What the diagnosis says of a healthy training."""
     truth = truth_of(log_dir)
     verdict, _ = judged(log_dir)
-    loud = tuple(f"{each.severity} {each}" for each in verdict.findings if each.severity != "note")
+    loud = tuple(f"{each.severity} {each}" for each in verdict.wrong)
     notes = tuple(f"{each}" for each in verdict.findings if each.severity == "note")
     return Silence(log_dir.name, truth["shape"], loud, notes)
 

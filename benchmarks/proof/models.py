@@ -151,18 +151,24 @@ class _Attention(torch.nn.Module):
         return out
 
 
-class _ByteBlock(torch.nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        import transformer_engine.pytorch as te
+class _Block(torch.nn.Module):
+    """Attention and an MLP, each with a residual connection."""
 
-        self.attention = _Attention(dtype, causal=True)
-        self.mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu", params_dtype=dtype)
+    def __init__(self, attention: torch.nn.Module, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.attention, self.mlp = attention, mlp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(x)
         out: torch.Tensor = x + self.mlp(x)
         return out
+
+
+def _byte_block(dtype: torch.dtype) -> torch.nn.Module:
+    import transformer_engine.pytorch as te
+
+    mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu", params_dtype=dtype)
+    return _Block(_Attention(dtype, causal=True), mlp)
 
 
 class _Mlp(torch.nn.Module):
@@ -178,16 +184,8 @@ class _Mlp(torch.nn.Module):
         return out
 
 
-class _VitBlock(torch.nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.attention = _Attention(dtype, causal=False)
-        self.mlp = _Mlp(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(x)
-        out: torch.Tensor = x + self.mlp(x)
-        return out
+def _vit_block(dtype: torch.dtype) -> torch.nn.Module:
+    return _Block(_Attention(dtype, causal=False), _Mlp(dtype))
 
 
 class _GptBlock(torch.nn.Module):
@@ -216,7 +214,7 @@ class _GptBlock(torch.nn.Module):
 class _Language(torch.nn.Module):
     """Blocks between an embedding and a head."""
 
-    def __init__(self, block: type[torch.nn.Module], count: int, dtype: torch.dtype) -> None:
+    def __init__(self, block: Callable[[torch.dtype], torch.nn.Module], count: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN, dtype=dtype)
         self.positions = torch.nn.Parameter(0.02 * torch.randn(WINDOW, HIDDEN, dtype=dtype))
@@ -239,7 +237,7 @@ class _Vision(torch.nn.Module):
         super().__init__()
         self.patches = torch.nn.Linear(PATCH, HIDDEN, dtype=dtype)
         self.positions = torch.nn.Parameter(0.02 * torch.randn(PATCHES, HIDDEN, dtype=dtype))
-        self.blocks = torch.nn.ModuleList(_VitBlock(dtype) for _ in range(count))
+        self.blocks = torch.nn.ModuleList(_vit_block(dtype) for _ in range(count))
         self.norm = torch.nn.LayerNorm(HIDDEN, dtype=dtype)
         self.head = torch.nn.Linear(HIDDEN, CLASSES, dtype=dtype)
 
@@ -364,7 +362,7 @@ def build(
     random.seed(seed)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     makers: dict[ModelName, Callable[[], torch.nn.Module]] = {
-        "bytes": lambda: _Language(_ByteBlock, count, dtype),
+        "bytes": lambda: _Language(_byte_block, count, dtype),
         "gpt": lambda: _Language(_GptBlock, count, dtype),
         "llama": lambda: _llama(count, dtype),
         "vit": lambda: _Vision(count, dtype),

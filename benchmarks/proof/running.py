@@ -41,6 +41,18 @@ class Job:
     blackwell: bool
 
 
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The options that both proofs take: where trainings are, and what is done with the tables."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folders = parser.add_mutually_exclusive_group()
+    folders.add_argument("--only-record", type=Path, metavar="FOLDER", help="train, and judge nothing")
+    folders.add_argument("--replay", type=Path, metavar="FOLDER", help="judge what was recorded there")
+    parser.add_argument("--processes", type=int, default=2, help="trainings at once (default: 2)")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/proof.md")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one object a training")
+    return parser
+
+
 def with_statistics_every(freq: int | None) -> dict[str, Any] | None:
     """The default config, with another number of steps between the statistics; None as it is."""
     if freq is None:

@@ -9,7 +9,6 @@ there is a false alarm.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -18,19 +17,13 @@ from pathlib import Path
 
 from healthy import all_healthy
 from judging import as_json, silence_of, silence_table, write_into_page
-from running import Job, is_trained, record
+from running import Job, is_trained, parser_of, record
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Gives the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--names", nargs="+", default=[""], help="only trainings whose name contains one of these")
-    folders = parser.add_mutually_exclusive_group()
-    folders.add_argument("--only-record", type=Path, metavar="FOLDER", help="train, and judge nothing")
-    folders.add_argument("--replay", type=Path, metavar="FOLDER", help="judge what was recorded there")
-    parser.add_argument("--processes", type=int, default=2, help="trainings at once (default: 2)")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/proof.md")
-    parser.add_argument("--json", action="store_true", help="print a JSON list, one object a training")
     options = parser.parse_args(arguments)
     trainings = [each for each in all_healthy() if any(part in each.name for part in options.names)]
     with tempfile.TemporaryDirectory() as temporary:

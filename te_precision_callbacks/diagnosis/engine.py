@@ -36,7 +36,6 @@ class Diagnosis:
         self._findings: dict[_Key, Finding] = {}
         self._failed: dict[str, str] = {}
         self._facts = Facts()
-        self._last: int | None = None
         self._steps: deque[int] = deque(maxlen=_KEPT_STEPS)
         self._checkpoints: list[int] = []
 

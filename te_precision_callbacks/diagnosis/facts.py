@@ -27,6 +27,9 @@ _BACKWARD = frozenset({"gradient", "dgrad", "wgrad"})
 
 _UNSEEN = 1 << 40
 
+OF_SPANS = ("layers", "gemms", "operands")
+"""The tables whose rows hold for a span of iterations."""
+
 
 @dataclass(frozen=True)
 class LayerFacts:
@@ -76,13 +79,11 @@ class Facts:
 
     Attributes:
         layers: name -> layer; in the order of the model.
-        run: what run.json says.
         states: subject -> the types in which it is kept, as in the table of states.
         micro_batches: the most calls of a product in a step.
     """
 
     layers: Mapping[str, LayerFacts] = field(default_factory=dict)
-    run: Row = field(default_factory=dict)
     states: Mapping[str, frozenset[str]] = field(default_factory=dict)
     micro_batches: int = 1
     _kept: dict[tuple[str, str, bytes], Any] = field(default_factory=dict, compare=False, repr=False)
@@ -90,7 +91,6 @@ class Facts:
     @classmethod
     def from_rows(
         cls,
-        run: Row,
         layers: Iterable[Row],
         gemms: Sequence[Row],
         operands: Iterable[Row],
@@ -143,7 +143,13 @@ class Facts:
             kept[row["subject"]].add(row["dtype"])
         of_te = [row["calls"] for row in gemms if row["family"] in ("te", "te_ops") and row["gemm"] == "fprop"]
         most = max(filter(None, of_te), default=1)
-        return cls(found, run, {subject: frozenset(types) for subject, types in kept.items()}, most)
+        return cls(found, {subject: frozenset(types) for subject, types in kept.items()}, most)
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, Iterable[Row]], iteration: int) -> Facts:
+        """Facts from the rows of all tables of a run, as they were in an iteration."""
+        layers, gemms, operands = (_at(tables[name], iteration) for name in OF_SPANS)
+        return cls.from_rows(layers, gemms, operands, tables["states"])
 
     @classmethod
     def of_plan(cls, products: Iterable[Product], recipe: str) -> Facts:
@@ -163,7 +169,7 @@ class Facts:
                     {"layer": product.layer, "tensor": tensor, "format": text}
                     for tensor, text in product.operands.items()
                 ]
-        return cls.from_rows({}, (), gemms, operands)
+        return cls.from_rows((), gemms, operands)
 
     def once(self, what: str, tensor: str, layers: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
         """What follows from the facts for a tensor of some layers: made once, and the same in each step.
@@ -210,11 +216,6 @@ class Facts:
     def _places(self) -> Mapping[str, int]:
         return {name: place for place, name in enumerate(self.layers)}
 
-    @staticmethod
-    def form_of(layer: str) -> str:
-        """A key that layers share whose names differ in their numbers alone."""
-        return form_of(layer)
-
     def kind_of(self, layer: str) -> str:
         """A key that alike layers share."""
         known = self.layers.get(layer)
@@ -222,7 +223,7 @@ class Facts:
         return form if known is None else f"{form}|{known.module_class}|{known.shape}"
 
 
-def at(rows: Iterable[Row], iteration: int) -> list[Row]:
+def _at(rows: Iterable[Row], iteration: int) -> list[Row]:
     """The rows whose span has an iteration."""
 
     def holds(row: Row) -> bool:

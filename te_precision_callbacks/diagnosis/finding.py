@@ -130,9 +130,14 @@ class Verdict(Sequence[Finding]):
         return len(self.findings)
 
     @property
+    def wrong(self) -> tuple[Finding, ...]:
+        """The errors and warnings."""
+        return tuple(finding for finding in self.findings if finding.severity != "note")
+
+    @property
     def healthy(self) -> bool:
         """Whether there is no error and no warning."""
-        return all(finding.severity == "note" for finding in self.findings)
+        return not self.wrong
 
     @property
     def summary(self) -> str:

@@ -81,8 +81,7 @@ class ColumnStreaks:
             return
         tensor = column.family.tensor
         layers = facts.in_order(found, tensor)
-        names = [numbers.names[layer] for layer in column.layers.tolist()]
         since = min(last.since for last in found.values())
-        place = names.index(layers[0])
+        place = numbers.names_of(column).index(layers[0])
         text = seen.format(*(each[place] for each in values))
         yield Sighting(tuple(layers), tensor, column.family.statistic, text, since, severity, key=key)

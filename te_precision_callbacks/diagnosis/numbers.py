@@ -32,6 +32,19 @@ class Column(NamedTuple):
     layers: Places
     values: Values
 
+    def at(self, layers: Places, missing: float) -> Values:
+        """[layers]: the values of some layers; ``missing`` for those that are not here."""
+        known = dict(zip(self.layers.tolist(), self.values.tolist(), strict=True))
+        return np.array([known.get(layer, missing) for layer in layers.tolist()])
+
+    @property
+    def bits(self) -> Values:
+        """[layers]: the logarithms to base 2; nan for what has no finite one."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bits: Values = np.log2(self.values)
+        bits[~np.isfinite(bits)] = np.nan
+        return bits
+
 
 class StepNumbers:
     """The numbers of a step.
@@ -45,6 +58,10 @@ class StepNumbers:
         self.iteration = iteration
         self.names = names
         self._columns = columns
+
+    def names_of(self, column: Column) -> list[str]:
+        """The name of each layer of a column."""
+        return [self.names[layer] for layer in column.layers.tolist()]
 
     def all(self, statistic: str, tensors: Iterable[str] = (), facts: Facts | None = None) -> Iterator[Column]:
         """The columns of a statistic: of the tensors themselves, or of what their own recipe has made of them.
@@ -65,8 +82,7 @@ class StepNumbers:
             if request is None or (request.recipe in (None, OWN_RECIPE) and not request.columnwise):
                 yield column
             elif facts is not None and not request.columnwise and request.e5m2 is None:
-                recipes = [facts.recipe_of(self.names[layer]) for layer in column.layers.tolist()]
-                own = np.array([recipe == request.recipe for recipe in recipes], bool)
+                own = np.array([facts.recipe_of(name) == request.recipe for name in self.names_of(column)], bool)
                 if own.any():
                     yield Column(family, column.layers[own], column.values[own])
 

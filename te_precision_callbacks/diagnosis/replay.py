@@ -13,14 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.engine import Diagnosis
-from te_precision_callbacks.diagnosis.facts import Facts, Row, at
+from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.statistics.series import Series, family_of
-
-_OF_SPANS = ("layers", "gemms", "operands")
 
 
 def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
@@ -79,12 +77,10 @@ class _Facts:
     """The facts of a recorded run, as they were in each iteration."""
 
     def __init__(self, run: RecordedRun) -> None:
-        self._run: Row = run.segments[-1].facts if run.segments else {}
-        self._rows: dict[str, list[Row]] = {name: getattr(run, name).to_pylist() for name in _OF_SPANS}
-        self._states: list[Row] = run.states.to_pylist()
+        self._tables: dict[str, list[Row]] = {name: getattr(run, name).to_pylist() for name in (*OF_SPANS, "states")}
         steps = run.steps["iteration"].to_numpy()
         self.last = int(steps.max()) if len(steps) else 0
-        rows = [row for table in self._rows.values() for row in table]
+        rows = [row for name in OF_SPANS for row in self._tables[name]]
         edges = {row["since"] for row in rows} | {row["until"] + 1 for row in rows if row["until"] is not None}
         self._edges = np.array(sorted(edge for edge in edges if edge is not None), np.int64)
         self._known: int | None = None
@@ -97,5 +93,4 @@ class _Facts:
 
     def at(self, iteration: int) -> Facts:
         """The facts of an iteration."""
-        found = {name: at(rows, iteration) for name, rows in self._rows.items()}
-        return Facts.from_rows(self._run, found["layers"], found["gemms"], found["operands"], self._states)
+        return Facts.from_tables(self._tables, iteration)

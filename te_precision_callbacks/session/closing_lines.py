@@ -35,7 +35,7 @@ def closing_lines(verdict: Verdict, coverage: Coverage, log_dir: Path, command: 
     """
     last = [f"  {coverage}." if coverage else "", f"  logs: {log_dir}", f"  page: {command}" if command else ""]
     last = [line for line in last if line]
-    findings = [] if verdict.healthy else [finding for finding in verdict if finding.severity != "note"]
+    findings = verdict.wrong
     room = MOST_LINES - 1 - len(last)
     shown = findings if len(findings) <= room else findings[: room - 1]
     lines = [f"te-precision: {verdict.summary}"]

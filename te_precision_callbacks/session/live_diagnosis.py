@@ -12,7 +12,7 @@ import numpy as np
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.diagnosis.engine import Diagnosis
-from te_precision_callbacks.diagnosis.facts import Facts, at
+from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.reaction import OnFinding, PrecisionFindingError, reads_stop
@@ -55,22 +55,14 @@ class LiveDiagnosis:
 
     def know(self, facts: RecordedFacts, iteration: int) -> None:
         """Judge the facts of the run, which have changed."""
-        tables = facts.tables
-        found = Facts.from_rows(
-            facts.run,
-            at(tables["layers"], iteration),
-            at(tables["gemms"], iteration),
-            at(tables["operands"], iteration),
-            tables["states"],
-        )
-        self._react(self._diagnosis.know(found, iteration), iteration)
+        self._react(self._diagnosis.know(Facts.from_tables(facts.tables, iteration), iteration), iteration)
 
     def judge(self, records: StepRecords) -> StepRecords:
         """Judge the numbers of a step, and give its records with the number of findings so far."""
         values = np.frombuffer(records.values)
         numbers = self._splitter.step(records.iteration, records.series, values, records.unscaled)
         self._react(self._diagnosis.step(numbers), records.iteration)
-        counts = Counter(finding.rule for finding in self._diagnosis.verdict if finding.severity != "note")
+        counts = Counter(finding.rule for finding in self._diagnosis.verdict.wrong)
         return replace(records, findings=counts) if counts else records
 
     def stop_if_wanted(self) -> None:

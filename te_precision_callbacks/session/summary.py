@@ -100,7 +100,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[Text]:
     """The verdict, and a line for each finding but notes; nothing before anything could be judged."""
     if not verdict.judged:
         return
-    found = [finding for finding in verdict if finding.severity != "note"]
+    found = verdict.wrong
     yield Text(f"{verdict.summary}{'' if found else chr(10)}")
     for number, finding in enumerate(found, 1):
         text = f"{finding.severity}: {finding}. {finding.remedy}."

@@ -14,19 +14,6 @@ from te_precision_callbacks.session import InspectSession
 ODD, FACTOR = 4, 2.0**-18
 
 
-class Scaled(torch.autograd.Function):
-    """Nothing forward; a factor backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.factor * gradient, None
-
-
 class Block(torch.nn.Module):
     """A layer with a residual connection; its gradient has a factor."""
 
@@ -36,8 +23,9 @@ class Block(torch.nn.Module):
         self.factor = 1.0
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = Scaled.apply(self.fc(tensor), self.factor)
-        return tensor + scaled
+        change: torch.Tensor = self.fc(tensor)
+        change.register_hook(lambda gradient: gradient * self.factor)
+        return tensor + change
 
 
 def blocks(*, defect: bool = True) -> torch.nn.Sequential:

@@ -56,7 +56,7 @@ def facts(
     operands = [
         {"layer": layer, "tensor": tensor, "format": text} for layer in layers for tensor, text in texts.items()
     ]
-    return Facts.from_rows({}, rows, gemms, operands, states)
+    return Facts.from_rows(rows, gemms, operands, states)
 
 
 Numbers = Mapping[tuple[str, str, str], float]

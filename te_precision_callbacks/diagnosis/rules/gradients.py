@@ -13,7 +13,7 @@ from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.patches import keep_high
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, most_underflow
+from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, loses, most_underflow
 
 DEAD_STEPS = 3
 """Due steps in a row in which a gradient is 0."""
@@ -52,7 +52,7 @@ class DeadGradient(Judge):
     def _that_never_come(
         self, numbers: StepNumbers, facts: Facts, activation: Column, gradient: Column
     ) -> Iterator[Sighting]:
-        names = [numbers.names[layer] for layer in activation.layers.tolist()]
+        names = numbers.names_of(activation)
         learns = np.array([name in facts.layers and not facts.layers[name].is_frozen for name in names])
         absent = ~np.isin(activation.layers, gradient.layers) & (activation.values != 0) & learns
         for sighting in self._streaks.sightings(
@@ -94,15 +94,19 @@ class Growth(Judge):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for column in numbers.all("cur_amax"):
-            with np.errstate(divide="ignore", invalid="ignore"):
-                now = np.log2(column.values)
-            now[~np.isfinite(now)] = np.nan
+            now = column.bits
             begin = self._begins.setdefault(column.family.tensor, Begin())
             grown = now - begin.of(column.layers)
             self.judged |= bool(np.isfinite(grown).any())
             with np.errstate(invalid="ignore"):
                 holds = grown >= GROWTH
-            hurts = _hurts(numbers, facts, column) & holds
+            hurts = holds & loses(
+                numbers,
+                facts,
+                column,
+                underflows=lambda lost: most_underflow(numbers, facts, lost) / 2,
+                overflows=lambda lost: OVERFLOW,
+            )
             kinds: tuple[tuple[npt.NDArray[np.bool_], Severity], ...] = ((hurts, "warning"), (holds & ~hurts, "note"))
             for mask, severity in kinds:
                 for sighting in self._streaks.sightings(
@@ -142,18 +146,6 @@ class Begin:
         more = int(layers.max(initial=-1)) + 1 - len(self._known)
         if more > 0:
             self._known = np.concatenate([self._known, np.full((more, BEGIN), np.nan)])
-
-
-def _hurts(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
-    """[layers of the column]: whether elements of the tensor are lost."""
-    found = np.zeros(len(column.layers), bool)
-    tensor = column.family.tensor
-    for statistic in ("underflows%", "overflows%"):
-        lost = numbers.one(statistic, tensor, facts)
-        if lost is not None:
-            most = OVERFLOW if statistic == "overflows%" else most_underflow(numbers, facts, lost) / 2
-            found |= np.isin(column.layers, lost.layers[lost.values >= most])
-    return found
 
 
 RULES = (

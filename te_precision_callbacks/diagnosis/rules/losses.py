@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,7 @@ class Overflow(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(OVERFLOW_STEPS)
-        self._last: dict[str, dict[int, float]] = {}
+        self._last: dict[str, Column] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
@@ -72,9 +72,9 @@ class Overflow(Judge):
             values = np.where(_can_overflow(numbers, facts, column), column.values, 0.0)
             self.judged = True
             tensor = column.family.tensor
-            last = self._last.get(tensor, {})
-            before = np.array([last.get(layer, 0.0) for layer in column.layers.tolist()])
-            self._last[tensor] = dict(zip(column.layers.tolist(), values.tolist(), strict=True))
+            now = column._replace(values=values)
+            before = self._last.get(tensor, now).at(column.layers, 0.0)
+            self._last[tensor] = now
             yield from self._streaks.sightings(
                 numbers,
                 facts,
@@ -110,8 +110,7 @@ class Underflow(Judge):
 
 def _can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
     def make() -> npt.NDArray[np.bool_]:
-        recipes = (facts.recipe_of(numbers.names[layer]) for layer in column.layers.tolist())
-        return np.array([recipe in _CAN_OVERFLOW for recipe in recipes], bool)
+        return np.array([facts.recipe_of(name) in _CAN_OVERFLOW for name in numbers.names_of(column)], bool)
 
     return facts.once("can overflow", column.family.tensor, column.layers, make)
 
@@ -121,10 +120,32 @@ def most_underflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.ND
     tensor = column.family.tensor
 
     def make() -> npt.NDArray[np.float64]:
-        formats = (facts.format_of(numbers.names[layer], tensor) for layer in column.layers.tolist())
+        formats = (facts.format_of(name, tensor) for name in numbers.names_of(column))
         return np.array([UNDERFLOW.get(text.partition(" ")[0], _OF_UNKNOWN) for text in formats])
 
     return facts.once("most underflow", tensor, column.layers, make)
+
+
+def loses(
+    numbers: StepNumbers,
+    facts: Facts,
+    column: Column,
+    *,
+    underflows: Callable[[Column], float | npt.NDArray[np.float64]],
+    overflows: Callable[[Column], float | npt.NDArray[np.float64]],
+) -> npt.NDArray[np.bool_]:
+    """[layers of a column]: whether too many elements of the tensor are lost.
+
+    Args:
+        numbers, facts, column: the step.
+        underflows, overflows: the least percent that is too many, from the column of the statistic.
+    """
+    found = np.zeros(len(column.layers), bool)
+    for statistic, most in (("underflows%", underflows), ("overflows%", overflows)):
+        lost = numbers.one(statistic, column.family.tensor, facts)
+        if lost is not None:
+            found |= np.isin(column.layers, lost.layers[lost.values >= most(lost)])
+    return found
 
 
 RULES = (

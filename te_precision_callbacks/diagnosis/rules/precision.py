@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.layers.folding import in_sentence, numbers_of
+from te_precision_callbacks.layers.folding import form_of, in_sentence, numbers_of
 
 LEAST_LOW = 3
 """Alike layers in low precision that make another one a hole."""
@@ -30,7 +30,7 @@ class Hole(Judge):
         forms: dict[str, list[LayerFacts]] = {}
         for layer in facts.layers.values():
             if layer.reasons or layer.low:
-                forms.setdefault(facts.form_of(layer.name), []).append(layer)
+                forms.setdefault(form_of(layer.name), []).append(layer)
         self.judged |= bool(forms)
         for unordered in forms.values():
             alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
@@ -44,7 +44,7 @@ class Hole(Judge):
                 exactly = f" ({reason[1]})" if reason[1] and reason[1] != text else ""
                 count = f"{len(low)} alike layers are in low precision, such as {in_sentence(low[0].name)}"
                 seen = f"it runs in high precision: {text}{exactly}; {count}"
-                yield Sighting(tuple(found), "", "", seen, None, key=f"{facts.form_of(found[0])} {reason[0]}")
+                yield Sighting(tuple(found), "", "", seen, None, key=f"{form_of(found[0])} {reason[0]}")
 
 
 def _is_hole(layer: LayerFacts) -> bool:

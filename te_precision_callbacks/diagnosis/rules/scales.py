@@ -34,7 +34,7 @@ class StaleScale(Judge):
         self.applies = None
         self._small = ColumnStreaks(TOO_SMALL_STEPS)
         self._large = ColumnStreaks(TOO_LARGE_STEPS)
-        self._last: dict[str, dict[int, float]] = {}
+        self._last: dict[str, Column] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
@@ -45,21 +45,18 @@ class StaleScale(Judge):
             amax = numbers.one("cur_amax", tensor)
             if amax is None:
                 continue
-            amax_of = dict(zip(amax.layers.tolist(), amax.values.tolist(), strict=True))
             largest = _largest(numbers, facts, scales)
             if np.isnan(largest).all():
                 continue
-            found = np.array([amax_of.get(layer, np.nan) for layer in scales.layers.tolist()])
-            last = self._last.get(tensor, {})
-            before = np.array([last.get(layer, np.inf) for layer in scales.layers.tolist()])
-            self._last[tensor] = amax_of
+            found = amax.at(scales.layers, np.nan)
+            before = self._last.get(tensor, amax).at(scales.layers, np.inf)  # the same at first: it does not rise
+            self._last[tensor] = amax
             with np.errstate(divide="ignore", invalid="ignore"):
                 above = np.log2(largest * scales.values / found)
             above[~np.isfinite(above)] = np.nan
             self.judged |= bool(np.isfinite(above).any())
             lost = numbers.one("underflows%", tensor, facts)
-            lost_of = {} if lost is None else dict(zip(lost.layers.tolist(), lost.values.tolist(), strict=True))
-            losing = np.array([lost_of.get(layer, 0.0) for layer in scales.layers.tolist()])
+            losing = np.zeros(len(scales.layers)) if lost is None else lost.at(scales.layers, 0.0)
             with np.errstate(invalid="ignore"):
                 rises = (found > before) & (tensor != "weight")
                 small = (above <= -TOO_SMALL) | ((above <= -RISING) & rises)
@@ -91,7 +88,7 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[
     tensor = column.family.tensor
 
     def make() -> npt.NDArray[np.float64]:
-        names = [numbers.names[layer] for layer in column.layers.tolist()]
+        names = numbers.names_of(column)
         formats = (facts.format_of(name, tensor) for name in names)
         found = [_LARGEST.get(text, np.nan) for text in formats]
         of_delayed = [facts.recipe_of(name) == "fp8_delayed_scaling" for name in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW
+from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, loses
 
 LEAST_ALIKE = 6
 """Alike layers, without the first and the last one."""
@@ -27,8 +27,6 @@ SPREADS = 6.0
 
 _STATISTICS = ("std", "cur_amax")
 
-_FLOWS_BACK = frozenset({"gradient", "dgrad", "wgrad"})
-
 _FLOWS = frozenset({"activation", "gradient", "dgrad", "output"})
 """The tensors that one layer hands to the next, so that a jump lasts through the layers that follow."""
 
@@ -39,8 +37,6 @@ class Sibling(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._far, self._near = ColumnStreaks(FAR_STEPS), ColumnStreaks(NEAR_STEPS)
-        self._alike: Mapping[str, Sequence[str]] = {}
-        self._of: Facts | None = None
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
@@ -50,9 +46,7 @@ class Sibling(Judge):
 
     def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         tensor = column.family.tensor
-        with np.errstate(divide="ignore", invalid="ignore"):
-            bits = np.log2(column.values)
-        bits[~np.isfinite(bits)] = np.nan
+        bits = column.bits
         jumps = np.zeros(len(bits))
         groups = facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
         for places in groups:
@@ -81,10 +75,9 @@ class Sibling(Judge):
         """The places in a column of layers that are alike, in the order in which the tensor passes through them."""
         tensor = column.family.tensor
         places: dict[tuple[str, str], list[int]] = {}
-        for place, layer in enumerate(column.layers.tolist()):
-            name = numbers.names[layer]
+        names = numbers.names_of(column)
+        for place, name in enumerate(names):
             places.setdefault((facts.kind_of(name), facts.format_of(name, tensor)), []).append(place)
-        names = [numbers.names[layer] for layer in column.layers.tolist()]
         return [
             np.array(sorted(group, key=lambda place: facts.place(names[place], tensor)))
             for group in places.values()
@@ -131,13 +124,17 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
 
 def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
     """[layers of the column]: whether more of the tensor is lost than in most layers."""
-    found = np.zeros(len(column.layers), bool)
-    for statistic, least in (("underflows%", LOST), ("overflows%", OVERFLOW)):
-        lost = numbers.one(statistic, column.family.tensor, facts)
-        if lost is not None:
-            most = max(least, 4 * float(np.median(lost.values)))
-            found |= np.isin(column.layers, lost.layers[lost.values >= most])
-    return found
+
+    def most(least: float, lost: Column) -> float:
+        return max(least, 4 * float(np.median(lost.values)))
+
+    return loses(
+        numbers,
+        facts,
+        column,
+        underflows=lambda lost: most(LOST, lost),
+        overflows=lambda lost: most(OVERFLOW, lost),
+    )
 
 
 RULES = (
