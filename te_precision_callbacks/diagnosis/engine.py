@@ -46,7 +46,7 @@ class Diagnosis:
             The findings that are new, or worse than before.
         """
         self._facts = facts
-        return self._judge(iteration, lambda judge: judge.facts(facts, iteration))
+        return self._judge(iteration, lambda judge: judge.facts(facts))
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
         """Judge the numbers of a step; each step once, in order.

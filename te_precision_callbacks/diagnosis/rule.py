@@ -49,7 +49,7 @@ class Judge:
         self.applies: bool | None = True
         self.judged = False
 
-    def facts(self, facts: Facts, iteration: int) -> Iterable[Sighting]:
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
         """Judge the facts, when they are known and whenever they have changed."""
         return ()
 

@@ -25,7 +25,7 @@ _CHOSEN = frozenset({Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.
 class Hole(Judge):
     """A layer in high precision among alike layers in low precision."""
 
-    def facts(self, facts: Facts, iteration: int) -> Iterator[Sighting]:
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         forms: dict[str, list[LayerFacts]] = {}
         for layer in facts.layers.values():
@@ -58,7 +58,7 @@ class Mxfp8Hybrid(Judge):
         super().__init__()
         self.applies = None
 
-    def facts(self, facts: Facts, iteration: int) -> Iterator[Sighting]:
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         of_recipe = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
         self.applies = bool(of_recipe)
@@ -75,7 +75,7 @@ class Nvfp4Tail(Judge):
         super().__init__()
         self.applies = None
 
-    def facts(self, facts: Facts, iteration: int) -> Iterator[Sighting]:
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         self.applies = any(layer.recipe == "nvfp4" for layer in ran)
@@ -92,7 +92,7 @@ class Nvfp4Tail(Judge):
 class LowPrecisionState(Judge):
     """Optimizer state and gradients in bfloat16."""
 
-    def facts(self, facts: Facts, iteration: int) -> Iterator[Sighting]:
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         self.judged |= bool(facts.states)
         for subject, text in (

@@ -64,7 +64,7 @@ class LostUpdates(_OfOneNumber):
     statistic, most, steps = UNCHANGED, LOST, LOST_STEPS
     seen = "{:.3g} % of the weights in bfloat16 or float16 are the same after a step of the optimizer"
 
-    def facts(self, facts: Facts, iteration: int) -> Iterator[Sighting]:
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         types = [row.weight_dtype for row in facts.layers.values() if row.weight_dtype]
         if types:
