@@ -17,12 +17,17 @@ def delayed_states(module: torch.nn.Module) -> Iterator[Any]:
 
     Read from Transformer Engine 2.20.2: ``DelayedScalingRecipeState``, and a ``CustomRecipeState`` that contains one.
     """
-    attributes = vars(module)
-    for meta in (attributes.get("fp8_meta"), *(attributes.get("_fp8_metas") or {}).values()):
+    for meta in metas_of(module):
         for key in ("scaling_fwd", "scaling_bwd"):
             state = delayed_state(meta, key)
             if state is not None:
                 yield state
+
+
+def metas_of(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
+    """What a module (``fp8_meta``) or an operation (``_fp8_metas``) of Transformer Engine keeps of its recipe."""
+    attributes = vars(module)
+    yield from filter(None, (attributes.get("fp8_meta"), *(attributes.get("_fp8_metas") or {}).values()))
 
 
 def delayed_state(meta: Mapping[str, Any] | None, direction: str) -> Any:
