@@ -32,12 +32,13 @@ from te_precision_callbacks.coverage.contract_keeper import broken_clauses, left
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.planned_products import plan_products
 from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.coverage.recipe_arguments import computing, ignored_arguments, uses_of
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
-from te_precision_callbacks.layers.naming import Layer, Model, named_roots, named_te_modules
+from te_precision_callbacks.layers.naming import Layer, Model, named_operations, named_roots, named_te_modules
 from te_precision_callbacks.options import check_value
 
 
@@ -241,12 +242,18 @@ class _Check:
     def _judge(self, coverage: Coverage) -> None:
         """Judge the plan by the rules on precision."""
         if self._is_wanted:
-            for found in Diagnosis().know(Facts.of_plan(coverage, recipe_text(self._recipe)), 0):
+            for found in Diagnosis().know(self._facts(coverage), 0):
                 text = f"{found.subject}: {found.seen}. {found.remedy} ({found.rule})."
                 if found.severity == "note":
                     self._notes.append(text)
                 else:
                     self._findings.append(Finding("rule", text, found.layers))
+
+    def _facts(self, coverage: Coverage) -> Facts:
+        found = computing(self._modules, named_operations(self._model))
+        roots = (root for _, root in named_roots(self._model) or ())
+        ignored = [] if self._recipe is None else ignored_arguments([self._recipe], uses_of(found, roots))
+        return Facts.of_plan(coverage, recipe_text(self._recipe), ignored)
 
     def _plan(self) -> Plan:
         """The plan without the layers that Transformer Engine's debug path refuses."""

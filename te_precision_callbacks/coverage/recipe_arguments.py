@@ -96,6 +96,10 @@ def _of_gemms(argument: str) -> Callable[[Any, Uses], bool]:
     return holds
 
 
+def _of_four_over_six(argument: str) -> Callable[[Any, Uses], bool]:
+    return lambda recipe, uses: recipe.nvfp4_4over6 == "none" and _is_set(recipe, argument)
+
+
 def _of_nvfp4(argument: str, attribute: str, *tensors: str) -> Callable[[Any, Uses], bool]:
     """Whether ``disable_...`` of NVFP4BlockScaling was set after the recipe was made, and contradicts what it does."""
 
@@ -182,7 +186,7 @@ IGNORED: Sequence[Ignored] = (
         Ignored(
             "NVFP4BlockScaling",
             argument,
-            lambda recipe, uses, argument=argument: recipe.nvfp4_4over6 == "none" and _is_set(recipe, argument),
+            _of_four_over_six(argument),
             "it belongs to nvfp4_4over6, which is 'none'",
             "Set nvfp4_4over6, or leave it out",
             "pytorch.quantization:NVFP4BlockScalingRecipeState.make_quantizers",
@@ -301,7 +305,7 @@ def _of_alike(recipes: Sequence[Any]) -> Iterator[Row]:
             value = getattr(recipe, argument)
             if value != getattr(other, argument):
                 text = value if isinstance(value, str) else getattr(value, "__qualname__", "a function")
-                why = "two recipes differ in it alone, so each te.autocast that ends updates the scales of the layers of both"
+                why = "two recipes differ in it alone, so each te.autocast that ends updates the layers of both"
                 yield _row("DelayedScaling", argument, text, why, "Let the recipes differ in amax_history_len too")
 
 
@@ -341,6 +345,15 @@ def uses_of(found: Iterable[_Computing], roots: Iterable[torch.nn.Module]) -> Us
     operations = ["_fp8_metas" in vars(module) for module, _ in found]
     attention = any("DotProductAttention" in class_names(module) for root in roots for module in root.modules())
     return Uses(not all(operations), any(operations), attention)
+
+
+def computes_in_float16(found: Iterable[_Computing]) -> bool:
+    """Whether a module computes in float16 beside its products in FP8: its activations are, or its parameters."""
+    return any(
+        getattr(module, "activation_dtype", None) is torch.float16
+        or any(parameter.dtype is torch.float16 for parameter in module.parameters(recurse=False))
+        for module, _ in found
+    )
 
 
 def amax_reductions(found: Iterable[_Computing]) -> list[Row]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,6 +74,36 @@ class LayerFacts:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What is set for a whole run; ``settings`` of its ``run.json``.
+
+    Attributes:
+        loss_is_scaled: whether a GradScaler has stepped an optimizer of the model.
+        float16: whether a layer computes in float16 beside its products in low precision.
+        ranks: how many ranks reduce their statistics together.
+        alike: whether these have the same layers.
+        ignored: arguments of recipes without effect, rows of
+            :func:`~te_precision_callbacks.coverage.recipe_arguments.ignored_arguments`.
+        amaxes: over which ranks amaxes are reduced, rows of
+            :func:`~te_precision_callbacks.coverage.recipe_arguments.amax_reductions`.
+    """
+
+    loss_is_scaled: bool = False
+    float16: bool = False
+    ranks: int = 1
+    alike: bool = True
+    ignored: Sequence[Row] = ()
+    amaxes: Sequence[Row] = ()
+
+    @classmethod
+    def from_run(cls, run: Mapping[str, Any]) -> Settings | None:
+        """Those of a ``run.json``; None if it has none, as of an earlier version."""
+        found = run.get("settings")
+        known = {each.name for each in fields(cls)}
+        return None if found is None else cls(**{name: value for name, value in found.items() if name in known})
+
+
+@dataclass(frozen=True)
 class Facts:
     """The facts of an iteration.
 
@@ -81,11 +111,13 @@ class Facts:
         layers: name -> layer; in the order of the model.
         states: subject -> the types in which it is kept, as in the table of states.
         micro_batches: the most calls of a product in a step.
+        settings: what is set for the whole run; None if that is not known.
     """
 
     layers: Mapping[str, LayerFacts] = field(default_factory=dict)
     states: Mapping[str, frozenset[str]] = field(default_factory=dict)
     micro_batches: int = 1
+    settings: Settings | None = None
     _kept: dict[tuple[str, str, bytes], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -95,6 +127,7 @@ class Facts:
         gemms: Sequence[Row],
         operands: Iterable[Row],
         states: Iterable[Row] = (),
+        settings: Settings | None = None,
     ) -> Facts:
         """Facts from rows of the tables of :mod:`te_precision_callbacks.runs.tables` that hold in one iteration."""
         formats: dict[str, dict[str, str]] = defaultdict(dict)
@@ -143,21 +176,24 @@ class Facts:
             kept[row["subject"]].add(row["dtype"])
         of_te = [row["calls"] for row in gemms if row["family"] in ("te", "te_ops") and row["gemm"] == "fprop"]
         most = max(filter(None, of_te), default=1)
-        return cls(found, {subject: frozenset(types) for subject, types in kept.items()}, most)
+        return cls(found, {subject: frozenset(types) for subject, types in kept.items()}, most, settings)
 
     @classmethod
-    def from_tables(cls, tables: Mapping[str, Iterable[Row]], iteration: int) -> Facts:
+    def from_tables(
+        cls, tables: Mapping[str, Iterable[Row]], iteration: int, settings: Settings | None = None
+    ) -> Facts:
         """Facts from the rows of all tables of a run, as they were in an iteration."""
         layers, gemms, operands = (_at(tables[name], iteration) for name in OF_SPANS)
-        return cls.from_rows(layers, gemms, operands, tables["states"])
+        return cls.from_rows(layers, gemms, operands, tables["states"], settings)
 
     @classmethod
-    def of_plan(cls, products: Iterable[Product], recipe: str) -> Facts:
+    def of_plan(cls, products: Iterable[Product], recipe: str, ignored: Sequence[Row]) -> Facts:
         """Facts from planned products.
 
         Args:
             products: the products, in the order of the model.
             recipe: the name of the recipe; empty without one.
+            ignored: as in :class:`Settings`.
         """
         gemms: list[Row] = []
         operands: list[Row] = []
@@ -169,7 +205,7 @@ class Facts:
                     {"layer": product.layer, "tensor": tensor, "format": text}
                     for tensor, text in product.operands.items()
                 ]
-        return cls.from_rows((), gemms, operands)
+        return cls.from_rows((), gemms, operands, settings=Settings(ignored=ignored))
 
     def once(self, what: str, tensor: str, layers: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
         """What follows from the facts for a tensor of some layers: made once, and the same in each step.

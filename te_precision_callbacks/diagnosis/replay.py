@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.engine import Diagnosis
-from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row
+from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row, Settings
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.runs import RecordedRun, open_run
@@ -84,6 +84,7 @@ class _Facts:
         edges = {row["since"] for row in rows} | {row["until"] + 1 for row in rows if row["until"] is not None}
         self._edges = np.array(sorted(edge for edge in edges if edge is not None), np.int64)
         self._known: int | None = None
+        self._settings = [(segment.first_iteration, Settings.from_run(segment.facts)) for segment in run.segments]
 
     def changed(self, iteration: int) -> bool:
         """Whether the facts of an iteration are other ones than those that were asked for last."""
@@ -93,4 +94,5 @@ class _Facts:
 
     def at(self, iteration: int) -> Facts:
         """The facts of an iteration."""
-        return Facts.from_tables(self._tables, iteration)
+        begun = [settings for first, settings in self._settings if first <= iteration]
+        return Facts.from_tables(self._tables, iteration, begun[-1] if begun else None)

@@ -11,7 +11,7 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.overflow.errors import DetectionFailedError, OverflowOptionError, text_of
 from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
-from te_precision_callbacks.overflow.grad_scaler import listeners
+from te_precision_callbacks.overflow.grad_scaler import journals
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
         raise OverflowOptionError(
             f"detect_overflow(tensor, label) takes a tensor first, not a {type(tensor).__name__}."
         )
-    for listener in listeners():
-        listener.journal.label(tensor, label)
+    for journal in journals():
+        journal.label(tensor, label)
     slots = Slots(abs_min=False)
     try:
         measured = slots.measure(tensor)

@@ -1,12 +1,12 @@
 """torch's GradScaler, whose skipped steps reach no hook of an optimizer.
 
 A scaler has no hooks, so ``scale``, ``unscale_`` and ``step`` of its class, and of subclasses that redefine them, are
-wrapped while a detector is at work, and put back after the last detector. Read from torch 2.6 and 2.13
+wrapped while somebody listens, and put back after the last one. Read from torch 2.6 and 2.13
 (``torch/amp/grad_scaler.py``, ``torch/distributed/fsdp/sharded_grad_scaler.py``): all scalers inherit ``step``, which
 skips the optimizer's step if ``unscale_`` has found an inf or nan, but always runs the step of an optimizer that skips
 by itself (fused ones).
 
-The list of the detectors at work is here, and is all that overflow detection keeps at module level.
+The list of the listeners is here, and is all that overflow detection keeps at module level.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from te_precision_callbacks.overflow.journal import Journal
 
 
 class Listener(Protocol):
-    """A detector, as scalers and ``detect_overflow`` reach it.
+    """A detector, as scalers and ``detect_overflow`` reach it; or who only wants to know of scalers."""
 
-    Attributes:
-        journal: receives their notes.
-    """
-
-    journal: Journal
+    @property
+    def journal(self) -> Journal | None:
+        """Receives the notes of a detector; None if it is none."""
 
     def watch_loss(self, loss: Any, scaled: Any = None) -> None:
         """Called with a loss, and with what a scaler has made of it."""
@@ -51,8 +49,12 @@ def listen(listener: Listener) -> Callable[[], object]:
     return weakref.finalize(listener, _remove, place)
 
 
-def listeners() -> list[Listener]:
-    """All detectors of the process that are at work."""
+def journals() -> list[Journal]:
+    """The journals of all detectors of the process that are at work."""
+    return [listener.journal for listener in _alive() if listener.journal is not None]
+
+
+def _alive() -> list[Listener]:
     return [listener for place in tuple(_listeners) if (listener := place()) is not None]
 
 
@@ -64,19 +66,19 @@ def _remove(place: weakref.ref[Listener]) -> None:
 
 @outside_of_dynamo
 def _tell_of_loss(scaler: Any, loss: Any, scaled: Any) -> None:
-    for listener in listeners():
+    for listener in _alive():
         listener.watch_loss(loss, scaled)
     if scaler.is_enabled():
         show = getattr(scaler, "_get_scale_async", None)  # get_scale() waits for the device
         scale = None if show is None else show()
-        for listener in listeners():
-            listener.journal.note_loss_scale(scale)
+        for journal in journals():
+            journal.note_loss_scale(scale)
 
 
 @outside_of_dynamo
 def _tell_of_step(scaler: Any, optimizer: Any) -> None:
     if scaler.is_enabled():
-        for listener in listeners():
+        for listener in _alive():
             listener.before_scaled_step(optimizer)
 
 

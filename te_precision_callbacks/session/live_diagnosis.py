@@ -12,7 +12,7 @@ import numpy as np
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.diagnosis.engine import Diagnosis
-from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.reaction import OnFinding, PrecisionFindingError, reads_stop
@@ -55,7 +55,8 @@ class LiveDiagnosis:
 
     def know(self, facts: RecordedFacts, iteration: int) -> None:
         """Judge the facts of the run, which have changed."""
-        self._react(self._diagnosis.know(Facts.from_tables(facts.tables, iteration), iteration), iteration)
+        known = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
+        self._react(self._diagnosis.know(known, iteration), iteration)
 
     def judge(self, records: StepRecords) -> StepRecords:
         """Judge the numbers of a step, and give its records with the number of findings so far."""

@@ -217,6 +217,11 @@ class ObservedModel:
                 ),
             )
 
+    @property
+    def roots(self) -> list[torch.nn.Module]:
+        """The models that were attached."""
+        return [root for _, root in named_roots(self._model) or ()]
+
     def holds(self, *modules: torch.nn.Module | None) -> bool:
         """Whether one of these is a module of the model, of Transformer Engine or not."""
         asked = {id(module) for module in modules}

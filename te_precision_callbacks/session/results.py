@@ -38,6 +38,7 @@ class RunResults:
         statistics: the last and the worst numbers.
         resume: the result of the audit of a resume; None without one.
         diagnosis: the rules, and what they have found.
+        scales_loss: whether a GradScaler has stepped an optimizer of the model.
     """
 
     log_dir: Path
@@ -53,6 +54,7 @@ class RunResults:
     statistics: RunStatistics = field(init=False)
     resume: ResumeReport | None = None
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    scales_loss: bool = False
 
     def __post_init__(self) -> None:
         self.layers = LayerHistory(self.iterations)

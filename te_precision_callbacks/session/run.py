@@ -35,6 +35,7 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.overflow.loss_scaling import LossScaling
 from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.closing_lines import closing_lines, is_quiet
 from te_precision_callbacks.session.delivery import Delivery, Ending
@@ -145,6 +146,7 @@ class Run:
             lambda name, value: self._delivery.take_scalar(name, value),
             failures.report,
         )
+        self._scaling = LossScaling(model.is_trained_by, self._note_scaling, failures.report)
         self._optimizer_steps = OptimizerSteps(
             self._forgotten.note, self.hooks.products.note_optimizer_step, self._updates.after_step
         )
@@ -214,8 +216,12 @@ class Run:
             if self._options.config.is_default:
                 self._updates.begin()
             self._optimizer_steps.begin()
+            self._scaling.begin()
             self.overflow.attach(model, ranks.messages)
         ranks.settle()
+
+    def _note_scaling(self) -> None:
+        self._results.scales_loss = True
 
     def step(self, logging_step: int | None) -> StepRecords | None:
         """As ``InspectSession.step``."""
@@ -500,6 +506,7 @@ class Run:
                 then.callback(self._ends.forget_exceptions)
             then.callback(self._optimizer_steps.remove)
             then.callback(self._updates.remove)
+            then.callback(self._scaling.remove)
             then.callback(self.resume_audit.end)
             then.callback(self.model.release)
             self._results.iteration = self._delivery.completed

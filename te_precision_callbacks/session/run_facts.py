@@ -12,15 +12,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+
 from te_precision_callbacks.base.environment import read_environment
 from te_precision_callbacks.base.environment.torch_facts import torch_facts
 from te_precision_callbacks.base.garbage import without_collections
+from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
 from te_precision_callbacks.coverage.history import Counted, in_precision
+from te_precision_callbacks.coverage.recipe_arguments import (
+    amax_reductions,
+    computes_in_float16,
+    computing,
+    ignored_arguments,
+    recipes_of,
+    uses_of,
+)
 from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.reference import is_installed
@@ -71,7 +82,7 @@ class RunFacts:
         results = self._results
         coverage = results.coverage
         changes = results.layers.changes, results.audit.changes, coverage.changes
-        return *changes, len(coverage.of_other_ranks), len(results.unconverted)
+        return *changes, len(coverage.of_other_ranks), len(results.unconverted), results.scales_loss
 
     @without_collections()
     def take(self) -> Facts:
@@ -130,6 +141,21 @@ class RunFacts:
             "config_hash": config_hash(self._model.flat_config),
             "recipes": list(recipes),
             "unconverted": dict(self._results.unconverted),
+            "settings": self._settings(),
+        }
+
+    def _settings(self) -> Row:
+        """What rules judge beside the tables: :class:`te_precision_callbacks.diagnosis.facts.Settings`."""
+        layers, reduces = self._model.layers, self._options.reduce
+        found = computing(layers.modules, layers.operations)
+        several = reduces and is_distributed(self._options.process_group)
+        return {
+            "loss_is_scaled": self._results.scales_loss,
+            "float16": computes_in_float16(found),
+            "ranks": torch.distributed.get_world_size(self._options.process_group) if several else 1,
+            "alike": not layers.of_other_ranks,
+            "ignored": ignored_arguments(recipes_of(found), uses_of(found, self._model.roots)),
+            "amaxes": amax_reductions(found),
         }
 
     def _machine_facts(self) -> Row:

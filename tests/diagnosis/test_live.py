@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from torch.amp.grad_scaler import GradScaler
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.base.errors import OptionError
@@ -195,3 +196,56 @@ def test_gradients_below_eps(tmp_path: Path, scale: float, rules: list[str]) -> 
             optimizer.zero_grad()
             session.step()
     assert [finding.rule for finding in session.findings if finding.severity != "note"] == rules
+
+
+@pytest.mark.parametrize(("enabled", "rules"), [(True, ["grad-scaler"]), (False, [])])
+def test_a_scaler_of_gradients_in_bfloat16(tmp_path: Path, enabled: bool, rules: list[str]) -> None:
+    torch.manual_seed(0)
+    own = vars(GradScaler)["step"]
+    net, other = te.Linear(32, 32), torch.nn.Linear(4, 4)
+    optimizer, of_other = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (net, other))
+    scaler, scaler_of_other = GradScaler("cpu", enabled=enabled), GradScaler("cpu")
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16), te.autocast(recipe=Float8CurrentScaling()):
+                out = net(torch.randn(16, 32))
+            scaler.scale((out.float() - 1).pow(2).mean()).backward()
+            scaler.step(optimizer)
+            scaler_of_other.scale(other(torch.ones(2, 4)).sum()).backward()
+            scaler_of_other.step(of_other)
+            for each in (optimizer, of_other):
+                each.zero_grad()
+            scaler.update()
+            scaler_of_other.update()
+            session.step()
+    assert [finding.rule for finding in session.findings if finding.severity != "note"] == rules
+    assert diagnose(tmp_path) == session.findings
+    assert vars(GradScaler)["step"] is own, "what was wrapped is put back"
+
+
+def test_a_scaler_for_float16(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), GradScaler("cpu")
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        with torch.autocast("cpu", torch.float16), te.autocast(recipe=Float8CurrentScaling()):
+            out = net(torch.randn(16, 32))
+        scaler.scale((out.float() - 1).pow(2).mean()).backward()
+        scaler.step(optimizer)
+        session.step()
+    assert "grad-scaler" in session.findings.judged
+    assert session.healthy
+
+
+def test_arguments_that_the_recipe_does_not_use(tmp_path: Path) -> None:
+    recipe = Float8CurrentScaling(use_power_2_scales=True, fp8_dpa=True)
+    net = te.Linear(32, 32)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        with te.autocast(recipe=recipe):
+            net(torch.randn(16, 32)).sum().backward()
+        session.step()
+    found = [(finding.severity, finding.seen.partition(" has")[0]) for finding in session.findings]
+    assert found == [
+        ("warning", "Float8CurrentScaling: use_power_2_scales (True)"),
+        ("note", "Float8CurrentScaling: fp8_dpa (True)"),
+    ]
+    assert diagnose(tmp_path) == session.findings

@@ -14,7 +14,7 @@ import yaml
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.diagnosis import RULES, Finding, Verdict
 from te_precision_callbacks.diagnosis.engine import Diagnosis
-from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge
 from te_precision_callbacks.sinks.step_records import Row, StepRecords
@@ -34,6 +34,7 @@ def facts(
     formats: Mapping[str, str] | None = None,
     states: Sequence[dict[str, Any]] = (),
     changed: Mapping[str, dict[str, Any]] | None = None,
+    settings: Settings | None = None,
     **of_all: Any,
 ) -> Facts:
     """Facts of layers that run one after the other; ``changed`` has what is otherwise for some."""
@@ -56,7 +57,7 @@ def facts(
     operands = [
         {"layer": layer, "tensor": tensor, "format": text} for layer in layers for tensor, text in texts.items()
     ]
-    return Facts.from_rows(rows, gemms, operands, states)
+    return Facts.from_rows(rows, gemms, operands, states, settings)
 
 
 Numbers = Mapping[tuple[str, str, str], float]
@@ -87,7 +88,8 @@ def ordinary(**changes: float) -> dict[tuple[str, str, str], float]:
             found[layer, tensor, "nonfinite_num"] = 0.0
             found[layer, tensor, "underflows%"] = 0.1
             found[layer, tensor, "overflows%"] = 0.0
-            found[layer, tensor, "scale_inv_max"] = 4 * size / (57344.0 if tensor == "gradient" else 448.0)
+            scale = 4 * size / (57344.0 if tensor == "gradient" else 448.0)
+            found[layer, tensor, "scale_inv_max"] = found[layer, tensor, "scale_inv_min"] = scale
     for key, value in changes.items():
         block, part, tensor, statistic = key.split("_", 3)
         name = {"underflows": "underflows%", "overflows": "overflows%"}.get(statistic, statistic)
@@ -329,6 +331,90 @@ def test_a_rule_that_fails_is_not_judged_and_stops_nothing(monkeypatch: pytest.M
     numbers = Splitter(SeriesTable().__getitem__).step(3, np.empty(0, np.int32), np.empty(0))
     assert diagnosis.step(numbers) == []
     assert diagnosis.verdict.not_judged[0][:2] == ("failing", "it failed in step 3: ZeroDivisionError: of a rule")
+
+
+def test_scales_that_differ_by_rank() -> None:
+    two = facts(recipe="fp8_delayed_scaling", settings=Settings(ranks=2))
+    alike = judged([ordinary()] * 3, two)
+    assert not len(alike)
+    assert "scales-differ" in alike.judged
+    scale = ordinary()["h.3.fc1", "weight", "scale_inv_max"]
+    near = ordinary(b3_fc1_weight_scale_inv_min=0.9 * scale)
+    assert only(judged([near] * 2, two), "scales-differ").severity == "note"
+    far = ordinary(b3_fc1_weight_scale_inv_min=0.25 * scale)
+    assert not len(judged([ordinary(), far, ordinary()], two)), "a single step"
+    finding = only(judged([ordinary(), far, far], two), "scales-differ")
+    assert (finding.severity, finding.layers, finding.tensor, finding.since) == ("warning", ("h.3.fc1",), "weight", 10)
+    assert finding.seen == "the largest scale of a rank is 4 times the least of another"
+
+
+@pytest.mark.parametrize(
+    ("known", "is_listed"),
+    [
+        ({"recipe": "fp8_delayed_scaling", "settings": Settings(ranks=1)}, False),
+        ({"recipe": "fp8_current_scaling", "settings": Settings(ranks=2)}, False),
+        ({"recipe": "fp8_delayed_scaling", "settings": Settings(ranks=2), "calls": 4}, False),
+        ({"recipe": "fp8_delayed_scaling"}, True),
+    ],
+    ids=["one rank", "current scaling", "micro-batches", "no settings"],
+)
+def test_scales_that_may_differ(known: dict[str, Any], is_listed: bool) -> None:
+    far = ordinary(b3_fc1_activation_scale_inv_min=1e-6)
+    verdict = judged([far] * 3, facts(**known))
+    assert "scales-differ" not in [*verdict.judged, *(finding.rule for finding in verdict)]
+    assert ("scales-differ" in [each.rule for each in verdict.not_judged]) == is_listed
+
+
+def test_a_scaler_without_float16() -> None:
+    scaled = Settings(loss_is_scaled=True)
+    finding = only(judged([ordinary()], facts(settings=scaled)), "grad-scaler")
+    assert (finding.severity, finding.since) == ("warning", None)
+    assert "grad-scaler" in judged([ordinary()], facts(settings=Settings())).judged
+    assert "grad-scaler" in [each.rule for each in judged([ordinary()], facts()).not_judged]
+    in_float16 = [
+        facts(settings=Settings(loss_is_scaled=True, float16=True)),
+        facts(settings=scaled, states=[{"subject": "gradient", "dtype": "float16"}]),
+        facts(settings=scaled, formats={"activation": "FP16", "weight": "FP16"}, recipe=""),
+    ]
+    assert not [finding for known in in_float16 for finding in judged([ordinary()], known)]
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"reduced": True, "ranks": 4, "tensor_parallel": 2, "outside": 0}, []),
+        ({"reduced": True, "ranks": 2, "tensor_parallel": 1, "outside": 0}, ["note"]),
+        ({"reduced": False, "ranks": 1, "tensor_parallel": 1, "outside": 0}, ["note"]),
+        ({"reduced": True, "ranks": 2, "tensor_parallel": 2, "outside": 1}, ["warning"]),
+        ({"reduced": False, "ranks": 1, "tensor_parallel": 2, "outside": 1}, ["warning"]),
+    ],
+    ids=["all", "smaller group", "not reduced", "group without tensor parallelism", "not reduced, tensor parallel"],
+)
+def test_amaxes_that_are_not_reduced(row: dict[str, Any], found: list[str]) -> None:
+    def verdict(**changes: Any) -> Verdict:
+        settings = Settings(**{"ranks": 4, "amaxes": [{**row, "layers": ["h.0.fc1"]}], **changes})
+        return judged([ordinary()], facts(recipe="fp8_delayed_scaling", settings=settings))
+
+    assert [(finding.rule, finding.severity) for finding in verdict()] == [("amax-reduction", each) for each in found]
+    assert not len(verdict(ranks=1))
+    stages = verdict(alike=False)
+    assert len(stages) == (0 if row["reduced"] and not row["outside"] else len(found)), "a group without other stages"
+
+
+def test_arguments_without_effect() -> None:
+    row = {
+        "recipe": "MXFP8BlockScaling",
+        "argument": "margin",
+        "value": "2",
+        "why": "only DelayedScaling has a margin",
+        "instead": "Leave it out",
+        "severity": "warning",
+    }
+    finding = only(judged([ordinary()], facts(settings=Settings(ignored=[row]))), "ignored-argument")
+    assert (finding.severity, finding.subject) == ("warning", "the model")
+    assert finding.seen == "MXFP8BlockScaling: margin (2) has no effect: only DelayedScaling has a margin. Leave it out"
+    both = Settings(ignored=[row, {**row, "argument": "other", "severity": "note"}])
+    assert [each.severity for each in judged([ordinary()], facts(settings=both))] == ["warning", "note"]
 
 
 def saturated(*blocks: int) -> Numbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from te_precision_callbacks.diagnosis.rule import Rule
-from te_precision_callbacks.diagnosis.rules import gradients, losses, precision, scales, siblings, updates
+from te_precision_callbacks.diagnosis.rules import gradients, losses, precision, scales, settings, siblings, updates
 
 RULES: Sequence[Rule] = (
     *losses.RULES,
@@ -14,6 +14,7 @@ RULES: Sequence[Rule] = (
     *siblings.RULES,
     *gradients.RULES,
     *precision.RULES,
+    *settings.RULES,
 )
 """All rules. Of two findings of one severity in one step, that of the earlier rule comes first."""
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -21,6 +22,9 @@ RISING = 0.25
 
 TOO_LARGE, TOO_LARGE_STEPS, LOST = 5.0, 2, 0.5
 """Powers of two by which the range is above amax, due steps in a row, and percent of the elements that round to 0."""
+
+APART, APART_STEPS = 1.0, 2
+"""Powers of two between the scales of ranks that are a warning, and due steps in a row."""
 
 _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 """Format of an operand -> its largest number."""
@@ -82,6 +86,50 @@ class StaleScale(Judge):
             )
 
 
+class ScalesDiffer(Judge):
+    """The least and the largest scale of delayed scaling over ranks, of a tensor that has one scale on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applies = None
+        self._streaks = ColumnStreaks(APART_STEPS)
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if facts.settings is None or not facts.layers:
+            return
+        delayed = any(layer.recipe == "fp8_delayed_scaling" for layer in facts.layers.values())
+        # With several micro-batches a rank has several scales in a step: those of activations change after each.
+        self.applies = delayed and facts.settings.ranks > 1 and facts.micro_batches == 1
+        if not self.applies:
+            return
+        for largest in numbers.all("scale_inv_max", facts=facts):
+            least = numbers.one("scale_inv_min", largest.family.tensor, facts)
+            known = ~np.isnan(_largest(numbers, facts, largest))
+            if least is None or not known.any():
+                continue
+            self.judged = True
+            with np.errstate(divide="ignore", invalid="ignore"):
+                apart = np.log2(largest.values / least.at(largest.layers, np.nan))
+            apart = np.where(known & np.isfinite(apart), apart, 0.0)
+            far = apart >= APART
+            kinds: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (
+                ("warning", far),
+                ("note", (apart > 0) & ~far),
+            )
+            for severity, mask in kinds:
+                yield from self._streaks.sightings(
+                    numbers,
+                    facts,
+                    largest,
+                    mask,
+                    "the largest scale of a rank is {:.4g} times the least of another",
+                    np.exp2(apart),
+                    severity=severity,
+                    key=severity,
+                )
+
+
 def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
     """[layers of the column]: the largest number of the operand's format; nan where a layer does not run delayed
     scaling."""
@@ -122,5 +170,43 @@ RULES = (
         cost="current scaling reads each tensor once more, for its amax",
         recipes=("fp8_delayed_scaling",),
         judge=StaleScale,
+    ),
+    Rule(
+        id="scales-differ",
+        title="the scale of delayed scaling differs by rank",
+        subject="tensor",
+        needs="scale_inv_min and scale_inv_max of delayed scaling, reduced over ranks, with one micro-batch in a step",
+        collect=(
+            "LogFp8TensorStats with stats: [scale_inv_min, scale_inv_max], or no config at all; and statistics that are"
+            " reduced over ranks"
+        ),
+        condition=(
+            f"the scales of a tensor differ between ranks in {APART_STEPS} due steps in a row. A warning if by"
+            f" 2^{APART:g} or more, else a note"
+        ),
+        silent=(
+            "current and block scaling, whose scales are each rank's own; the first step, which has no scale yet; steps"
+            " of several micro-batches, after each of which a rank gets new scales"
+        ),
+        severity="warning",
+        source=(
+            "NVIDIA/Megatron-LM#442: with a group that left out tensor parallelism, runs diverged after some 1,000"
+            " steps; the threshold is ours"
+        ),
+        why=(
+            "ranks round the same weights differently, and what tensor-parallel ranks gather in FP8 has one scale for"
+            " all"
+        ),
+        disproof=(
+            "the group is smaller on purpose, as with Megatron's tp_only_amax_red, or the ranks have different layers"
+            " under one name"
+        ),
+        remedy=(
+            "Pass a group with all data-parallel and tensor-parallel ranks as te.autocast(amax_reduction_group=...), in"
+            " Megatron get_amax_reduction_group(); keep reduce_amax=True"
+        ),
+        cost="one all-reduce of some numbers for each layer in each forward and backward",
+        recipes=("fp8_delayed_scaling",),
+        judge=ScalesDiffer,
     ),
 )

@@ -1,0 +1,165 @@
+"""Rules on what is set for a whole run: the scaling of the loss, the reduction of amaxes, the arguments of recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+
+
+class LossScaling(Judge):
+    """A GradScaler where nothing is in float16."""
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        settings = facts.settings
+        if settings is None or not facts.layers:
+            return
+        self.judged = True
+        if settings.loss_is_scaled and not settings.float16 and not _has_float16(facts):
+            yield Sighting((), "", "", "a GradScaler scales the loss, and nothing is computed in float16", None)
+
+
+def _has_float16(facts: Facts) -> bool:
+    formats = (text for layer in facts.layers.values() for text in layer.formats.values())
+    weights = (layer.weight_dtype for layer in facts.layers.values())
+    states = (dtype for types in facts.states.values() for dtype in types)
+    return (
+        any(text.startswith("FP16") for text in formats)
+        or any("float16" in text.replace("bfloat16", "") for text in weights)
+        or any(dtype == "float16" for dtype in states)
+    )
+
+
+class AmaxReduction(Judge):
+    """Amaxes of delayed scaling that are not reduced over all ranks that share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applies = None
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        settings = facts.settings
+        if settings is None or not facts.layers:
+            return
+        self.applies = settings.ranks > 1 and any(
+            layer.recipe == "fp8_delayed_scaling" for layer in facts.layers.values()
+        )
+        self.judged = bool(self.applies and settings.amaxes)
+        if not self.judged:
+            return
+        for row in settings.amaxes:
+            layers, outside = tuple(row["layers"]), row["outside"]
+            if outside:
+                over = f"over {many(row['ranks'], 'rank')}" if row["reduced"] else "over no other rank"
+                seen = (
+                    f"amaxes are reduced {over}, without {outside} of the {row['tensor_parallel']} ranks that share the"
+                    " layer by tensor parallelism"
+                )
+                yield Sighting(layers, "", "", seen, None, "warning", key="tensor parallel")
+            elif not row["reduced"]:
+                seen = f"the recipe has reduce_amax=False, and {settings.ranks} ranks train together"
+                yield Sighting(layers, "", "", seen, None, "note", key="not reduced")
+            elif settings.alike and row["ranks"] < settings.ranks:
+                seen = f"amaxes are reduced over {many(row['ranks'], 'rank')} of {settings.ranks} that have the layer"
+                yield Sighting(layers, "", "", seen, None, "note", key="smaller group")
+
+
+class IgnoredArgument(Judge):
+    """Arguments of recipes that Transformer Engine accepts and does not use."""
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        settings = facts.settings
+        if settings is None or not facts.layers:
+            return
+        self.judged = True
+        for row in settings.ignored:
+            value = f" ({row['value']})" if row["value"] else ""
+            seen = f"{row['recipe']}: {row['argument']}{value} has no effect: {row['why']}. {row['instead']}"
+            severity: Severity = "warning" if row["severity"] == "warning" else "note"
+            yield Sighting((), "", "", seen, None, severity, key=f"{row['recipe']}.{row['argument']}")
+
+
+_COLLECT = "a session, or a run recorded by one"
+
+RULES = (
+    Rule(
+        id="grad-scaler",
+        title="a GradScaler without float16",
+        subject="config",
+        needs="the scalers that step the model's optimizers, and the types of the first step",
+        collect=_COLLECT,
+        condition=(
+            "torch's GradScaler, not disabled, steps an optimizer of the model, and no layer, weight, gradient or"
+            " operand is in float16"
+        ),
+        silent="GradScaler(enabled=False); scalers of other models; any float16 in the model",
+        severity="warning",
+        source=(
+            "huggingface/accelerate#1036 and deepspeedai/DeepSpeed#3166: only float16 needs it;"
+            " pytorch/pytorch#98828: a scale that is never lowered grows until it is inf"
+        ),
+        why=(
+            "bfloat16 and FP8 with scales do not need it. It doubles the gradient every 2,000 steps, which saturates"
+            " delayed scaling for a step, and it can skip steps of the optimizer silently"
+        ),
+        disproof="a part of the model that the session does not see computes in float16",
+        remedy="Remove the scaler, or make it with GradScaler(enabled=False); in Lightning use precision='bf16-mixed'",
+        judge=LossScaling,
+    ),
+    Rule(
+        id="amax-reduction",
+        title="amaxes are not reduced over all ranks that share a layer",
+        subject="config",
+        needs="delayed scaling on several ranks that reduce their statistics together",
+        collect=_COLLECT,
+        condition=(
+            "tensor-parallel ranks of a layer are not in its amax reduction group, or reduce_amax=False: a warning."
+            " Other ranks with the layer are not in the group, or reduce_amax=False without tensor parallelism: a note"
+        ),
+        silent="one rank; other recipes; groups that leave out stages of a pipeline or other experts",
+        severity="warning",
+        source=(
+            "NVIDIA/Megatron-LM#442: the data-parallel group alone diverged after some 1,000 steps, with 8"
+            " tensor-parallel ranks; AMD-AGI/Primus#669 reduces nothing without tensor parallelism, for speed"
+        ),
+        why=(
+            "each rank quantizes with its own scales. Tensor-parallel ranks gather tensors in FP8 and read them with"
+            " one scale; data-parallel ranks round the same weights differently"
+        ),
+        disproof="the rule scales-differ finds nothing",
+        remedy=(
+            "Keep reduce_amax=True, and pass a group with all data-parallel and tensor-parallel ranks as"
+            " te.autocast(amax_reduction_group=...), in Megatron get_amax_reduction_group()"
+        ),
+        cost="one all-reduce of some numbers for each forward and each backward",
+        recipes=("fp8_delayed_scaling",),
+        judge=AmaxReduction,
+    ),
+    Rule(
+        id="ignored-argument",
+        title="an argument of the recipe has no effect",
+        subject="config",
+        needs="the recipes with which layers have quantized",
+        collect=_COLLECT,
+        condition=(
+            "an argument of a recipe has a value of its own, and nothing in Transformer Engine 2.20 reads it for this"
+            " recipe and these layers. A note where the result is what was asked for anyway"
+        ),
+        silent="arguments at their default; arguments that never were of the recipe, which leave no trace",
+        severity="warning",
+        source=(
+            "read from Transformer Engine 2.20.2, and most of it run: same bits with and without. The table with the"
+            " places: te_precision_callbacks/coverage/recipe_arguments.py"
+        ),
+        why="the run trains something else than its script says",
+        disproof="a run without the argument has other losses in its first steps",
+        remedy="Do what the finding says, or leave the argument out",
+        judge=IgnoredArgument,
+    ),
+)
