@@ -225,7 +225,7 @@ def test_a_scaler_of_gradients_in_bfloat16(tmp_path: Path, enabled: bool, rules:
 
 def test_a_scaler_for_float16(tmp_path: Path) -> None:
     net = te.Linear(32, 32)
-    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), GradScaler("cpu")
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), GradScaler("cpu", 8.0)
     with InspectSession(None, model=net, log_dir=tmp_path) as session:
         with torch.autocast("cpu", torch.float16), te.autocast(recipe=Float8CurrentScaling()):
             out = net(torch.randn(16, 32))

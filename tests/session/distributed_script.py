@@ -58,6 +58,8 @@ def main(rank: int, folder: Path) -> None:
     for number, name in enumerate(("plain", "plain again", "plain with another weight")):
         plain(rank, folder / name, seed=min(number, 1), scale=4.0 if number == 2 else 1.0)
     groups = [torch.distributed.new_group([index]) for index in range(2)]
+    for name, reduce_amax, group in (("reduced", True, None), ("own", False, None), ("alone", True, groups[rank])):
+        scales(rank, folder / f"scales {name}", DelayedScaling(reduce_amax=reduce_amax), group)
     for case in CASES:
         keywords = {
             "world": {},
@@ -218,6 +220,17 @@ def stopped(rank: int, folder: Path) -> None:
                 session.step()
         except PrecisionFindingError as error:
             (folder / f"{rank}.txt").write_text(f"{step} {error}")
+
+
+def scales(rank: int, folder: Path, recipe: DelayedScaling, group: Any) -> None:
+    """The inputs of the second rank are eight times as large."""
+    torch.manual_seed(rank)
+    net = te.Linear(32, 32)
+    with InspectSession(None, model=net, log_dir=folder) as session:
+        for _ in range(31):
+            with te.autocast(recipe=recipe, amax_reduction_group=group):
+                net(torch.randn(16, 32) * 8**rank).sum().backward()
+            session.step()
 
 
 def run(case: str, rank: int, folder: Path, keywords: dict[str, Any]) -> None:

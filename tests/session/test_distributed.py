@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.cli import app
+from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs import open_run
 from tests.forked import ranks
 from tests.lightning.models import log_of, logged_lines, marked_lines
@@ -45,6 +46,20 @@ def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]
         lines = logged_lines(two / case, rank)
         assert {step: value for (name, step), value in lines.items() if name == NAME} == expected[rank]
         assert not set().union(*marked_lines(two / case, rank).values()), "nothing is out of the ordinary"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("reduced", {}),
+        ("own", {"scales-differ": "warning", "amax-reduction": "note"}),
+        ("alone", {"scales-differ": "warning", "amax-reduction": "note"}),
+    ],
+)
+def test_scales_by_rank(two: Path, case: str, expected: dict[str, str]) -> None:
+    verdict = diagnose(two / f"scales {case}")
+    assert {finding.rule: finding.severity for finding in verdict if finding.tensor in ("activation", "")} == expected
+    assert {"scales-differ", "amax-reduction"} <= set(verdict.judged)
 
 
 @pytest.mark.parametrize(
