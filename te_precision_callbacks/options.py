@@ -20,6 +20,7 @@ from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.base.vocabulary import LayerNames, Observe
 from te_precision_callbacks.config.byte_sizes import size_in_bytes
 from te_precision_callbacks.config.contract import Contract, ContractSource, OnBroken, read_contract
+from te_precision_callbacks.config.early_steps import EarlySteps, read_early_steps, with_early_steps
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.diagnosis.reaction import OnFinding, reads_stop
@@ -93,6 +94,7 @@ class SessionKeywords(TypedDict, total=False):
     records: Records
     report: bool
     start_step: int | None
+    early_steps: EarlySteps
     layer_names: LayerNames | None
     scope: Scope
     prefix: str
@@ -125,7 +127,7 @@ def check_value(key: str, value: object) -> None:
     if type(None) in kinds and value is None:
         return
     texts = [text for kind in kinds if get_origin(kind) is Literal for text in get_args(kind)]
-    if bool in kinds and str not in kinds and not isinstance(value, bool):
+    if set(kinds) - {type(None)} == {bool} and not isinstance(value, bool):
         raise OptionError(f"{key}= must be True or False, not {value!r}.")
     if texts and str not in kinds and value not in texts:
         or_none = ", or None" if type(None) in kinds else ""
@@ -141,8 +143,8 @@ class SessionOptions:
     """The options of a session.
 
     Attributes:
-        config: the config: a path, a mapping, or a loaded one. None: in every tenth step, statistics of every layer and
-            of what quantization loses in it (docs/statistics.md#the-default-config).
+        config: the config: a path, a mapping, or a loaded one. None: in every tenth step, and in ``early_steps``,
+            statistics of every layer and of what quantization loses in it (docs/statistics.md#the-default-config).
         log_dir: the folder for logs. None: the trainer's folder, or the current one.
         feature_dirs: folders of a user's own features; every ``.py`` file below them is executed.
         features: a user's own features, as classes.
@@ -160,6 +162,10 @@ class SessionOptions:
         report: whether the page of the run is written to ``<log_dir>/report.html`` when it has ended without an error,
             and attached to Weights & Biases; other loggers get its path. See docs/report.md.
         start_step: the debug iteration at start. None: 0, or the resumed step.
+        early_steps: steps in which all statistics of the config are due as well, so that a verdict comes early in a
+            short run. True: the steps 1, 2, 5 and 10. A list: those steps. False: none. None: as True with the default
+            config, none with another. They lie within a statistic's first and last step, and count from the begin of
+            the training, also in a resumed run. What DumpTensors writes is not concerned.
         layer_names: the names of layers, in selectors and in all output. ``"upstream"``: exactly the names and numbers
             of nvidia-dlfw-inspect's ``infer_and_assign_layer_names``, for a config that was written for those.
             ``"path"``: the paths in the module tree. None: as the config's own key ``layer_names`` says; without that
@@ -204,6 +210,7 @@ class SessionOptions:
     records: Records = "on"
     report: bool = False
     start_step: int | None = None
+    early_steps: EarlySteps = None
     layer_names: LayerNames | None = None
     scope: Scope = ""
     prefix: str = "te"
@@ -261,8 +268,10 @@ class SessionOptions:
             if not isinstance(feature, type):
                 raise OptionError(f"features= takes classes, not {feature!r}.")
         loaded = load_config(config, features=features, feature_dirs=feature_dirs)
+        early_steps = read_early_steps(keywords.pop("early_steps", None), loaded)
         options = cls(
-            config=loaded,
+            config=with_early_steps(loaded, early_steps),
+            early_steps=early_steps,
             log_dir=None if log_dir is None else _path("log_dir", log_dir),
             feature_dirs=feature_dirs,
             features=features,

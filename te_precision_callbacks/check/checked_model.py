@@ -22,6 +22,7 @@ from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.contract import ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
+from te_precision_callbacks.config.early_steps import EarlySteps, read_early_steps, with_early_steps
 from te_precision_callbacks.config.effects import NAMESPACE, Effect
 from te_precision_callbacks.config.idle import notes_of
 from te_precision_callbacks.config.keys import Scheduled
@@ -103,6 +104,7 @@ def check_model(
     batch: Any = None,
     require: ContractSource = None,
     observe: Observe = "auto",
+    early_steps: EarlySteps = None,
     unconverted: Mapping[str, str] | None = None,
     allow_unmatched: bool = False,
 ) -> CheckedModel:
@@ -122,6 +124,7 @@ def check_model(
         require: a contract, as the front doors take it: what the plan does not hold of it is a finding. Of what is kept
             in which type, a plan knows nothing.
         observe: the path that layers take while features look at their tensors, as the front doors take it.
+        early_steps: steps in which statistics are due as well, as the front doors take it.
         unconverted: of a model that Accelerate has converted, the layers that it left out and why, as
             ``te_precision_callbacks.accelerate.unconverted_layers(model)`` has them.
         allow_unmatched: a section that matches no layer is a note and not a finding.
@@ -129,7 +132,8 @@ def check_model(
     Raises:
         ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
         RecipeError: as in :func:`~te_precision_callbacks.check.named_recipes.recipe_named`.
-        OptionError: ``tokens`` is not positive, or there is a batch as well; ``observe`` is no such path.
+        OptionError: ``tokens`` is not positive, or there is a batch as well; ``observe`` is no such path, or
+            ``early_steps`` no such steps.
         BatchError: the forward or backward does not run with ``batch``.
     """
     if tokens is not None and batch is not None:
@@ -141,7 +145,7 @@ def check_model(
     contract = read_contract(require)
     checked = _Check(
         model,
-        config,
+        with_early_steps(config, read_early_steps(early_steps, config)),
         made,
         tokens,
         batch,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from te_precision_callbacks.check.checked_model import CheckedModel
     from te_precision_callbacks.config import Config
+    from te_precision_callbacks.config.early_steps import EarlySteps
 
 _INDENT = 2
 _AUTO = "auto"
@@ -94,6 +95,13 @@ def check_command(
             " debug.",
         ),
     ] = None,
+    early_steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEPS",
+            help="Steps in which statistics are due as well, as early_steps= in a run: 1,2,5 or on or off.",
+        ),
+    ] = None,
     allow_unmatched: Annotated[
         bool,
         typer.Option(
@@ -115,6 +123,7 @@ def check_command(
         "--batch": batch,
         "--require": require,
         "--observe": observe,
+        "--early-steps": early_steps,
         "--allow-unmatched": allow_unmatched or None,
     }
     for name, value in given.items():
@@ -149,6 +158,7 @@ def check_command(
             batch,
             require,
             observe or _AUTO,
+            _steps(early_steps),
             convert,
             allow_unmatched=allow_unmatched,
         )
@@ -187,6 +197,18 @@ def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
         raise typer.Exit(1) from None
 
 
+def _steps(text: str | None) -> EarlySteps:
+    """The value of ``early_steps=`` that a text stands for."""
+    if text in (None, "on", "off"):
+        return None if text is None else text == "on"
+    try:
+        return [int(step) for step in str(text).split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is none of on, off, and steps such as 1,2,5", param_hint="--early-steps"
+        ) from None
+
+
 def _checked(
     spec: str,
     config: Config,
@@ -195,6 +217,7 @@ def _checked(
     batch_spec: str | None,
     require: str | None,
     observe: str,
+    early_steps: EarlySteps,
     convert: Conversion | None,
     *,
     allow_unmatched: bool,
@@ -212,6 +235,7 @@ def _checked(
     from te_precision_callbacks.check.factory import build_batch
     from te_precision_callbacks.check.named_recipes import recipe_named
     from te_precision_callbacks.config.contract import read_contract
+    from te_precision_callbacks.config.early_steps import read_early_steps
     from te_precision_callbacks.options import check_value
 
     notes: tuple[str, ...] = ()
@@ -219,6 +243,7 @@ def _checked(
         recipe, notes = recipe_of_accelerate(recipe)
     recipe_named(recipe)  # a wrong name is reported before a model is made
     check_value("observe", observe)
+    read_early_steps(early_steps, config)
     contract = read_contract(require)
     batch = None if batch_spec is None else build_batch(batch_spec)
     path = cast(Observe, observe)
@@ -230,6 +255,7 @@ def _checked(
         batch=batch,
         require=contract,
         observe=path,
+        early_steps=early_steps,
         allow_unmatched=allow_unmatched,
     )
 

@@ -62,15 +62,7 @@ def diagnose_command(
             notes.append(f"{known} leaves out {left_out} findings that are known.")
         notes += [f"{known}:{line}: no finding is left out by {text!r}." for line, text in unused]
     if as_json:
-        terminal.show_json(
-            {
-                "verdict": str(verdict),
-                "judged": len(verdict.judged),
-                "findings": [finding.as_json() for finding in verdict],
-                "not_judged": [each._asdict() for each in verdict.not_judged],
-                "notes": notes,
-            }
-        )
+        terminal.show_json({**verdict.as_json(), "notes": notes})
     else:
         _show(verdict)
         terminal.show_notes(notes)

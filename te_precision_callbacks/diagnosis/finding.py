@@ -160,11 +160,16 @@ class Verdict(Sequence[Finding]):
         return self.summary + first
 
     def as_json(self) -> dict[str, Any]:
-        """The summary, the findings, and which rules were judged and which were not, as JSON values."""
+        """The verdict as JSON values, at the top of what ``diagnose``, ``show`` and ``report`` print with ``--json``.
+
+        ``verdict`` is the text, ``judged`` the number of rules that were judged, and ``judged_rules`` has their ids.
+        """
         return {
+            "verdict": str(self),
             "summary": self.summary,
             "healthy": self.healthy,
-            "judged": list(self.judged),
+            "judged": len(self.judged),
+            "judged_rules": list(self.judged),
             "findings": [finding.as_json() for finding in self.findings],
             "not_judged": [each._asdict() for each in self.not_judged],
         }

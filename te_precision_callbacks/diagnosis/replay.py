@@ -2,12 +2,19 @@
 
 verdict = diagnose("logs")
 verdict.healthy, verdict.findings, verdict.not_judged
+
+replay = Replay()                       # of a run that is still written
+replay.verdict(open_run("logs"))        # judges all steps
+replay.verdict(open_run("logs"))        # later: those that have come since
 """
 
 from __future__ import annotations
 
+import bisect
+import hashlib
 import os
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,47 +37,130 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
     Raises:
         RunError: the path has no run that can be read.
     """
-    recorded = run if isinstance(run, RecordedRun) else open_run(run)
-    diagnosis = Diagnosis()
-    facts = _Facts(recorded)
-    series = [
-        Series(subject.layer, family_of(subject.tensor, subject.statistic, subject.gemm or None))
-        for subject in recorded.subjects
-    ]
-    splitter = Splitter(series.__getitem__)
-    saved = [row["iteration"] for row in recorded.events.to_pylist() if row["kind"] == "checkpoint_saved"]
-    checkpoints = sorted(iteration for iteration in saved if iteration is not None)
-    for iteration, numbers, values, unscaled in _steps(recorded):
-        while checkpoints and checkpoints[0] <= iteration:
-            diagnosis.note_checkpoint(checkpoints.pop(0))
-        if facts.changed(iteration):
-            diagnosis.know(facts.at(iteration), iteration)
-        layers = frozenset(series[number].layer for number in numbers[unscaled].tolist())
-        diagnosis.step(splitter.step(iteration, numbers, values, layers))
-    if facts.changed(facts.last):
-        diagnosis.know(facts.at(facts.last), facts.last)
-    return diagnosis.verdict
+    return Replay().verdict(run if isinstance(run, RecordedRun) else open_run(run))
 
 
-def _steps(
-    run: RecordedRun,
-) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float64], npt.NDArray[np.bool_]]]:
-    """The numbers of each step: iteration, series, values, and which are of delayed scaling's first step.
+class Replay:
+    """The verdict on a run that may still be written: each step goes into the rules once.
 
-    They are those that are reduced over ranks; where none is, those of the first rank.
+    It begins anew where what it has seen has changed, for example where facts about its steps come late, where a second
+    start of the run repeats steps, or where old steps are thinned. So the verdict is always that of :func:`diagnose`.
     """
-    ranks = [subject.rank for subject in run.subjects]
-    rank = None if None in ranks else min((each for each in ranks if each is not None), default=None)
-    table = run.values(number for number, each in enumerate(ranks) if each == rank)
-    iterations = table["iteration"].to_numpy()
-    order = np.argsort(iterations, kind="stable")  # within a step by series, as in the table
-    series = table["series"].to_numpy()[order].astype(np.int32)
-    values = table["value"].to_numpy()[order]
-    flags = table["flags"].fill_null(0).to_numpy()[order]
-    found, begins = np.unique(iterations[order], return_index=True)
-    ends = np.append(begins, len(series))[1:]
-    for iteration, begin, end in zip(found.tolist(), begins.tolist(), ends.tolist(), strict=True):
-        yield iteration, series[begin:end], values[begin:end], (flags[begin:end] & STEP0) != 0
+
+    def __init__(self) -> None:
+        self._seen: _Seen | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        series: list[Series] = []
+        self._diagnosis = Diagnosis()
+        self._series = series
+        self._numbers: dict[Series, int] = {}
+        self._splitter = Splitter(series.__getitem__)
+        self._last = -1
+        self._place: int | None = None
+
+    def verdict(self, run: RecordedRun) -> Verdict:
+        """The verdict on all that is recorded so far."""
+        read = _Read(run)
+        if self._seen != read.up_to(self._last):
+            self._begin()
+        diagnosis, facts = self._diagnosis, read.facts
+        series = [
+            Series(subject.layer, family_of(subject.tensor, subject.statistic, subject.gemm or None))
+            for subject in run.subjects
+        ]
+        for iteration, numbers, values, unscaled in read.steps(self._last):
+            for checkpoint in read.checkpoints(self._last, iteration):
+                diagnosis.note_checkpoint(checkpoint)
+            self._know(facts, iteration)
+            own = np.array([self._number(series[number]) for number in numbers.tolist()], np.int32)
+            layers = frozenset(series[number].layer for number in numbers[unscaled].tolist())
+            diagnosis.step(self._splitter.step(iteration, own, values, layers))
+            self._last = iteration
+        self._seen = read.up_to(self._last)
+        if self._know(facts, facts.last):
+            self._seen = None  # what comes next would see them in its own step
+        return diagnosis.verdict
+
+    def _know(self, facts: _Facts, iteration: int) -> bool:
+        """Judge the facts of an iteration, if they are other ones than those before."""
+        place = facts.place(iteration)
+        is_new, self._place = place != self._place, place
+        if is_new:
+            self._diagnosis.know(facts.at(iteration), iteration)
+        return is_new
+
+    def _number(self, series: Series) -> int:
+        """The number of a series, which stays the same when others come into the run."""
+        number = self._numbers.setdefault(series, len(self._numbers))
+        if number == len(self._series):
+            self._series.append(series)
+        return number
+
+
+class _Seen(NamedTuple):
+    """What a replay has seen of a run: if it is another one in a later reading, its steps have to be judged again.
+
+    Attributes:
+        run: its path and id, and the number of its segments.
+        rank: the rank whose numbers are judged; None for those that are reduced over ranks.
+        numbers: how many there are up to the last step that was judged.
+        facts: the facts up to it.
+        checkpoints: those before it.
+    """
+
+    run: tuple[str, str, int]
+    rank: int | None
+    numbers: int
+    facts: str
+    checkpoints: tuple[int, ...]
+
+
+class _Read:
+    """What has been recorded of a run when it was read.
+
+    The numbers are those that are reduced over ranks; where none is, those of the first rank.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.facts = _Facts(run)
+        self._run = str(run.path), run.run_id, len(run.segments)
+        ranks = [subject.rank for subject in run.subjects]
+        self._rank = None if None in ranks else min((each for each in ranks if each is not None), default=None)
+        table = run.values(number for number, each in enumerate(ranks) if each == self._rank)
+        iterations = table["iteration"].to_numpy()
+        order = np.argsort(iterations, kind="stable")  # within a step by series, as in the table
+        self._iterations = iterations[order]
+        self._series = table["series"].to_numpy()[order].astype(np.int32)
+        self._values = table["value"].to_numpy()[order]
+        self._unscaled = (table["flags"].fill_null(0).to_numpy()[order] & STEP0) != 0
+        saved = [row["iteration"] for row in run.events.to_pylist() if row["kind"] == "checkpoint_saved"]
+        self._saved = sorted(iteration for iteration in saved if iteration is not None)
+
+    def steps(
+        self, last: int
+    ) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float64], npt.NDArray[np.bool_]]]:
+        """The numbers of each step after one: iteration, series, values, and which are of delayed scaling's first
+        step."""
+        begin = self._count(last)
+        found, begins = np.unique(self._iterations[begin:], return_index=True)
+        edges = [*(begins + begin).tolist(), len(self._iterations)]
+        for iteration, begin, end in zip(found.tolist(), edges, edges[1:], strict=False):
+            yield iteration, self._series[begin:end], self._values[begin:end], self._unscaled[begin:end]
+
+    def checkpoints(self, after: int, until: int) -> list[int]:
+        """Those that took the state after one iteration, up to another one."""
+        return self._saved[bisect.bisect_right(self._saved, after) : bisect.bisect_right(self._saved, until)]
+
+    def up_to(self, last: int) -> _Seen:
+        """What a replay has seen that has judged the steps up to one."""
+        return _Seen(
+            self._run, self._rank, self._count(last), self.facts.up_to(last), tuple(self.checkpoints(-1, last))
+        )
+
+    def _count(self, last: int) -> int:
+        return int(np.searchsorted(self._iterations, last, side="right"))
 
 
 class _Facts:
@@ -81,18 +171,31 @@ class _Facts:
         steps = run.steps["iteration"].to_numpy()
         self.last = int(steps.max()) if len(steps) else 0
         rows = [row for name in OF_SPANS for row in self._tables[name]]
-        edges = {row["since"] for row in rows} | {row["until"] + 1 for row in rows if row["until"] is not None}
-        self._edges = np.array(sorted(edge for edge in edges if edge is not None), np.int64)
-        self._known: int | None = None
         self._settings = [(segment.first_iteration, Settings.from_run(segment.facts)) for segment in run.segments]
+        edges = {first for first, _ in self._settings} | {row["since"] for row in rows}
+        edges |= {row["until"] + 1 for row in rows if row["until"] is not None}
+        self._edges = np.array(sorted(edge for edge in edges if edge is not None), np.int64)
 
-    def changed(self, iteration: int) -> bool:
-        """Whether the facts of an iteration are other ones than those that were asked for last."""
-        place = int(np.searchsorted(self._edges, iteration, side="right"))
-        is_new, self._known = place != self._known, place
-        return is_new
+    def place(self, iteration: int) -> int:
+        """The same number in iterations with the same facts."""
+        return int(np.searchsorted(self._edges, iteration, side="right"))
 
     def at(self, iteration: int) -> Facts:
         """The facts of an iteration."""
         begun = [settings for first, settings in self._settings if first <= iteration]
         return Facts.from_tables(self._tables, iteration, begun[-1] if begun else None)
+
+    def up_to(self, last: int) -> str:
+        """A hash of what holds up to an iteration. What still holds there may end later."""
+        digest = hashlib.sha256()
+        for first, settings in self._settings:
+            if first <= last:
+                digest.update(repr((first, settings)).encode("utf-8", "surrogatepass"))
+        for name, rows in self._tables.items():
+            for row in rows:
+                if name == "states":
+                    digest.update(repr(row).encode("utf-8", "surrogatepass"))
+                elif row["since"] is None or row["since"] <= last:
+                    until = row["until"] if row["until"] is not None and row["until"] < last else None
+                    digest.update(repr({**row, "until": until}).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()

@@ -126,7 +126,7 @@ class ObservedModel:
         planned = self._plan(model)
         sections = flat_config(options.config.enabled_sections, planned.sections)
         config = {"layer_names": repr(options.layer_names), **sections}
-        agreed = {"strict": options.strict, "debug": options.debug, "require": options.require}
+        agreed = {name: getattr(options, name) for name in ("strict", "debug", "require", "early_steps")}
         ranks.require_alike({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration)
         self.flat_config = config
         watched = ACTIVATION_OVERFLOW in options.debug

@@ -182,6 +182,7 @@ class RunFacts:
             "te_backend": "reference" if is_installed() else "compiled",
             "reduce": self._options.reduce,
             "observe": self._options.observe,
+            **({"early_steps": self._options.early_steps} if self._options.early_steps else {}),
             "script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "",
             "started_by": self._results.started_at,
         }

@@ -3,10 +3,13 @@
     schedule = Schedule.of(freq=10, start_step=5)
     schedule.at(7)      # (False, 10): not in iteration 7, next in iteration 10
     str(schedule)       # "steps 5 on that are multiples of 10"
+    early = schedule.with_early([1, 7])
+    early.at(5)         # (False, 7): step 1 is before the first step
 
 The meaning is Transformer Engine's (2.20.2, ``debug/features/utils/__init__.py: next_enabled_iter``): an iteration is
 in the schedule if it is a multiple of ``freq`` and lies in an interval, both ends included. Unlike in its code, an end
-of -1 means no end, as its documentation says.
+of -1 means no end, as its documentation says. Early steps are this project's own: an option of the session says them,
+since no key of upstream's can.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,12 @@ class Schedule:
     Attributes:
         freq: only multiples of this number are in the schedule.
         intervals: first and last iteration of each interval, increasing.
+        early: iterations in the intervals, increasing, that are due though they are no multiple.
     """
 
     freq: int = 1
     intervals: tuple[tuple[int, float], ...] = ((0, math.inf),)
+    early: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -42,18 +47,26 @@ class Schedule:
         pairs = start_end_list or [(start_step, end_step)]
         return cls(freq, tuple(sorted((start or 0, _end(end)) for start, end in pairs)))
 
+    def with_early(self, steps: Iterable[int]) -> Schedule:
+        """The same with steps in which it is due as well, as far as they are in an interval."""
+        added = {step for step in steps if step % self.freq and self._within(step)}
+        return replace(self, early=tuple(sorted(added.union(self.early))))
+
     def at(self, iteration: int) -> tuple[bool, int | None]:
         """Whether something is due in an iteration, and the next iteration in which something is; None for never."""
-        due = iteration % self.freq == 0 and any(start <= iteration <= end for start, end in self.intervals)
+        following = next((step for step in self.early if step > iteration), None)
         for start, end in self.intervals:
             first = max(iteration + 1, start)
             candidate = first + -first % self.freq
             if candidate <= end:
-                return due, candidate
-        return due, None
+                following = candidate if following is None else min(candidate, following)
+                break
+        return self._holds(iteration), following
 
     def meets(self, other: Schedule) -> bool:
-        """Whether an iteration is in both schedules: a multiple of both frequencies, in an interval of each."""
+        """Whether an iteration is in both schedules."""
+        if any(map(other._holds, self.early)) or any(map(self._holds, other.early)):
+            return True
         both = math.lcm(self.freq, other.freq)
         for start, end in self.intervals:
             for other_start, other_end in other.intervals:
@@ -62,6 +75,12 @@ class Schedule:
                     return True
         return False
 
+    def _within(self, iteration: int) -> bool:
+        return any(start <= iteration <= end for start, end in self.intervals)
+
+    def _holds(self, iteration: int) -> bool:
+        return (iteration % self.freq == 0 and self._within(iteration)) or iteration in self.early
+
     def __str__(self) -> str:
         """``steps 0 to 10 that are multiples of 2``."""
         parts = [
@@ -69,13 +88,14 @@ class Schedule:
             for start, end in self.intervals
         ]
         multiples = f" that are multiples of {self.freq}" if self.freq > 1 else ""
-        return f"steps {' and '.join(parts)}{multiples}" if parts != ["0 on"] or multiples else "every step"
+        early = f", and step{'s' * (len(self.early) > 1)} {', '.join(map(str, self.early))}" if self.early else ""
+        return f"steps {' and '.join(parts)}{multiples}{early}" if parts != ["0 on"] or multiples else "every step"
 
 
 @functools.lru_cache(maxsize=4)
 def fingerprint(schedules: frozenset[Schedule]) -> int:
     """A hash below 2**52, the same in every process for the same schedules."""
-    text = repr(sorted((schedule.freq, schedule.intervals) for schedule in schedules))
+    text = repr(sorted((schedule.freq, schedule.intervals, schedule.early) for schedule in schedules))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
 
 

@@ -177,6 +177,15 @@ def test_the_plan_of_a_model() -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_early_steps() -> None:
+    found = as_json("config.yaml", "--model", "my_models:build", "--early-steps", "5,1")
+    assert {feature["steps"] for row in found["plan"] for feature in row["features"]} == {
+        "steps 0 on that are multiples of 10, and steps 1, 5",
+        "every step",
+    }
+
+
+@pytest.mark.usefixtures("here")
 def test_the_plan_as_json() -> None:
     found = as_json("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling")
     assert (found["recipe"], found["device"], found["tokens"]) == ("fp8_current_scaling", "meta", None)
@@ -307,6 +316,9 @@ PLAN = "config.yaml --model my_models:build"
         ("config.yaml --tokens 3", "--tokens: it is for a plan; give --model, too"),
         ("config.yaml --allow-unmatched", "--allow-unmatched: it is for a plan"),
         ("config.yaml --recipe mxfp8", "--recipe: it is for a plan"),
+        ("config.yaml --early-steps on", "--early-steps: it is for a plan"),
+        (f"{PLAN} --early-steps 1;2", "'1;2' is none of on, off, and steps such as 1,2,5"),
+        (f"{PLAN} --early-steps -1", r"early_steps= must be True, False, None, or a list of whole numbers"),
         ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
         ("config.yaml --require 'fp8 >= 1%'", "--require: it is for a plan"),
         ("config.yaml --model my_models:build --require 'fp9 >= 1%'", "no precision 'fp9'. Did you mean 'fp8'"),

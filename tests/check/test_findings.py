@@ -246,6 +246,8 @@ def test_which_features_act_when() -> None:
         "s: LogTensorStats of weight, steps 0 on that are multiples of 5",
         "s: LogTensorStats of gradient, activation, every step",
     ]
+    early = check(torch.nn.Sequential(te.Linear(32, 32)), {"s": config["s"]}, early_steps=True)
+    assert str(early.features["0"][0]) == f"{logged[0]}, and steps 1, 2"
     assert {layer: list(map(str, features)) for layer, features in checked.features.items()} == {
         "0": [*logged, "t: FakeQuant of fprop (activation, weight), every step"],
         "1": [*logged, "u: DisableFP8GEMM of dgrad, wgrad, every step"],

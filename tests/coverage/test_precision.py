@@ -193,9 +193,9 @@ def test_what_is_missing_of_a_backward_raises_if_strict(tmp_path: Path) -> None:
 
 
 def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) -> None:
-    """The default config looks in every tenth step. A step in high precision alone is told as a doubt at least."""
+    """Every tenth step is due here. A step in high precision alone is told as a doubt at least."""
     net = te.Linear(32, 32)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+    with InspectSession(None, model=net, log_dir=tmp_path, early_steps=False) as session:
         shown = []
         for fp8 in (True, True, False, True, True):
             with te.autocast(enabled=fp8):
@@ -203,7 +203,7 @@ def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) ->
             session.step()
             shown.append((session.precision[0].operands["weight"], session.precision[0].seen))
     assert shown == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3", False)] * 3
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+    with InspectSession(None, model=net, log_dir=tmp_path, early_steps=False) as session:
         for fp8 in (False, False, True, False, False):
             with te.autocast(enabled=fp8):
                 net(torch.randn(16, 32)).sum().backward()

@@ -36,11 +36,11 @@ def blocks(*, defect: bool = True) -> torch.nn.Sequential:
     return net
 
 
-def train(folder: Path, steps: int = 21, *, defect: bool = True, **keywords: Any) -> InspectSession:
-    """Train under the default config; the session, which has ended."""
+def train(folder: Path, steps: int = 21, *, config: Any = None, defect: bool = True, **keywords: Any) -> InspectSession:
+    """Train, by default under the default config; the session, which has ended."""
     net = blocks(defect=defect)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    with InspectSession(None, model=net, log_dir=folder, **keywords) as session:
+    with InspectSession(config, model=net, log_dir=folder, **keywords) as session:
         for _ in range(steps):
             with te.autocast(recipe=Float8CurrentScaling()):
                 loss = (net(torch.randn(16, 32)) - 1).pow(2).mean()

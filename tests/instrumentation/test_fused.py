@@ -176,11 +176,12 @@ def test_a_fused_gelu_in_float32_is_the_same_in_each_step(checkpoint: str, tmp_p
     assert steps_that_differ(alone, observed) == []
 
 
-def test_the_default_config_takes_gelu_from_its_fused_path_in_every_tenth_step(tmp_path: Path) -> None:
+def test_the_default_config_takes_gelu_from_its_fused_path_in_its_due_steps(tmp_path: Path) -> None:
     """It asks for activations; docs/observing.md says so."""
     alone = gelu_in_float32(None, "none", None)
     assert steps_that_differ(alone, gelu_in_float32(None, "none", None)) == []
-    assert steps_that_differ(alone, gelu_in_float32(None, "none", tmp_path)) == [0]
+    assert steps_that_differ(alone, gelu_in_float32(None, "none", tmp_path / "default")) == [0, 1, 2]
+    assert steps_that_differ(alone, gelu_in_float32(None, "none", tmp_path / "late", early_steps=False)) == [0]
 
 
 EXACT = ["Linear", "GroupedLinear"]

@@ -38,8 +38,8 @@ def train(session: InspectSession, net: torch.nn.Module, recipes: list[Recipe | 
 def test_the_default_config_tells_what_quantization_loses(tmp_path: Path, net: torch.nn.Module, keeper: Keeper) -> None:
     with InspectSession(model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         list(train(session, net, [DelayedScaling()] * 11 + [None] * 10))
-    assert keeper.iterations == [0, 10, 20]
-    in_fp8, in_high_precision = keeper.steps[1], keeper.steps[2]
+    assert keeper.iterations == [0, 1, 2, 5, 10, 20]
+    *_, in_fp8, in_high_precision = keeper.steps
     assert {row.statistic for row in in_fp8} == PLAIN | QUANTIZED
     assert len(in_fp8) == 2 * 3 * len(PLAIN | QUANTIZED)
     assert {row.statistic for row in in_high_precision} == PLAIN, "and not what current scaling would give"

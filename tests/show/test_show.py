@@ -391,10 +391,7 @@ def test_the_verdict_in_json_is_that_of_diagnose(tmp_path: Path) -> None:
     found = json.loads(show(tmp_path, "--json").output)
     verdict = diagnose(tmp_path)
     assert next(iter(found)) == "verdict"
-    assert found["verdict"]["summary"] == verdict.summary
-    assert found["verdict"]["findings"] == [each.as_json() for each in verdict]
-    assert found["verdict"]["judged"] == list(verdict.judged)
-    assert [each["rule"] for each in found["verdict"]["not_judged"]] == [each.rule for each in verdict.not_judged]
+    assert {name: found[name] for name in verdict.as_json()} == verdict.as_json()
 
 
 def test_the_command_for_more_names_the_run_where_there_are_several(tmp_path: Path) -> None:
@@ -416,14 +413,14 @@ def test_names_in_findings_do_no_harm(tmp_path: Path) -> None:
 def test_a_run_that_is_followed_is_judged_as_often_as_the_cost_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, now = [], [0.0]
+    calls, now, verdict = [], [0.0], replay.Replay.verdict
 
-    def costly(run: RecordedRun) -> Verdict:
+    def costly(self: replay.Replay, run: RecordedRun) -> Verdict:
         calls.append(now[0])
         now[0] += 2
-        return diagnose(run)
+        return verdict(self, run)
 
-    monkeypatch.setattr(replay, "diagnose", costly)
+    monkeypatch.setattr(replay.Replay, "verdict", costly)
     monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
     run, judge = RunWriter.begin(tmp_path), command._Judging()
     for step in range(40):
@@ -437,7 +434,9 @@ def test_a_run_that_is_followed_is_judged_as_often_as_the_cost_allows(
     console.print(Screen(view))
     assert "As of step 20." in console.file.getvalue().splitlines()[0]  # type: ignore[attr-defined]
     run.close("ended")
-    assert look(open_run(tmp_path), judge=judge).judged_to == 39, "what has ended is judged at once"
+    ended = look(open_run(tmp_path), judge=judge)
+    assert ended.judged_to == 39, "what has ended is judged at once"
+    assert ended.verdict == diagnose(tmp_path)
 
 
 def test_a_new_finding_is_a_line_for_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,7 +193,8 @@ MOST_PLACES = 200
 
 
 def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str, Any]:
-    """The verdict for the page: each finding with its layers as places in the list of layers."""
+    """The verdict for the page, as ``Verdict.as_json`` has it without its text, except that findings have places in the
+    page's list of layers instead of names."""
     index = {layer.name: place for place, layer in enumerate(subjects.layers)}
     columns = ((table["scope"].to_pylist(), table["layer"].to_pylist()) for table in (run.series, run.layers))
     places: dict[str, int] = {}
@@ -203,7 +204,7 @@ def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str
             if place is not None:
                 places[layer] = min(place, places.get(layer, place))
     return {
-        **{name: value for name, value in verdict.as_json().items() if name != "findings"},
+        **{name: value for name, value in verdict.as_json().items() if name != "verdict"},
         "findings": [finding_on_page(finding, places) for finding in verdict],
     }
 

@@ -55,7 +55,7 @@ def numbers(
             " all that it has."
         )
     return {
-        "verdict": diagnose(run).as_json(),
+        **diagnose(run).as_json(),
         "run": {"path": str(run.path), "run_id": run.run_id, "source": run.source},
         "notes": list(run.notes),
         "segments": facts.segments(run),

@@ -28,7 +28,7 @@ const toFindings = (...children) => link({ page: "findings" }, ...children);
 // The verdict, with its first findings: what a report begins with.
 function verdictPart(report) {
   const { verdict } = report, { findings, not_judged: notJudged } = verdict;
-  const state = !verdict.judged.length ? "none" : findings[0]?.severity ?? "healthy", left = findings.length - FINDINGS_AT_THE_TOP;
+  const state = !verdict.judged ? "none" : findings[0]?.severity ?? "healthy", left = findings.length - FINDINGS_AT_THE_TOP;
   return el("section", { class: `card verdict ${state}`, "aria-labelledby": "verdict" },
     el("h2", { id: "verdict" }, verdict.summary),
     findings.length > 0 && el("ol", { "aria-label": "Findings, the worst first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
@@ -59,10 +59,10 @@ async function findingsPage(report) {
   const { verdict } = report, { findings, not_judged: notJudged } = verdict;
   return [[
     el("h1", {}, "Findings"), el("p", {}, verdict.summary),
-    !verdict.judged.length && el("p", { class: "quiet" }, "The run has no numbers that a rule can judge. Record statistics of its layers, for which no config is needed."),
+    !verdict.judged && el("p", { class: "quiet" }, "The run has no numbers that a rule can judge. Record statistics of its layers, for which no config is needed."),
     findings.map((finding, number) => findingCard(report, finding, number)),
     notJudged.length > 0 && card("Rules that were not judged", { about: "Collect what a rule needs, and run again." },
       table(["rule", "why not", "what to collect"], notJudged.map(({ rule, why, collect }) => [el("span", { class: "mono" }, rule), why, collect]))),
-    verdict.judged.length > 0 && card("Rules that were judged", { about: "te-precision rules ID explains a rule." }, el("p", { class: "mono" }, verdict.judged.join(", "))),
+    verdict.judged > 0 && card("Rules that were judged", { about: "te-precision rules ID explains a rule." }, el("p", { class: "mono" }, verdict.judged_rules.join(", "))),
   ], async () => {}];
 }

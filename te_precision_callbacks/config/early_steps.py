@@ -1,0 +1,71 @@
+"""What ``early_steps=`` takes: steps at the begin of a run in which statistics are due that are otherwise due rarely.
+
+read_early_steps(None, config)       # (1, 2, 5, 10) with the default config, () with one's own
+read_early_steps(True, config)       # (1, 2, 5, 10)
+read_early_steps([3, 30], config)    # (3, 30)
+with_early_steps(config, (1, 2, 5))  # the config with these steps in the schedule of each statistic
+
+No key of a config can say this: a config has to stay valid in Transformer Engine, whose ``freq`` is one number. The
+steps count from the begin of the training, so a resumed run has statistics in the same steps as one that never stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.config.effects import NAMESPACE
+from te_precision_callbacks.config.loading import Config
+from te_precision_callbacks.config.planning import Section
+
+EarlySteps = bool | Sequence[int] | None
+"""The values of ``early_steps=``."""
+
+EARLY_STEPS = (1, 2, 5, 10)
+"""With step 0, and every tenth step after them: the rules that need three due steps judge after step 2."""
+
+
+def read_early_steps(early_steps: object, config: Config) -> tuple[int, ...]:
+    """The steps, increasing.
+
+    Args:
+        early_steps: the value. None: :data:`EARLY_STEPS` with the default config, else none, since one's own config
+            says itself how often its statistics are due.
+        config: the config of the session.
+
+    Raises:
+        OptionError: ``early_steps=`` does not take the value.
+    """
+    if early_steps is None or isinstance(early_steps, bool):
+        return EARLY_STEPS if early_steps or (early_steps is None and config.is_default) else ()
+    steps = list(early_steps) if isinstance(early_steps, Iterable) and not isinstance(early_steps, (str, bytes)) else []
+    if not steps or any(type(step) is not int or step < 0 for step in steps):
+        raise OptionError(
+            "early_steps= must be True, False, None, or a list of whole numbers >= 0, such as [1, 2, 5], not"
+            f" {early_steps!r}."
+        )
+    return tuple(sorted(set(steps)))
+
+
+def with_early_steps(config: Config, steps: Sequence[int]) -> Config:
+    """The config in which each statistic is due in these steps as well, within its first and last step. What
+    DumpTensors writes is due as before."""
+    if not steps:
+        return config
+    return replace(config, sections=tuple(_with_early_steps(section, steps) for section in config.sections))
+
+
+def _with_early_steps(section: Section, steps: Sequence[int]) -> Section:
+    # Not above: the schemas import pydantic and numpy.
+    from te_precision_callbacks.config.checking import ReadOptions
+
+    def early(options: Any) -> Any:
+        return options.with_early_steps(steps) if isinstance(options, ReadOptions) else options
+
+    features: Mapping[str, Any] = section.features.get(NAMESPACE, {})
+    if not features:
+        return section
+    own = {name: early(options) for name, options in features.items()}
+    return replace(section, features={**section.features, NAMESPACE: own})
