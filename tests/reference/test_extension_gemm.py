@@ -343,6 +343,18 @@ BLOCKS: dict[str, tuple[str, str, Any, Any]] = {
 }
 
 
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [(_current, _current), (lambda: _block(2), _block), None], ids=["tensor", "block", ""])
+def test_a_product_does_not_see_autocast(make: Any, autocast: torch.dtype) -> None:
+    a, b, _ = _operands("TN", torch.float32)
+    if make is not None:
+        a, b = tex.quantize(a, make[0]()), tex.quantize(b, make[1]())
+    expected = _gemm(a, b, "TN", out_dtype=torch.float32)[0]
+    with torch.autocast("cpu", autocast):
+        assert torch.equal(_gemm(a, b, "TN", out_dtype=torch.float32)[0], expected)
+        assert torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.usefixtures("either_gpu")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("formats", BLOCKS)

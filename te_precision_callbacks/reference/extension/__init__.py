@@ -19,6 +19,7 @@ file                         content
 ``enums.py``                 enumerations
 ``scaling.py``               amax, and the update of delayed scaling
 ``quantizers.py``            which implementation serves which quantizer
+``autocast.py``              no function sees torch's autocast
 ``casting.py``               what these implementations have in common
 ``buffers.py``               making the tensors that quantizers write to
 ``float8.py``                per-tensor FP8

@@ -59,11 +59,13 @@ from te_precision_callbacks.reference.extension.attention_products import (
     visible_pairs,
 )
 from te_precision_callbacks.reference.extension.attention_support import CAUSAL, PADDING, missing_option
+from te_precision_callbacks.reference.extension.autocast import outside_of_autocast
 from te_precision_callbacks.reference.extension.float8 import raise_amax
 from te_precision_callbacks.reference.extension.quantization import quantize_result
 from te_precision_callbacks.reference.extension.quantizers import casting_for
 
 
+@outside_of_autocast
 @torch.no_grad()
 def fused_attn_fwd(
     max_seqlen_q: int,
@@ -153,6 +155,7 @@ def fused_attn_fwd(
     return [quantize_result(output, fake_dtype, o_quantizer if is_fp8 else None), done.stats, rng_state]
 
 
+@outside_of_autocast
 @torch.no_grad()
 def fused_attn_bwd(
     max_seqlen_q: int,

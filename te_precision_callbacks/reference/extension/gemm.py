@@ -31,6 +31,7 @@ from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
 from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.activation import GELU
+from te_precision_callbacks.reference.extension.autocast import outside_of_autocast
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.dtypes import torch_dtype
 from te_precision_callbacks.reference.extension.enums import DType
@@ -41,6 +42,7 @@ from te_precision_callbacks.reference.target import capability
 NOT_SUPPORTED = "cuBLAS has no such GEMM (CUBLAS_STATUS_NOT_SUPPORTED)"
 
 
+@outside_of_autocast
 @torch.no_grad()
 def generic_gemm(
     A: Any,
