@@ -22,7 +22,7 @@ from te_precision_callbacks.statistics.series import SeriesTable
 
 TENSORS = {"activation": 1.0, "weight": 0.02, "gradient": 1e-5}
 OF_TENSORS = ("min", "max", "mean", "std", "cur_amax", "nonfinite_num")
-OF_LOSSES = ("underflows%", "overflows%", "scale_inv_max")
+OF_LOSSES = ("underflows%", "overflows%", "scale_inv_min", "scale_inv_max")
 PARTS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
 
 

@@ -7,6 +7,7 @@ verdict.healthy, verdict.findings, verdict.not_judged
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -40,16 +41,29 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
     splitter = Splitter(series.__getitem__)
     saved = [row["iteration"] for row in recorded.events.to_pylist() if row["kind"] == "checkpoint_saved"]
     checkpoints = sorted(iteration for iteration in saved if iteration is not None)
+    scalars = _scalars(recorded)
     for iteration, numbers, values, unscaled in _steps(recorded):
         while checkpoints and checkpoints[0] <= iteration:
             diagnosis.note_checkpoint(checkpoints.pop(0))
+        while scalars and scalars[0][0] <= iteration:
+            diagnosis.scalars(*scalars.popleft())
         if facts.changed(iteration):
             diagnosis.know(facts.at(iteration), iteration)
         layers = frozenset(series[number].layer for number in numbers[unscaled].tolist())
         diagnosis.step(splitter.step(iteration, numbers, values, layers))
+    for each in scalars:
+        diagnosis.scalars(*each)
     if facts.changed(facts.last):
         diagnosis.know(facts.at(facts.last), facts.last)
     return diagnosis.verdict
+
+
+def _scalars(run: RecordedRun) -> deque[tuple[int, dict[str, float]]]:
+    """The numbers that the trainer has logged of each iteration, in order."""
+    found: dict[int, dict[str, float]] = {}
+    for row in run.scalars.select(["iteration", "name", "value"]).to_pylist():
+        found.setdefault(row["iteration"], {})[row["name"]] = row["value"]
+    return deque(sorted(found.items(), key=lambda entry: entry[0]))
 
 
 def _steps(
