@@ -16,13 +16,13 @@ import time
 import numpy as np
 
 from te_precision_callbacks.diagnosis.engine import Diagnosis
-from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
+from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts, Settings
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.statistics.series import SeriesTable
 
 TENSORS = {"activation": 1.0, "weight": 0.02, "gradient": 1e-5}
 OF_TENSORS = ("min", "max", "mean", "std", "cur_amax", "nonfinite_num")
-OF_LOSSES = ("underflows%", "overflows%", "scale_inv_max")
+OF_LOSSES = ("underflows%", "overflows%", "scale_inv_min", "scale_inv_max")
 PARTS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
 
 
@@ -37,7 +37,8 @@ def measured(series: int, repeat: int) -> tuple[int, float, float]:
                 name, "Linear", place, layers - place, formats, "fp8_delayed_scaling", low=frozenset({"fprop"})
             )
             for place, name in enumerate(names)
-        }
+        },
+        settings=Settings(ranks=2),
     )
     table = SeriesTable()
     generator = np.random.default_rng(0)
@@ -52,12 +53,16 @@ def measured(series: int, repeat: int) -> tuple[int, float, float]:
     splitter, diagnosis = Splitter(table.__getitem__), Diagnosis()
     diagnosis.know(facts, 0)
     ids, found = np.array(numbers, np.int32), np.array(values)
+    largest = np.array([table[number].statistic == "scale_inv_max" for number in numbers])
+    least = np.array([table[number].statistic == "scale_inv_min" for number in numbers])
     took: list[float] = []
     split: list[float] = []
     for step in range(repeat + 2):
         noise = generator.lognormal(0, 0.05, len(found))
+        now = found * noise
+        now[largest] = now[least]  # as ranks with one scale have it
         begun = time.perf_counter()
-        given = splitter.step(step, ids, found * noise)
+        given = splitter.step(step, ids, now)
         between = time.perf_counter()
         diagnosis.step(given)
         took.append(time.perf_counter() - begun)

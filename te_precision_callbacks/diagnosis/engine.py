@@ -3,6 +3,7 @@
 diagnosis = Diagnosis()
 diagnosis.know(facts, iteration)                # when they are known, and when they change
 new = diagnosis.step(numbers)                   # what was found in this step and not before
+new = diagnosis.scalars(iteration, {"loss": 2.3, "grad_norm": 0.8})
 diagnosis.verdict                               # all of it
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding, NotJudged, Verdict, worst_first
@@ -57,6 +58,14 @@ class Diagnosis:
         found = self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts))
         self._steps.append(numbers.iteration)
         return found
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> list[Finding]:
+        """Judge numbers that the trainer logs of an iteration; by iteration, in order.
+
+        Returns:
+            The findings that are new, or worse than before.
+        """
+        return self._judge(iteration, lambda judge: judge.scalars(iteration, values))
 
     def note_checkpoint(self, iteration: int) -> None:
         """Note that a checkpoint has taken the state before an iteration."""

@@ -58,12 +58,13 @@ class Replay:
         self._numbers: dict[Series, int] = {}
         self._splitter = Splitter(series.__getitem__)
         self._last = -1
+        self._told = -1
         self._place: int | None = None
 
     def verdict(self, run: RecordedRun) -> Verdict:
         """The verdict on all that is recorded so far."""
         read = _Read(run)
-        if self._seen != read.up_to(self._last):
+        if self._seen != read.up_to(self._last, self._told) or read.has_steps_between(self._last, self._told):
             self._begin()
         diagnosis, facts = self._diagnosis, read.facts
         series = [
@@ -73,15 +74,23 @@ class Replay:
         for iteration, numbers, values, unscaled in read.steps(self._last):
             for checkpoint in read.checkpoints(self._last, iteration):
                 diagnosis.note_checkpoint(checkpoint)
+            self._tell(read, iteration)
             self._know(facts, iteration)
             own = np.array([self._number(series[number]) for number in numbers.tolist()], np.int32)
             layers = frozenset(series[number].layer for number in numbers[unscaled].tolist())
             diagnosis.step(self._splitter.step(iteration, own, values, layers))
             self._last = iteration
-        self._seen = read.up_to(self._last)
+        self._tell(read, read.last_scalars)
+        self._seen = read.up_to(self._last, self._told)
         if self._know(facts, facts.last):
             self._seen = None  # what comes next would see them in its own step
         return diagnosis.verdict
+
+    def _tell(self, read: _Read, until: int) -> None:
+        """Judge what the trainer has logged up to an iteration."""
+        for iteration, scalars in read.scalars(self._told, until):
+            self._diagnosis.scalars(iteration, scalars)
+            self._told = iteration
 
     def _know(self, facts: _Facts, iteration: int) -> bool:
         """Judge the facts of an iteration, if they are other ones than those before."""
@@ -108,6 +117,7 @@ class _Seen(NamedTuple):
         numbers: how many there are up to the last step that was judged.
         facts: the facts up to it.
         checkpoints: those before it.
+        scalars: a hash of what the trainer has logged up to the last iteration of it that was judged.
     """
 
     run: tuple[str, str, int]
@@ -115,6 +125,7 @@ class _Seen(NamedTuple):
     numbers: int
     facts: str
     checkpoints: tuple[int, ...]
+    scalars: str
 
 
 class _Read:
@@ -137,6 +148,10 @@ class _Read:
         self._unscaled = (table["flags"].fill_null(0).to_numpy()[order] & STEP0) != 0
         saved = [row["iteration"] for row in run.events.to_pylist() if row["kind"] == "checkpoint_saved"]
         self._saved = sorted(iteration for iteration in saved if iteration is not None)
+        logged: dict[int, dict[str, float]] = {}
+        for row in run.scalars.select(["iteration", "name", "value"]).to_pylist():
+            logged.setdefault(row["iteration"], {})[row["name"]] = row["value"]
+        self._logged = sorted(logged.items(), key=_iteration)
 
     def steps(
         self, last: int
@@ -153,14 +168,37 @@ class _Read:
         """Those that took the state after one iteration, up to another one."""
         return self._saved[bisect.bisect_right(self._saved, after) : bisect.bisect_right(self._saved, until)]
 
-    def up_to(self, last: int) -> _Seen:
-        """What a replay has seen that has judged the steps up to one."""
+    @property
+    def last_scalars(self) -> int:
+        """The last iteration of which the trainer has logged something; -1 if there is none."""
+        return self._logged[-1][0] if self._logged else -1
+
+    def scalars(self, after: int, until: int) -> list[tuple[int, dict[str, float]]]:
+        """What the trainer has logged after one iteration, up to another one: iteration, name -> value."""
+        first, end = (bisect.bisect_right(self._logged, each, key=_iteration) for each in (after, until))
+        return self._logged[first:end]
+
+    def has_steps_between(self, last: int, told: int) -> bool:
+        """Whether there are steps after ``last`` and before ``told``, which the scalars up to ``told`` follow."""
+        return self._count(told - 1) > self._count(last)
+
+    def up_to(self, last: int, told: int) -> _Seen:
+        """What a replay has seen that has judged the steps up to ``last``, and the scalars up to ``told``."""
         return _Seen(
-            self._run, self._rank, self._count(last), self.facts.up_to(last), tuple(self.checkpoints(-1, last))
+            self._run,
+            self._rank,
+            self._count(last),
+            self.facts.up_to(last),
+            tuple(self.checkpoints(-1, last)),
+            hashlib.sha256(repr(self.scalars(-1, told)).encode("utf-8", "surrogatepass")).hexdigest(),
         )
 
     def _count(self, last: int) -> int:
         return int(np.searchsorted(self._iterations, last, side="right"))
+
+
+def _iteration(logged: tuple[int, dict[str, float]]) -> int:
+    return logged[0]
 
 
 class _Facts:

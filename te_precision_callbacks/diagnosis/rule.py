@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -38,7 +38,7 @@ class Sighting(NamedTuple):
 
 
 class Judge:
-    """Judges one rule in one run, step by step. A subclass overrides :meth:`facts` or :meth:`step`.
+    """Judges one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step` or :meth:`scalars`.
 
     Attributes:
         applies: whether the rule is about what this run has; None as long as that is not known.
@@ -55,6 +55,10 @@ class Judge:
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterable[Sighting]:
         """Judge the numbers of a step."""
+        return ()
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterable[Sighting]:
+        """Judge numbers that the trainer logs of an iteration; they may come later than those of :meth:`step`."""
         return ()
 
 

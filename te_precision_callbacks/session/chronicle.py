@@ -41,7 +41,7 @@ class Chronicle:
         records: the sink that gets the facts; None if the run is not recorded.
         failures: get failures.
         front_door: what has started the session.
-        diagnosis: judges the facts.
+        diagnosis: judges the facts, and the trainer's numbers.
     """
 
     def __init__(
@@ -190,4 +190,6 @@ class Chronicle:
         for (iteration, logging_step, name, _), number in zip(kept, numbers, strict=True):
             found.setdefault((iteration, logging_step), {})[name] = number
         for (iteration, logging_step), values in found.items():
-            self._sinks.tell(Scalars(iteration, logging_step, values))
+            scalars = Scalars(iteration, logging_step, values)
+            self._sinks.tell(scalars)
+            self._diagnosis.take(scalars)

@@ -17,7 +17,7 @@ from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.reaction import OnFinding, PrecisionFindingError, reads_stop
 from te_precision_callbacks.runs.segment_rows import Facts as RecordedFacts
-from te_precision_callbacks.sinks.step_records import Event, StepRecords
+from te_precision_callbacks.sinks.step_records import Event, Scalars, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,10 @@ class LiveDiagnosis:
         """Judge the facts of the run, which have changed."""
         known = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
         self._react(self._diagnosis.know(known, iteration), iteration)
+
+    def take(self, scalars: Scalars) -> None:
+        """Judge numbers that the trainer logs."""
+        self._react(self._diagnosis.scalars(scalars.iteration, scalars.values), scalars.iteration)
 
     def judge(self, records: StepRecords) -> StepRecords:
         """Judge the numbers of a step, and give its records with the number of findings so far."""

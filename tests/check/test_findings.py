@@ -287,6 +287,14 @@ def test_the_default_recipe_is_that_of_the_gpu() -> None:
         assert check(model()).recipe == "mxfp8"
 
 
+def test_an_argument_of_the_recipe_without_effect() -> None:
+    recipe = recipes.Float8CurrentScaling(use_power_2_scales=True)
+    found = check_model(torch.nn.Sequential(te.Linear(32, 32)), load_config(), recipe=recipe, tokens=32).findings
+    assert [each.text.partition(" has")[0] for each in found if each.kind == "rule"] == [
+        "the model: Float8CurrentScaling: use_power_2_scales (True)"
+    ]
+
+
 def test_what_the_rules_find_in_a_plan() -> None:
     """A layer of torch among alike layers, and gradients in E5M2 under MXFP8."""
     parts = [torch.nn.Linear(32, 32) if place == 4 else te.Linear(32, 32) for place in range(9)]

@@ -19,7 +19,7 @@ from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.sinks.metrics import MetricSelection
 from te_precision_callbacks.sinks.step_records import StepRecords
-from tests.conftest import Keeper
+from tests.conftest import Keeper, statistics
 from tests.diagnosis.planted import train
 
 LAYER = "4.fc"
@@ -227,7 +227,7 @@ def test_a_scaler_for_float16(tmp_path: Path) -> None:
     net = te.Linear(32, 32)
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), GradScaler("cpu", 8.0)
     with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        with torch.autocast("cpu", torch.float16), te.autocast(recipe=Float8CurrentScaling()):
+        with torch.autocast("cpu", torch.float16):
             out = net(torch.randn(16, 32))
         scaler.scale((out.float() - 1).pow(2).mean()).backward()
         scaler.step(optimizer)
@@ -247,5 +247,18 @@ def test_arguments_that_the_recipe_does_not_use(tmp_path: Path) -> None:
     assert found == [
         ("warning", "Float8CurrentScaling: use_power_2_scales (True)"),
         ("note", "Float8CurrentScaling: fp8_dpa (True)"),
+    ]
+    assert diagnose(tmp_path) == session.findings
+
+
+def test_a_gradient_norm_that_creeps_up(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(freq=20), model=net, log_dir=tmp_path) as session:
+        for step in range(41):
+            net(torch.ones(16, 32)).sum().backward()
+            session.log({"loss": torch.tensor(2.0), "grad_norm": 1.05**step})
+            session.step()
+    assert [(finding.rule, finding.severity, finding.since) for finding in session.findings] == [
+        ("gradient-norm", "note", 0)
     ]
     assert diagnose(tmp_path) == session.findings

@@ -417,6 +417,50 @@ def test_arguments_without_effect() -> None:
     assert [each.severity for each in judged([ordinary()], facts(settings=both))] == ["warning", "note"]
 
 
+def logged(norms: Sequence[float], losses: Sequence[float]) -> Verdict:
+    diagnosis = Diagnosis()
+    for iteration, (norm, loss) in enumerate(zip(norms, losses, strict=True)):
+        diagnosis.scalars(iteration, {"loss": loss, "eval_loss": 9.0, "grad_norm": norm, "lr": 1e-3})
+    return diagnosis.verdict
+
+
+def wave(steps: int) -> list[float]:
+    """Noise of 10 %."""
+    return [1 + 0.1 * math.sin(7.7 * step * step) for step in range(steps)]
+
+
+@pytest.mark.parametrize("steps", [30, 30 * 64])
+def test_a_gradient_norm_that_creeps_up(steps: int) -> None:
+    growing = [noise * 4 ** (step / steps) for step, noise in enumerate(wave(steps))]
+    flat = [2.0 * (1 + 0.01 * (noise - 1)) for noise in wave(steps)]
+    finding = only(logged(growing, flat), "gradient-norm")
+    assert (finding.severity, finding.since) == ("note", 0)
+    assert re.match(r"grad_norm has become [23]\.\d+ times as large in \d+ logged steps, while", finding.seen)
+    rising = [loss * (1 + 0.4 * step / steps) for step, loss in enumerate(flat)]
+    assert only(logged(growing, rising), "gradient-norm").severity == "warning"
+
+
+@pytest.mark.parametrize(
+    ("norms", "losses"),
+    [
+        ([1.02**step for step in range(90)], [3 * 0.98**step for step in range(90)]),
+        (wave(90), [2.0] * 90),
+        ([1.0] * 60 + [8.0] * 3 + [1.0] * 27, [2.0] * 90),
+        ([1.0] * 45 + [8.0] * 45, [2.0] * 90),
+        ([1.0] * 90, [2.0 + 0.02 * step for step in range(90)]),
+        ([math.nan] * 90, [2.0] * 90),
+    ],
+    ids=["the loss falls", "noise", "a spike", "a jump", "the loss alone", "nan"],
+)
+def test_gradient_norms_that_are_no_finding(norms: list[float], losses: list[float]) -> None:
+    assert not len(logged(norms, losses))
+
+
+def test_few_logged_steps_are_not_judged() -> None:
+    assert "gradient-norm" in [each.rule for each in logged([1.0] * 29, [2.0] * 29).not_judged]
+    assert "gradient-norm" in logged([1.0] * 30, [2.0] * 30).judged
+
+
 def saturated(*blocks: int) -> Numbers:
     return ordinary(**{f"b{block}_fc1_activation_overflows": 1.0 for block in blocks})
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from te_precision_callbacks.diagnosis.rule import Rule
-from te_precision_callbacks.diagnosis.rules import gradients, losses, precision, scales, settings, siblings, updates
+from te_precision_callbacks.diagnosis.rules import (
+    gradients,
+    losses,
+    precision,
+    scales,
+    settings,
+    siblings,
+    training,
+    updates,
+)
 
 RULES: Sequence[Rule] = (
     *losses.RULES,
@@ -13,6 +22,7 @@ RULES: Sequence[Rule] = (
     *updates.RULES,
     *siblings.RULES,
     *gradients.RULES,
+    *training.RULES,
     *precision.RULES,
     *settings.RULES,
 )
@@ -24,9 +34,3 @@ def table() -> str:
     lines = ["| rule | severity | what is wrong | needs |", "|---|---|---|---|"]
     lines += [f"| `{rule.id}` | {rule.severity} | {rule.title} | {rule.needs} |" for rule in RULES]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(table() + "\n")

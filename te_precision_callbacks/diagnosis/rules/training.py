@@ -1,0 +1,139 @@
+"""The rule on what the trainer logs: a gradient norm that grows while the loss no longer falls."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from te_precision_callbacks.diagnosis.finding import Severity
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.runs.answers import is_loss, loss_first
+
+WINDOW, OF_MEAN, MEANS = 30, 8, (1, 8, 64, 512)
+"""Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
+
+RISE = 1.0
+"""Powers of two by which the median norm of a window's last third is above that of its first third."""
+
+JUMP = 0.6
+"""The share of the rise between two neighbouring sixths of a window above which the norm has jumped."""
+
+FLAT, RISING = 0.01, 0.10
+"""The share by which the loss may fall over the window, and the share by which it rises for a warning."""
+
+_OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
+
+
+class _Point(NamedTuple):
+    """Means over some logged steps.
+
+    Attributes:
+        iteration: the first one.
+        norm: the logarithm of the gradient norm to base 2.
+        loss: the loss.
+    """
+
+    iteration: int
+    norm: float
+    loss: float
+
+
+class GradientNorm(Judge):
+    """Looks at windows of the last numbers, and at windows of means of many, for what comes slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loss = math.nan
+        self._windows = {count: deque[_Point](maxlen=WINDOW) for count in MEANS}
+        self._waiting: dict[int, list[_Point]] = {count: [] for count in MEANS}
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        losses = [name for name in values if is_loss(name) and _OF_EVALUATION.isdisjoint(_words(name))]
+        if losses:
+            self._loss = values[loss_first(losses)[0]]
+        norms = [name for name in values if {"grad", "norm"} <= _words(name) or "gradnorm" in _words(name)]
+        if not norms:
+            return
+        name = min(norms, key=lambda name: (name != "grad_norm", len(name), name))
+        norm = values[name]
+        if not (math.isfinite(norm) and norm > 0 and math.isfinite(self._loss)):
+            return
+        point = _Point(iteration, math.log2(norm), self._loss)
+        for count, waiting in self._waiting.items():
+            waiting.append(point)
+            if len(waiting) < (OF_MEAN if count > 1 else 1):
+                return  # the next windows have no new point either
+            mean = _Point(
+                waiting[0].iteration,
+                sum(each.norm for each in waiting) / len(waiting),
+                sum(each.loss for each in waiting) / len(waiting),
+            )
+            waiting.clear()
+            self._windows[count].append(mean)
+            point = mean
+            yield from self._look(count, name)
+
+    def _look(self, count: int, name: str) -> Iterator[Sighting]:
+        window = self._windows[count]
+        if len(window) < WINDOW:
+            return
+        self.judged = True
+        norms = np.array([each.norm for each in window])
+        losses = np.array([each.loss for each in window]).reshape(3, -1)
+        first, middle, last = np.median(norms.reshape(3, -1), axis=1).tolist()
+        rise = last - first
+        jump = np.diff(np.median(norms.reshape(6, -1), axis=1)).max()
+        if rise < RISE or min(middle - first, last - middle) < RISE / 4 or jump > JUMP * rise:
+            return
+        before, _, after = np.median(losses, axis=1).tolist()
+        change = (after - before) / max(abs(before), 1e-12)
+        if change < -FLAT:
+            return
+        apart = np.percentile(losses[2], 25) > np.percentile(losses[0], 75)
+        severity: Severity = "warning" if change >= RISING and apart else "note"
+        seen = (
+            f"{name} has become {2**rise:.3g} times as large in {WINDOW * count} logged steps, while the"
+            f" loss has changed by {100 * change:+.2g} %"
+        )
+        yield Sighting((), "", "", seen, window[0].iteration, severity)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[/._]", name.lower()))
+
+
+RULES = (
+    Rule(
+        id="gradient-norm",
+        title="the gradient norm creeps up while the loss no longer falls",
+        subject="model",
+        needs=f"the loss and the gradient norm of at least {WINDOW} steps, as the trainer logs them",
+        collect=(
+            'session.log({"loss": ..., "grad_norm": ...}) in each step; the Hugging Face Trainer logs both, with'
+            " logging_steps=1"
+        ),
+        condition=(
+            f"over {WINDOW} logged steps, or over {WINDOW} means of {', '.join(map(str, MEANS[1:]))} of them, the"
+            f" median gradient norm of the last third is at least 2^{RISE:g} times that of the first third, with the"
+            f" middle third between and no jump, and the loss has not fallen by {100 * FLAT:g} %. A warning if it has"
+            f" risen by {100 * RISING:g} % or more, beyond its quartiles; else a note"
+        ),
+        silent="a loss that still falls, norms after clipping, losses of evaluations",
+        severity="warning",
+        source="arXiv 2506.20752: in MX formats it comes before spikes that do not recover; the numbers are ours",
+        why="with block formats a slowly growing gradient norm came before runs diverged",
+        disproof="the learning rate or the data have changed at that step, or a run in BF16 has the same norm",
+        remedy=(
+            "Go back to a checkpoint from before, and run on in higher precision: BF16 for the forward, or for"
+            " activations and LayerNorm; lower the learning rate"
+        ),
+        cost="higher precision runs at the speed of BF16",
+        judge=GradientNorm,
+    ),
+)
