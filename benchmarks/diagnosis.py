@@ -2,18 +2,28 @@
 
     python benchmarks/diagnosis.py
     python benchmarks/diagnosis.py --series 60000 --repeat 20
+    python benchmarks/diagnosis.py --series --training 6
 
 Prints the median time of a step, and the time of each series. The numbers are those of a healthy model with the default
 config, so no rule fires; nothing of a model runs.
+
+With --training N the model of benchmarks/step.py trains N due steps with the default config, with its rules and
+without, each between steps without a session.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import statistics
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import numpy as np
+import torch
 
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts, Settings
@@ -70,11 +80,50 @@ def measured(series: int, repeat: int) -> tuple[int, float, float]:
     return len(numbers), statistics.median(took[2:]), statistics.median(split[2:])
 
 
+@contextlib.contextmanager
+def default_session(model: torch.nn.Module, *, rules: bool) -> Iterator[Callable[[], object]]:
+    """A session with the default config, whose first three steps are due, with its rules or without any."""
+    from te_precision_callbacks.session import InspectSession
+
+    chosen = contextlib.nullcontext() if rules else mock.patch.object(Diagnosis.__init__, "__defaults__", ((),))
+    with (
+        tempfile.TemporaryDirectory() as log_dir,
+        chosen,
+        InspectSession(None, model=model, log_dir=log_dir, quiet=True) as session,
+    ):
+        yield session.step
+
+
+def train(steps: int, layers: int) -> None:
+    """Print what the default config adds to a due step, and its rules to that."""
+    from step import Run, Training, measure
+
+    from te_precision_callbacks import reference
+
+    reference.install_where_needed()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    training = Training(layers, 256, 256, 8, device)
+    names = {"default config": True, "default config without rules": False}
+    runs: dict[str, Run] = {
+        name: functools.partial(default_session, training.model, rules=rules) for name, rules in names.items()
+    }
+    print("| | a due step | without a session | ratio |")
+    print("|---|---|---|---|")
+    for name, found in measure(training, runs, steps).items():
+        print(f"| {name} | {found.step:.1f} ms | {found.none:.1f} ms | {found.step / found.none:.3f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--series", type=int, nargs="*", default=[2000, 20000, 60000], help="how many; %(default)s")
     parser.add_argument("--repeat", type=int, default=10, help="steps; %(default)s")
+    parser.add_argument("--training", type=int, default=0, metavar="N", help="train N due steps of a model, too")
+    parser.add_argument("--layers", type=int, default=2, help="its layers; %(default)s")
     options = parser.parse_args()
+    if options.training:
+        train(options.training, options.layers)
+    if not options.series:
+        return
     print("| series | a due step | a series | of it splitting |")
     print("|---|---|---|---|")
     for wanted in options.series:

@@ -16,14 +16,16 @@ import json
 import math
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape, render
 from rich.table import Table
+from rich.text import Text
 
 from te_precision_callbacks.base.wrapping import fitted, wrapped
 
@@ -70,27 +72,61 @@ def show(what: RenderableType) -> None:
 
 def _show_table(made: Table, console: Console) -> None:
     """Print a table. Without room for a word of each column, a row is a paragraph with a line for each cell."""
-    columns = [[render(str(text)).plain for text in (column.header, *column.cells)] for column in made.columns]
-    headings, *rows = zip(*columns, strict=True)
-    room = console.width - _PADDING * len(columns) - 1
+    result = fitted_table(made, console.width)
+    if result is not None:
+        console.print(result)
+        return
+    headings, *rows = zip(*_texts(made), strict=True)
+    for row in rows:
+        typer.echo()
+        for heading, text in zip(headings, row, strict=True):
+            if text:
+                show_text(f"{heading}: {', '.join(text.splitlines())}" if heading else text, hanging=_PADDING)
+
+
+def fitted_table(made: Table, width: int) -> Table | None:
+    """A table whose cells break no word at this width; None if there is no such table."""
+    columns = _texts(made)
+    room = width - _PADDING * len(columns) - 1
     widths = fitted(columns, room, [column.max_width for column in made.columns])
     if widths is None:
-        for row in rows:
-            typer.echo()
-            for heading, text in zip(headings, row, strict=True):
-                if text:
-                    show_text(f"{heading}: {', '.join(text.splitlines())}" if heading else text, hanging=_PADDING)
-        return
+        return None
     heading_cells, *row_cells = (
         [cell_lines(wrapped(text, width).splitlines()) for text, width in zip(texts, widths, strict=True)]
-        for texts in (headings, *rows)
+        for texts in zip(*columns, strict=True)
     )
     result = table(*heading_cells)
-    for column, width in zip(result.columns, widths, strict=True):
-        column.width = width
+    result.title, result.title_justify = made.title, made.title_justify
+    result.caption, result.caption_justify = made.caption, made.caption_justify
+    for column, given, fit in zip(result.columns, made.columns, widths, strict=True):
+        column.width, column.justify = fit, given.justify
     for cells in row_cells:
         result.add_row(*cells)
-    console.print(result)
+    return result
+
+
+def _texts(made: Table) -> list[list[str]]:
+    """The texts of each column, its heading first."""
+    return [
+        [text.plain if isinstance(text, Text) else render(str(text)).plain for text in (column.header, *column.cells)]
+        for column in made.columns
+    ]
+
+
+class Paragraph:
+    """A text for rich: as wide as there is room, in whole words, and with names that break only behind a separator.
+
+    Args:
+        text: the text, without markup.
+        style: a style of rich's.
+    """
+
+    def __init__(self, text: str, style: str = "") -> None:
+        self._text, self._style = visible(text), style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        fits = cell_len(self._text) <= options.max_width
+        yield Text(self._text if fits else wrapped(self._text, options.max_width), self._style, overflow="fold")
 
 
 def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False) -> None:

@@ -25,8 +25,9 @@ from rich.table import Table
 from rich.text import Text
 
 from te_precision_callbacks.base.opening import own_file
-from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.base.terminal import Paragraph, fitted_table, visible
 from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.base.wrapping import wrapped
 from te_precision_callbacks.coverage.coverage import Coverage, Product
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
 from te_precision_callbacks.diagnosis.finding import Verdict
@@ -53,6 +54,9 @@ _NOTEBOOK_WIDTH = 120
 
 _NAME_WIDTH = 29
 """The width of a layer's name, so that the table of precision fits into 80 columns."""
+
+_LONGEST_PART = 60
+"""The longest part of a name that is not broken, although the table then leaves the terminal."""
 
 _HEADER_WIDTH = 20
 
@@ -89,22 +93,31 @@ def _summary(session: Results, precision: Sequence[GemmPrecision], coverage: Cov
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
     return Summary(
         *verdict_lines(session.findings),
-        *([Text(f"{coverage}.\n")] if coverage else ()),
-        *(table for table in tables if table.row_count),
+        *([Paragraph(f"{coverage}."), Text()] if coverage else ()),
+        *(_Fitted(table) for table in tables if table.row_count),
         *([statistics] if statistics else ()),
         *(Text(visible(line), overflow="fold") for line in logs),
     )
 
 
-def verdict_lines(verdict: Verdict) -> Iterator[Text]:
+class _Fitted:
+    """A table that breaks no word where there is room for that."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield fitted_table(self._table, options.max_width) or self._table
+
+
+def verdict_lines(verdict: Verdict) -> Iterator[RenderableType]:
     """The verdict, and a line for each finding but notes; nothing before anything could be judged."""
     if not verdict.judged:
         return
-    found = verdict.wrong
-    yield Text(f"{verdict.summary}{'' if found else chr(10)}")
-    for number, finding in enumerate(found, 1):
-        text = f"{finding.severity}: {finding}. {finding.remedy}."
-        yield Text(f"- {visible(text)}{chr(10) if number == len(found) else ''}")
+    yield Paragraph(verdict.summary)
+    for finding in verdict.wrong:
+        yield Paragraph(f"- {finding.severity}: {finding}. {finding.remedy}.")
+    yield Text()
 
 
 def write_summary(session: Results, coverage: Coverage) -> None:
@@ -133,7 +146,7 @@ def write_summary(session: Results, coverage: Coverage) -> None:
 def _table(title: str, first: str) -> Table:
     """A table without rows, and its first column."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column(first, no_wrap=True)
+    table.add_column(first, overflow="fold")
     return table
 
 
@@ -165,13 +178,13 @@ def _add_layers(table: Table, cells: Mapping[str, Sequence[str]], has_all: str) 
     """
     if len(cells) <= MOST_LAYERS:
         for layer, texts in cells.items():
-            table.add_row(_name(layer), *map(_text, texts))
+            table.add_row(_text(layer), *map(_text, texts))
         return
     rows: dict[tuple[str, Sequence[str]], list[str]] = {}
     for layer, texts in cells.items():
         rows.setdefault((form_of(layer), texts), []).append(layer)
     for (_, texts), layers in itertools.islice(rows.items(), MOST_LAYERS):
-        table.add_row(_name(", ".join(folded(layers, most=1))), *map(_text, texts))
+        table.add_row(_text(", ".join(folded(layers, most=1))), *map(_text, texts))
     if len(rows) > MOST_LAYERS:
         _add_caption(table, f"and {len(rows) - MOST_LAYERS} more: {has_all} has all.")
 
@@ -202,7 +215,7 @@ def coverage_table(coverage: Coverage) -> Table:
         names = folded((product.layer for product in products), most=1)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         share = 100 * sum(product.macs for product in products) / whole
-        table.add_row(_name(", ".join(names)), gemms, precision.upper(), f"{share:.1f} %", Text(visible(why)))
+        table.add_row(_text(", ".join(names)), gemms, precision.upper(), f"{share:.1f} %", Text(visible(why)))
     if len(ranked) > MOST_ROWS:
         _add_caption(table, f"and {len(ranked) - MOST_ROWS} more: session.coverage() has all.")
     return table
@@ -285,7 +298,7 @@ class StatisticsTables:
             others = np.setdiff1d(np.concatenate([self._columns[name].tensors for name in group]), shown).tolist()
             if others:
                 rest = "; ".join(_folded(self._tensors[number] for number in others))
-                yield Text(visible(f"and {len(others)} more: {rest}"), overflow="fold")
+                yield Paragraph(f"and {len(others)} more: {rest}")
                 yield Text("")
 
     def _groups(self, width: int) -> Iterator[list[str]]:
@@ -327,6 +340,7 @@ class StatisticsTables:
 
     def _table(self, statistics: Sequence[str], rows: Sequence[int]) -> Table:
         table = _table("Last statistics (a worse one of the run @ its iteration)", "layer and tensor")
+        table.columns[0].no_wrap = True
         for statistic in statistics:
             header = Text("\n".join(_header(statistic)))
             table.add_column(header, justify="right", no_wrap=True, min_width=self._width(statistic))
@@ -385,31 +399,20 @@ def _name(layer: str) -> Text:
 
 
 def _lines(layer: str) -> list[str]:
-    """A layer's name; a long one in lines that end after a dot, those after the first one indented."""
-    return _broken(visible(layer), ".", _NAME_WIDTH, "  ")
+    """A layer's name; a long one in lines that end behind a separator, those after the first one indented."""
+    first, *others = _broken(visible(layer), _NAME_WIDTH - 2)
+    return [first, *(f"  {line}" for line in others)]
 
 
 def _header(statistic: str) -> list[str]:
-    """A statistic's name, in lines that end after an underscore."""
-    return _broken(visible(statistic), "_", _HEADER_WIDTH, "")
+    """A statistic's name, in lines that end behind an underscore."""
+    return _broken(visible(statistic), _HEADER_WIDTH)
 
 
-def _broken(text: str, after: str, width: int, indent: str) -> list[str]:
-    """A text in lines, broken after a character; a part that is longer than a line is broken anywhere."""
-    if len(text) <= width:
-        return [text]
-    lines, line = [], ""
-    *parts, last = text.split(after)
-    for part in [*(part + after for part in parts), last]:
-        if line.strip() and len(line) + len(part) > width:
-            lines.append(line)
-            line = indent
-        while len(line) + len(part) > width:
-            room = width - len(line)
-            lines.append(line + part[:room])
-            line, part = indent, part[room:]
-        line += part
-    return [*lines, line] if line.strip() else lines
+def _broken(text: str, width: int) -> list[str]:
+    """A name in lines; only a part that is longer than :data:`_LONGEST_PART` is broken anywhere."""
+    lines = wrapped(text, width).splitlines() or [""]
+    return [line[at : at + _LONGEST_PART] for line in lines for at in range(0, len(line) or 1, _LONGEST_PART)]
 
 
 def _operands(entry: GemmPrecision | None) -> str:

@@ -17,9 +17,9 @@ ODD, FACTOR = 4, 2.0**-18
 class Block(torch.nn.Module):
     """A layer with a residual connection; its gradient has a factor."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.fc = te.Linear(32, 32)
+        self.fc = te.Linear(width, width)
         self.factor = 1.0
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -28,10 +28,10 @@ class Block(torch.nn.Module):
         return tensor + change
 
 
-def blocks(*, defect: bool = True) -> torch.nn.Sequential:
+def blocks(*, defect: bool = True, width: int = 32) -> torch.nn.Sequential:
     """Ten blocks, of which one gets hardly any gradient."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(*(Block() for _ in range(10)))
+    net = torch.nn.Sequential(*(Block(width) for _ in range(10)))
     net[ODD].factor = FACTOR if defect else 1.0
     return net
 

@@ -1,4 +1,6 @@
-"""Takes the pictures of docs/report.md, docs/images/report-*.png, of a page as it is now.
+"""Takes the pictures of README.md and docs/report.md, docs/images/report-*.png, of pages as they are now.
+
+The first picture of README.md is of a real training with a defect: the gradient of one block is 2^18 too small.
 
 python -m tests.report.take_pictures
 """
@@ -8,12 +10,17 @@ from __future__ import annotations
 import io
 import shutil
 import tempfile
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+from te_precision_callbacks import reference
+from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.views.report import write_report
 from tests.docs.pages import ROOT
 from tests.report.conftest import ARGUMENTS, Look
@@ -21,6 +28,7 @@ from tests.report.runs import drifting
 
 _LAYER = "decoder.layers.4.self_attention.qkv"
 _PICTURES = {
+    "finding": ("page=summary", 860, False),
     "heatmap": ("page=heatmap&statistic=sqnr_db&tensor=activation", 760, False),
     "layer": (f"page=layer&layer={_LAYER}", 1120, False),
     "profile": ("page=profile&tensor=activation&step=179", 800, True),
@@ -30,14 +38,44 @@ _PICTURES = {
 _WIDTH = 1440
 
 
+def _with_a_defect(folder: Path) -> RecordedRun:
+    """A run of 60 steps under the default config: blocks with residual connections, and a head in torch."""
+    reference.install_where_needed()
+    # Not above: Transformer Engine needs the reference backend on a machine without a GPU.
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    from tests.diagnosis.planted import blocks
+
+    decoder = torch.nn.Sequential(OrderedDict(layers=blocks(width=64)))
+    model = torch.nn.Sequential(OrderedDict(decoder=decoder, head=torch.nn.Linear(64, 16)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batch, wanted = torch.randn(64, 64), torch.randint(16, (64,))
+    with InspectSession(None, model=model, log_dir=folder, quiet=True) as session:
+        for _ in range(60):
+            with te.autocast(recipe=Float8CurrentScaling()):
+                logits = model(batch)
+            loss = torch.nn.functional.cross_entropy(logits, wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            session.log({"loss": loss})
+            session.step()
+    return open_run(folder)
+
+
 def main() -> None:
     """Overwrites the pictures."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        report = write_report(replace(drifting(steps=200), path=Path("gpt-fp8")), Path(folder) / "report.html")
+        runs = {"drifting": drifting(steps=200), "defect": _with_a_defect(Path(folder) / "defect")}
+        reports = {
+            name: write_report(replace(run, path=Path("gpt-fp8")), Path(folder) / f"{name}.html")
+            for name, run in runs.items()
+        }
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
         for name, (address, height, dark) in _PICTURES.items():
             look = Look(browser.new_page(viewport={"width": _WIDTH, "height": height}))
-            look.open(report, address, dark=dark)
+            look.open(reports["defect" if name == "finding" else "drifting"], address, dark=dark)
             look.everything_drawn()
             look.page.evaluate("scrollTo(0, 0)")
             taken = Image.open(io.BytesIO(look.page.screenshot())).convert("RGB")

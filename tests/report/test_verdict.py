@@ -107,6 +107,28 @@ def test_a_finding_leads_to_its_plots_by_keyboard(look: Look, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_heat_map_marks_the_row_of_a_finding(look: Look, tmp_path: Path, dark: bool) -> None:
+    """On the screen, in the text, and in the name for screen readers; and a magnitude has no worst number."""
+    report = write_report(open_run(defective(tmp_path)), tmp_path / "report.html")
+    look.open(report, "page=heatmap&statistic=std&tensor=gradient", dark=dark)
+    plot = look.page.locator(".js-plotly-plot")
+    layout = plot.evaluate("node => ({shapes: node.layout.shapes, ticks: node.layout.yaxis.ticktext})")
+    (row,) = [at for at, name in enumerate(layout["ticks"]) if name.startswith("● ")]
+    (shape,) = [each for each in layout["shapes"] if each["type"] == "rect"]
+    assert (shape["y0"], shape["y1"]) == (row - 0.5, row + 0.5)
+    assert shape["line"]["color"] == plot.evaluate(
+        "() => getComputedStyle(document.documentElement).getPropertyValue('--warn').trim()"
+    )
+    short = layout["ticks"][row].removeprefix("● ")
+    assert plot.get_attribute("aria-label") == f"Heatmap of std of gradient; marked: {short}, with a finding"
+    assert f"● has a finding: {short}" in look.page.locator(".card").inner_text()
+    assert "worst" not in look.page.locator("main").inner_text()
+    look.turn("page=heatmap&statistic=cur_amax&tensor=weight")
+    assert not plot.evaluate("node => node.layout.shapes.length")
+
+
+@pytest.mark.slow
 def test_the_page_of_findings_has_all_of_each(look: Look, tmp_path: Path) -> None:
     run = open_run(defective(tmp_path))
     (finding,), verdict = diagnose(run).findings, diagnose(run)

@@ -115,7 +115,8 @@ class _Judging:
         if self._known is None or not is_running or begun >= self._next:
             self._known = self._replay.verdict(run), max(run.series["last"].to_pylist(), default=None)
             took = time.monotonic() - begun
-            self._next = begun + (1 + _SHARE_OF_JUDGING) * took
+            has_numbers = self._known[1] is not None  # else what comes next is the first to judge
+            self._next = begun + (1 + _SHARE_OF_JUDGING) * took * has_numbers
         return self._known
 
 

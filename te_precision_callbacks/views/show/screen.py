@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.base.terminal import Paragraph, visible
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.layers.folding import ShortNames, folded
 from te_precision_callbacks.runs.recorded import Curve
@@ -38,8 +38,8 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         view, width = self._view, options.max_width
         yield from _verdict(view)
-        yield Text(_head(view), style="bold", overflow="fold")
-        yield Text(_facts(view), overflow="fold")
+        yield Paragraph(_head(view), "bold")
+        yield Paragraph(_facts(view))
         if view.coverage:
             yield from _coverage(view.coverage, width, _BLOCK if console.color_system else _SHADES)
         yield from (_scalar(name, curve, width, view.metric_names) for name, curve in view.scalars.items())
@@ -49,14 +49,15 @@ class Screen:
                 yield _statistic(statistic, worst, width, view.names)
         if view.more_statistics:
             names = ", ".join(folded(view.more_statistics, most=8))
-            yield Text("\n" + visible(f"Not shown: {names}. --statistic shows one."), style="dim", overflow="fold")
+            yield Text()
+            yield Paragraph(f"Not shown: {names}. --statistic shows one.", "dim")
         if view.is_empty:
             yield Text("\nNo numbers yet.")
         if view.events:
             yield Text("\nLast events", style="bold")
             yield from map(_event, view.events)
         for note in view.notes:
-            yield Text(visible(f"Note: {note}"), style="yellow", overflow="fold")
+            yield Paragraph(f"Note: {note}", "yellow")
 
 
 def line_of(view: RunView) -> str:
@@ -91,19 +92,19 @@ def _verdict(view: RunView) -> Iterator[RenderableType]:
     stale = "" if view.judged_to == view.last else f" As of step {view.judged_to}."
     severity = verdict[0].severity if len(verdict) else ""
     healthy = "bold green" if verdict.judged else "bold"
-    yield Text(verdict.summary + stale, _SEVERITY.get(severity, healthy), overflow="fold")
+    yield Paragraph(verdict.summary + stale, _SEVERITY.get(severity, healthy))
     if verdict:
         table = Table.grid(padding=(0, 1, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for finding in verdict[:MOST_FINDINGS]:
-            said = Text(visible(str(finding))).append("\n").append(visible(f"{finding.remedy}."), "dim")
+            said = Group(Paragraph(str(finding)), Paragraph(f"{finding.remedy}.", "dim"))
             table.add_row(Text(finding.severity, _SEVERITY.get(finding.severity, "")), said)
         yield table
         left = more_findings(len(verdict))
-        yield Text(visible(f"{f'{left}; ' if left else ''}more: {view.more}"), overflow="fold")
+        yield Paragraph(f"{f'{left}; ' if left else ''}more: {view.more}")
     if verdict.not_judged:
-        yield Text(visible(not_judged_in_words(verdict)), "dim", overflow="fold")
+        yield Paragraph(not_judged_in_words(verdict), "dim")
     yield Text()
 
 
@@ -180,5 +181,5 @@ def _name(series: WorstSeries) -> tuple[str, str]:
     return visible(series.layer), visible(rest)
 
 
-def _event(event: Event) -> Text:
-    return Text(event_in_words(event), _SEVERITY.get(event.severity, ""), overflow="fold")
+def _event(event: Event) -> Paragraph:
+    return Paragraph(event_in_words(event), _SEVERITY.get(event.severity, ""))

@@ -14,12 +14,12 @@ function familyControls(report, family, change) {
   return [
     choice("Statistic", statistics.map((name) => [name, name]), family.statistic, (statistic) => change({ statistic })),
     choice("Tensor", tensors.map((name) => [name, name]), family.tensor, (tensor) => change({ tensor })),
-    ranks.length > 1 && rankChoice(ranks, change),
+    ranks.length > 1 && rankChoice(ranks, change, family),
   ];
 }
 
-const rankChoice = (ranks, change) => choice("Rank",
-  [["", "worst of all ranks"], ...ranks.map((rank) => [rank, rank === REDUCED ? "over all ranks" : `rank ${rank}`])],
+const rankChoice = (ranks, change, family) => choice("Rank",
+  [["", `${family ? extreme(family.worse) : "worst or largest"} of all ranks`], ...ranks.map((rank) => [rank, rank === REDUCED ? "over all ranks" : `rank ${rank}`])],
   state.now.rank, (rank) => change({ rank }));
 
 // The family of the statistic that shows a finding; undefined where the page has none.
@@ -160,6 +160,10 @@ async function heatmapPage(report) {
   const count = el("span", { class: "quiet" });
   let rows = [], pool = 0, visible = [0, 0], shownRows = [];
 
+  const findings = (report.verdict?.findings ?? []).filter((finding) => familyOf(report, finding) === family);
+  const placesFound = new Set(findings.flatMap((finding) => finding.places));
+  const isFound = (row) => row.members.some((member) => placesFound.has(family.layers[member]));
+
   const change = (changes) => state.go(changes);
   const search = el("input", {
     type: "search", placeholder: "part of a name", value: state.now.filter, "aria-label": "Layers whose name has",
@@ -171,10 +175,11 @@ async function heatmapPage(report) {
       (axis) => change({ axis })),
     buttons("Rows", folds, fold(), (name) => change({ fold: name, open: "" })),
     el("label", { class: "grow" }, "Layers whose name has", search));
+  const word = extreme(family.worse);
   const exactAll = Object.keys(family.curves).length >= family.layers.length * family.ranks.length;
   const widest = Math.max(1, ...Array.from(family.begins, (begin, at) => family.ends[at] - begin + 1));
-  const how = ranksShown ? [true, "exact: the worst of the run"]
-    : [exactAll && widest === 1, exactAll && widest === 1 ? "all numbers are exact" : widest === 1 ? "overview: a cell is a step" : `overview: a cell is the worst of up to ${widest} steps`];
+  const how = ranksShown ? [true, `exact: the ${word} of the run`]
+    : [exactAll && widest === 1, exactAll && widest === 1 ? "all numbers are exact" : widest === 1 ? "overview: a cell is a step" : `overview: a cell is the ${word} of up to ${widest} steps`];
   const page = card(family.label, {
     about: `${family.formula ? `${family.formula.replaceAll("`", "")}. ` : ""}${MEANS[family.worse] ?? MEANS[""]}${Object.keys(family.left).length ? " First steps of delayed scaling, which have no scale yet, are left blank." : ""} Click a layer to open it${fold() === "layers" ? "" : ", a folded row to unfold it"}; drag to zoom, double-click to go back.`,
     extra: [count, badge(...how), csvButton(`heatmap ${family.label}`,
@@ -227,7 +232,7 @@ async function heatmapPage(report) {
     const most = (height() - 52) / 14, every = Math.max(1, Math.ceil((to - from + 1) / most));
     const places = [];
     for (let at = from; at <= to; at += every) places.push(at);
-    return { tickvals: places, ticktext: places.map((at) => plotText(rows[at].label)) };
+    return { tickvals: places, ticktext: places.map((at) => plotText(`${isFound(rows[at]) ? "● " : ""}${rows[at].label}`)) };
   }
 
   async function render() {
@@ -237,12 +242,19 @@ async function heatmapPage(report) {
       count.textContent = "no layer has this in its name";
       return;
     }
+    const found = rows.map((row, at) => [row, at]).filter(([row]) => isFound(row));
+    if (found.length) {
+      const named = found.slice(0, 3).map(([row]) => row.label.trim()).join(", "), more = found.length > 3 ? ` and ${found.length - 3} more` : "";
+      node.setAttribute("aria-label", `Heatmap of ${family.label}; marked: ${named}${more}, with a finding`);
+      count.textContent += `; ● has a finding: ${named}${more}`;
+    }
     visible = [-0.5, rows.length - 0.5];
     pool = poolFor(visible);
     node.style.height = `${height()}px`;
     const step = Number(state.now.step), marked = !ranksShown && state.now.step !== "" && columns > 0;
+    const edge = getComputedStyle(document.documentElement).getPropertyValue(findings[0]?.severity === "error" ? "--error" : "--warn").trim();
     await draw(node, traces(), {
-      height: height(), margin: { l: labelsWidth(rows.map(({ label }) => label)), r: 70, t: 6, b: 46 },
+      height: height(), margin: { l: labelsWidth(rows.map((row) => `${isFound(row) ? "● " : ""}${row.label}`)), r: 70, t: 6, b: 46 },
       xaxis: ranksShown
         ? { title: { text: "rank" }, tickvals: family.ranks.map((_, at) => at), ticktext: family.ranks.map((each) => each === REDUCED ? "all" : String(each)) }
         : stepAxis(report, Array.from(family.ends)),
@@ -250,7 +262,10 @@ async function heatmapPage(report) {
         range: [visible[1], visible[0]], tickmode: "array", ...labels(visible), ticks: "", showgrid: false,
         tickfont: LABEL_FONT,
       },
-      shapes: marked ? [{ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, line: { color: isDark() ? "#fff" : "#000", width: 1, dash: "dot" } }] : [],
+      shapes: [
+        ...(marked ? [{ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, line: { color: isDark() ? "#fff" : "#000", width: 1, dash: "dot" } }] : []),
+        ...found.map(([, at]) => ({ type: "rect", xref: "paper", x0: 0, x1: 1, y0: at - 0.5, y1: at + 0.5, line: { color: edge, width: 2 } })),
+      ],
     });
     listen(node, { zoomed, clicked, hovered: ([point], event) => hovered(point, event) });
   }
@@ -297,11 +312,11 @@ async function heatmapPage(report) {
       ? { value: exact[column].values[worst.member], exact: true, step: exact[column].at[worst.member] }
       : await family.cell(worst.member, rank, column);
     const begin = ranksShown ? 0 : family.begins[column], end = ranksShown ? 0 : family.ends[column];
-    const when = ranksShown ? `rank ${family.ranks[column] === REDUCED ? "all" : family.ranks[column]}, worst at step ${stepText(report, found.step)}`
-      : begin === end ? `step ${stepText(report, begin)}` : found.exact ? `step ${stepText(report, found.step)}, the worst of ${shown(begin)} to ${shown(end)}` : `worst of steps ${shown(begin)} to ${shown(end)}`;
+    const when = ranksShown ? `rank ${family.ranks[column] === REDUCED ? "all" : family.ranks[column]}, ${word} at step ${stepText(report, found.step)}`
+      : begin === end ? `step ${stepText(report, begin)}` : found.exact ? `step ${stepText(report, found.step)}, the ${word} of ${shown(begin)} to ${shown(end)}` : `${word} of steps ${shown(begin)} to ${shown(end)}`;
     tip.show(event, el("b", {}, `${found.exact ? "" : "≈ "}${withUnit(found.value, family.unit)}`),
       el("span", { class: "mono" }, report.layers[family.layers[worst.member]].name),
-      el("span", { class: "dim" }, `${when}${row.members.length > 1 ? `; the worst of ${row.members.length} layers` : ""}`));
+      el("span", { class: "dim" }, `${when}${row.members.length > 1 ? `; the ${word} of ${row.members.length} layers` : ""}`));
   }
 
   return [[el("h1", {}, "Heatmap"), controls, page], render];

@@ -91,6 +91,9 @@ function badness(value, worse) {
   return worse === "high" ? value : worse === "low" ? -value : Math.abs(value);
 }
 
+// What the first of several numbers by badness is called: a magnitude, such as an amax, has no bad direction.
+const extreme = (worse) => worse ? "worst" : "largest";
+
 // Steps from the first one and the differences to the one before.
 function stepsFrom(between) {
   const steps = new Array(between.length);
