@@ -17,8 +17,19 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.speed.memory.planned import plan_memory
+    from te_precision_callbacks.speed.memory.printing import as_json, describe
     from te_precision_callbacks.speed.memory.rows import Memory, MemoryRow
+    from te_precision_callbacks.speed.memory.why import MemoryReason, break_even_tokens, reasons
 
-__all__ = ["Memory", "MemoryRow", "plan_memory"]
+__all__ = [
+    "Memory",
+    "MemoryReason",
+    "MemoryRow",
+    "as_json",
+    "break_even_tokens",
+    "describe",
+    "plan_memory",
+    "reasons",
+]
 
 __getattr__, __dir__ = lazy_names(__name__)

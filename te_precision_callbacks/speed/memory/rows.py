@@ -60,6 +60,7 @@ LIVES: Mapping[Lives, str] = {
 
 QUANTIZED_WEIGHT: tuple[Kind, ...] = ("weight_rowwise", "weight_columnwise", "weight_scales")
 SAVED_CODES: tuple[Kind, ...] = ("saved_rowwise", "saved_columnwise", "saved_scales")
+SAVED: tuple[Kind, ...] = ("saved_high", *SAVED_CODES)
 
 WEIGHT, INPUT, NORM_INPUT, NORM_STATISTICS, NORM_OUTPUT = (
     "weight",
