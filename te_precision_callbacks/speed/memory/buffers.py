@@ -34,8 +34,8 @@ _OF_GROUPED = ("scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax")
 """Attributes of the storages in ``pytorch/tensor/storage``, the last ones of a GroupedTensorStorage."""
 
 
-class UnknownQuantizerError(PrecisionDebugError, TypeError):
-    """A quantizer of a user's own recipe whose buffers are not known."""
+class UnknownMemoryError(PrecisionDebugError, TypeError):
+    """A layer whose bytes are not known, such as one with a quantizer of a user's own recipe."""
 
 
 class CodeBytes(NamedTuple):
@@ -70,7 +70,7 @@ def planned_bytes(
         itemsize: bytes of a number in high precision.
 
     Raises:
-        UnknownQuantizerError: it does not describe its buffers.
+        UnknownMemoryError: it does not describe its buffers.
     """
     names = class_names(quantizer)
     if not rowwise and not columnwise:
@@ -94,7 +94,7 @@ def planned_bytes(
     try:
         specs = quantizer.inner_tensor_specs(shape)
     except (NotImplementedError, AttributeError) as error:
-        raise UnknownQuantizerError(
+        raise UnknownMemoryError(
             f"{type(quantizer).__name__}: it is not known which buffers this quantizer of a recipe of your own makes."
         ) from error
     return _summed((name, math.prod(size) * dtype.itemsize) for name, (size, dtype) in specs.items())

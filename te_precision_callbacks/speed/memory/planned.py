@@ -46,7 +46,7 @@ from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
 from te_precision_callbacks.speed.memory.buffers import (
     CodeBytes,
-    UnknownQuantizerError,
+    UnknownMemoryError,
     is_quantized,
     planned_bytes,
     takes_any_layout,
@@ -217,7 +217,7 @@ class _Planner:
         before = len(self._rows)
         try:
             how(module, layers)
-        except UnknownQuantizerError as error:
+        except UnknownMemoryError as error:
             del self._rows[before:]
             self._not_planned |= dict.fromkeys(layers, str(error))
 
@@ -525,7 +525,9 @@ def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Seq
     for name, parameter in module.named_parameters(recurse=False):
         if is_weight(name, parameter):
             found[layer_of_parameter(name, layers)].append(getattr(parameter, "_local_tensor", parameter))
-    first = next(weights for weights in found.values() if weights)  # one parameter may hold those of all groups
+    first = next((weights for weights in found.values() if weights), None)  # one parameter may hold all groups'
+    if first is None:
+        raise UnknownMemoryError("its weight is no parameter of it, as where FSDP keeps all parameters flat.")
     return {layer: weights or first for layer, weights in found.items()}
 
 
