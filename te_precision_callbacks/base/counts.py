@@ -1,6 +1,7 @@
 """Numbers of things in words.
 
 many(1, "file"), many(3000, "file")     # "1 file", "3,000 files"
+size(3 << 29)                           # "1.5 GiB"
 """
 
 from __future__ import annotations
@@ -9,3 +10,12 @@ from __future__ import annotations
 def many(count: int, what: str) -> str:
     """A number of things."""
     return f"{count:,} {what}{'' if count == 1 or what == 'series' else 's'}"
+
+
+def size(count: int) -> str:
+    """A number of bytes in the largest unit of 1024 that it fills, with three digits."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    number, unit = float(count), 0
+    while abs(number) >= 999.5 and unit < len(units) - 1:
+        number, unit = number / 1024, unit + 1
+    return f"{count} B" if not unit else f"{number:.{max(0, 2 - len(str(abs(int(number)))) + 1)}f} {units[unit]}"

@@ -30,8 +30,8 @@ from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, left_out, require_layers
-from te_precision_callbacks.coverage.coverage import Coverage
-from te_precision_callbacks.coverage.planned_products import plan_products
+from te_precision_callbacks.coverage.coverage import Coverage, Reason
+from te_precision_callbacks.coverage.planned_products import Ran, plan_products
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.recipe_arguments import computing, ignored_arguments, uses_of
 from te_precision_callbacks.diagnosis.engine import Diagnosis
@@ -41,6 +41,8 @@ from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.naming import Layer, Model, named_operations, named_roots, named_te_modules
 from te_precision_callbacks.options import check_value
+from te_precision_callbacks.speed.memory.planned import plan_memory
+from te_precision_callbacks.speed.memory.rows import Memory
 
 
 class ActingFeature(NamedTuple):
@@ -77,6 +79,7 @@ class CheckedModel:
         notes: what may not be meant, and is no error.
         not_counted: modules with a weight of which no product could be planned.
         not_reached: with a batch, the modules with a weight and the layers that the forward does not call.
+        memory: what the layers keep and save; None unless it was asked for.
     """
 
     coverage: Coverage
@@ -88,6 +91,7 @@ class CheckedModel:
     notes: tuple[str, ...]
     not_counted: tuple[str, ...]
     not_reached: tuple[str, ...] = ()
+    memory: Memory | None = None
 
     def _repr_html_(self) -> str:
         findings = notebooks.bullets(f"{finding.kind}: {finding.text}" for finding in self.findings)
@@ -107,6 +111,8 @@ def check_model(
     early_steps: EarlySteps = None,
     unconverted: Mapping[str, str] | None = None,
     allow_unmatched: bool = False,
+    memory: bool = False,
+    cached_weights: bool = False,
 ) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
 
@@ -128,6 +134,8 @@ def check_model(
         unconverted: of a model that Accelerate has converted, the layers that it left out and why, as
             ``te_precision_callbacks.accelerate.unconverted_layers(model)`` has them.
         allow_unmatched: a section that matches no layer is a note and not a finding.
+        memory: plan memory too, for which ``tokens`` are those of one forward.
+        cached_weights: in it, quantized weights are kept over micro-batches, with ``is_first_microbatch``.
 
     Raises:
         ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
@@ -153,6 +161,8 @@ def check_model(
         unconverted,
         is_wanted=recipe != NONE,
         allow_unmatched=allow_unmatched,
+        memory=memory,
+        cached_weights=cached_weights,
     ).checked()
     if contract is None:
         return checked
@@ -181,11 +191,14 @@ class _Check:
         *,
         is_wanted: bool,
         allow_unmatched: bool,
+        memory: bool,
+        cached_weights: bool,
     ) -> None:
         self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
         self._observe = observe
         self._unconverted = unconverted
         self._allow_unmatched = allow_unmatched
+        self._memory, self._cached_weights = memory, cached_weights
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._sections = {section.name: section for section in config.enabled_sections}
@@ -241,7 +254,39 @@ class _Check:
             tuple(self._notes),
             products.not_counted,
             products.not_reached,
+            self._planned_memory(products.coverage, ran),
         )
+
+    def _planned_memory(self, coverage: Coverage, ran: Ran | None) -> Memory | None:
+        """What layers keep and save, in the precision that is planned for them."""
+        if not self._memory:
+            return None
+        low: dict[str, bool] = {}
+        partly: dict[str, None] = {}
+        for product in coverage:
+            low[product.layer] = low.get(product.layer, False) or product.is_low
+            if product.reason is Reason.SECTION:
+                partly[product.layer] = None
+        recipes = {} if ran is None else dict(ran.recipes)
+        recipes |= {layer: None for layer, is_low in low.items() if not is_low}
+        calls = None
+        if ran is not None:
+            own = {p.layer: [p.n] * p.calls for p in ran.products if p.gemm == "fprop"}
+            calls = {**own, **ran.tokens}
+        planned = plan_memory(
+            self._model,
+            self._modules,
+            self._recipe,
+            tokens=self._tokens,
+            cached=self._cached_weights,
+            recipes=recipes,
+            calls=calls,
+        )
+        mixed = [layer for layer in partly if low[layer]]
+        if not mixed:
+            return planned
+        note = f"Planned as without the features that keep some of their GEMMs in high precision: {listed(mixed)}."
+        return replace(planned, notes=(*planned.notes, note))
 
     def _judge(self, coverage: Coverage) -> None:
         """Judge the plan by the rules on precision."""

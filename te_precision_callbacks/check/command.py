@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from te_precision_callbacks.config import Config
     from te_precision_callbacks.config.early_steps import EarlySteps
 
+
 _INDENT = 2
 _AUTO = "auto"
 
@@ -109,6 +110,21 @@ def check_command(
             help="A section that matches no layer is a note, not a finding, as with allow_unmatched=True in a run.",
         ),
     ] = False,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Print what low precision adds to memory and what it saves, by kind, and why it does not save more."
+            " --tokens are then those of one forward.",
+        ),
+    ] = False,
+    cached_weights: Annotated[
+        bool,
+        typer.Option(
+            "--cached-weights",
+            help="With --memory: quantized weights are kept over micro-batches, with is_first_microbatch.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check a config, and plan on a model what each of its matrix products will run in, without running it.
@@ -125,10 +141,14 @@ def check_command(
         "--observe": observe,
         "--early-steps": early_steps,
         "--allow-unmatched": allow_unmatched or None,
+        "--memory": memory or None,
+        "--cached-weights": cached_weights or None,
     }
     for name, value in given.items():
         if model is None and value is not None:
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
+    if cached_weights and not memory:
+        raise typer.BadParameter("it is for the plan of memory; give --memory, too", param_hint="--cached-weights")
     if tokens is not None and tokens < 1:
         raise typer.BadParameter(
             f"{tokens} is less than 1; give the tokens of a step on one rank", param_hint="--tokens"
@@ -161,6 +181,8 @@ def check_command(
             _steps(early_steps),
             convert,
             allow_unmatched=allow_unmatched,
+            memory=memory,
+            cached_weights=cached_weights,
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
     if as_json:
@@ -221,6 +243,8 @@ def _checked(
     convert: Conversion | None,
     *,
     allow_unmatched: bool,
+    memory: bool,
+    cached_weights: bool,
 ) -> tuple[CheckedModel, str, Converted | None]:
     """The plan, the device that the model was made on, and what was converted in it."""
     from te_precision_callbacks import reference
@@ -257,6 +281,8 @@ def _checked(
         observe=path,
         early_steps=early_steps,
         allow_unmatched=allow_unmatched,
+        memory=memory,
+        cached_weights=cached_weights,
     )
 
     def planned(*, on_meta: bool) -> tuple[CheckedModel, str, Converted | None]:

@@ -15,6 +15,8 @@ from te_precision_callbacks.check.accelerate_conversion import Converted
 from te_precision_callbacks.check.checked_model import CheckedModel
 from te_precision_callbacks.check.rows import Row, rows
 from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.speed.memory.printing import as_json as memory_as_json
+from te_precision_callbacks.speed.memory.printing import describe
 
 _INDENT = 2
 _MOST_NAMES = 8
@@ -56,6 +58,10 @@ def show(
     if checked.not_reached:
         names = ", ".join(folded(checked.not_reached, most=_MOST_NAMES))
         terminal.show_text(f"The forward does not reach these: {names}.")
+    if checked.memory is not None:
+        typer.echo()
+        for line in describe(checked.memory).splitlines():
+            typer.echo(terminal.visible(line))
     terminal.show_notes(checked.notes)
     if checked.findings:
         typer.echo(f"\n{len(checked.findings)} finding{'s' if len(checked.findings) > 1 else ''}")
@@ -130,4 +136,5 @@ def as_json(
         "not_reached": checked.not_reached,
         "findings": checked.findings,
         "notes": checked.notes,
+        "memory": None if checked.memory is None else memory_as_json(checked.memory),
     }

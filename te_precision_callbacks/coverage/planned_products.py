@@ -195,15 +195,8 @@ class _Planner:
 
     def _plan_module(self, module: Any, layers: Sequence[str]) -> None:
         left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
-        made: list[list[Any]] = [[], []]
         recipe = self._recipe_of(layers)
-        if recipe is not None:
-            roles = module.get_quantizer_roles
-            counts = 3 * len(layers), 2 * len(layers)
-            made = [
-                _quantizers(recipe, mode, count, roles(fwd=mode == "forward", num_quantizers=count))
-                for mode, count in zip(("forward", "backward"), counts, strict=True)
-            ]
+        made = [[], []] if recipe is None else made_quantizers(module, recipe, 3 * len(layers), 2 * len(layers))
         of_layers = quantizers_of_layers(made[0], made[1], len(layers))
         dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
         groups = getattr(module, "num_gemms", 1)
@@ -214,14 +207,9 @@ class _Planner:
         weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
         frozen = not any(weight.requires_grad for weight in weights)
         left_out = {Gemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}
-        forward: list[Any] = []
-        backward: list[Any] = []
         recipe = self._recipe_of(layers)
-        if recipe is not None:
-            forward, backward = (
-                _quantizers(recipe, mode, module.num_quantizers(mode), module.get_quantizer_roles(mode))
-                for mode in ("forward", "backward")
-            )
+        counts = module.num_quantizers("forward"), module.num_quantizers("backward")
+        forward, backward = ([], []) if recipe is None else made_quantizers(module, recipe, *counts)
         for number, layer in enumerate(layers):
             quantizers = {}
             if forward:
@@ -319,11 +307,25 @@ class _Planner:
             )
 
 
-def _quantizers(recipe: Any, mode: str, count: int, roles: Any) -> list[Any]:
+def made_quantizers(module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
+    """The quantizers that a module or an operation of Transformer Engine makes for a recipe, forward and backward.
+
+    Args:
+        module: the module or operation; it does not change.
+        recipe: the recipe.
+        forward, backward: how many it makes.
+    """
     from transformer_engine.pytorch.quantization import RecipeState
 
-    state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
-    made: list[Any] = state.make_quantizers()
+    is_operation = hasattr(module, "num_quantizers")
+    made = []
+    for mode, count in (("forward", forward), ("backward", backward)):
+        if is_operation:
+            roles = module.get_quantizer_roles(mode)
+        else:
+            roles = module.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
+        state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
+        made.append(state.make_quantizers())
     return made
 
 

@@ -111,6 +111,11 @@ class ObservedModel:
         self._changes = ModelChanges(hooks.answers.unwatched)
         self._model: Model = ()
 
+    @property
+    def model(self) -> Model:
+        """The model that is watched; an empty sequence before the attach."""
+        return self._model
+
     # ------------------------------------------------------------------ a model that is given
 
     def attach(self, model: Model, ranks: Ranks) -> None:

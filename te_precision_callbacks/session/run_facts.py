@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import os
 import platform
 import sys
@@ -32,6 +34,7 @@ from te_precision_callbacks.coverage.recipe_arguments import (
     recipes_of,
     uses_of,
 )
+from te_precision_callbacks.layers.naming import named_roots
 from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.reference import is_installed
@@ -41,6 +44,9 @@ from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume_audit import versions
 from te_precision_callbacks.sinks.step_records import Event, LayerInfo
+from te_precision_callbacks.speed.memory.of_run import device_memory, memory_of_run
+
+logger = logging.getLogger(__name__)
 
 MOST_SHARE = 0.05
 """The share of the training time that facts may take where they change all the time."""
@@ -72,6 +78,7 @@ class RunFacts:
         self._rests_until = 0.0
         self._machine: Row | None = None
         self._told_until: int | None = None
+        self._memory_failed = False
 
     def changed(self, *, at_last: bool = False) -> bool:
         """Whether there is something new to gather; not if gathering has just taken long, unless ``at_last``."""
@@ -103,6 +110,7 @@ class RunFacts:
             "operands": operands,
             "states": self._states(),
             "plan": list(self._plan(infos)),
+            "memory": self._memory(),
         }
         now = time.perf_counter()
         self._rests_until = now + (now - begun) / MOST_SHARE
@@ -142,6 +150,7 @@ class RunFacts:
             "recipes": list(recipes),
             "unconverted": dict(self._results.unconverted),
             "settings": self._settings(),
+            "device_memory": self._device_memory(),
         }
 
     def _settings(self) -> Row:
@@ -158,8 +167,15 @@ class RunFacts:
             "amaxes": amax_reductions(found),
         }
 
+    def _device_memory(self) -> Row | None:
+        """What the allocator of the model's GPU counts in this step; None if it is not measured."""
+        parameters = (p for _, root in named_roots(self._model.model) or () for p in root.parameters())
+        device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        found = device_memory(device)
+        return None if found is None else dataclasses.asdict(found)
+
     def _machine_facts(self) -> Row:
-        torch = torch_facts()
+        facts = torch_facts()
         found = dict(versions()) | {"python": platform.python_version()}
         for name in _TRAINERS:
             if name.partition("-")[0] in sys.modules:
@@ -171,13 +187,13 @@ class RunFacts:
             "front_door": self._front_door,
             "versions": found,
             "environment": read_environment(os.environ).settings,
-            "torch_settings": dict(torch.settings),
+            "torch_settings": dict(facts.settings),
             "platform": platform.platform(),
-            "gpu": torch.gpus[0].name if torch.gpus else None,
-            "gpus": len(torch.gpus),
-            "capability": torch.gpus[0].capability if torch.gpus else None,
-            "cuda": torch.cuda,
-            "driver": torch.driver,
+            "gpu": facts.gpus[0].name if facts.gpus else None,
+            "gpus": len(facts.gpus),
+            "capability": facts.gpus[0].capability if facts.gpus else None,
+            "cuda": facts.cuda,
+            "driver": facts.driver,
             "mesh": mesh_sizes(named.module for named in self._model.layers.modules),
             "te_backend": "reference" if is_installed() else "compiled",
             "reduce": self._options.reduce,
@@ -347,6 +363,22 @@ class RunFacts:
             for last in counted
             for row in last.state
         ]
+
+    def _memory(self) -> list[Row]:
+        """What the layers keep and save; nothing where that cannot be found out."""
+        counted = self._results.coverage.spans()[-1:]
+        if not counted:
+            return []
+        spans = [entry for entry in self._results.audit.spans() if entry.until is None]
+        products = in_precision(counted[0].products, counted[0].layers, spans, self._results.unconverted)
+        try:
+            memory = memory_of_run(self._model.model, self._model.layers.modules, products)
+        except Exception as error:
+            if not self._memory_failed:
+                self._memory_failed = True
+                logger.warning("What the layers keep in memory is not recorded: %s: %s", type(error).__name__, error)
+            return []
+        return [dataclasses.asdict(row) for row in memory]
 
     def _plan(self, infos: Sequence[LayerInfo]) -> Iterator[Row]:
         sections = {section.name: section for section in self._options.config.enabled_sections}

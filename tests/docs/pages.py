@@ -45,6 +45,8 @@ RUN_BY = {
     ("docs/high-precision.md", "python", ""): "tests/docs/test_task_pages.py",
     ("docs/high-precision.md", "yaml", ""): "tests/docs/test_task_pages.py",
     ("docs/lightning.md", "python", "import lightning as L"): "tests/test_package.py",
+    ("docs/memory.md", "python", ""): "tests/speed/memory/test_page.py",
+    ("docs/memory.md", "bash", ""): "tests/speed/memory/test_page.py",
     ("docs/records.md", "python", ""): "tests/runs/test_page.py",
     ("docs/report.md", "python", ""): "tests/report/test_docs.py",
     ("docs/report.md", "bash", ""): "tests/report/test_docs.py",

@@ -73,6 +73,7 @@ INSIDE = {
     "RanksDifferError": "ranks are in different steps",
     "QuantizationError": "a statistic that a layer cannot have",
     "LayoutError": "a quantized tensor that cannot be decoded",
+    "UnknownMemoryError": "a layer whose bytes are unknown; a plan lists it",
     "LogFileError": "a log that cannot be written",
     "RecordingError": "a run that cannot be recorded",
     "DumpError": "a tensor that cannot be dumped",

@@ -1,0 +1,541 @@
+"""The memory of a model's layers, planned from its modules: nothing runs, and the model may be on ``meta``.
+
+    memory = plan_memory(model, modules, recipe, tokens=4096)
+    memory.by_kind()["weight_columnwise"]     # Bytes(low, high)
+
+What each class keeps was read from Transformer Engine 2.20.2. M are the tokens of a forward, K a layer's inputs, N its
+outputs, F the inputs of fc2, b the bytes of a number in high precision:
+
+================ ======================================================= ============================================
+class            saved from the forward to the backward                  in high precision
+================ ======================================================= ============================================
+Linear           columnwise codes of the input [M, K]                    M K b
+LayerNormLinear  norm input M K b; 1 or 2 float32 a row; columnwise      2 M K b, and the statistics
+                 codes of the norm output [M, K]
+LayerNormMLP     norm input M K b; 1 or 2 float32 a row; codes of the    (2 K + F' + F) M b, and the statistics
+                 norm output [M, K] in both directions; input of the
+                 activation function M F' b (F' = N of fc1); codes of
+                 its output [M, F] in both directions, with one scale a
+                 tensor rowwise
+GroupedLinear    columnwise codes of each group's input                  M K b
+te.ops           columnwise codes of the input, and of the weight        M K b
+================ ======================================================= ============================================
+
+Codes of weights have both directions. With ``is_first_microbatch`` they are in ``_fp8_workspaces`` all the time;
+otherwise each forward makes them, and they are saved for the backward; primary quantized weights take the place of the
+parameter. Sources: ``_linear_forward_impl`` (``pytorch/module/linear.py``), ``_LayerNormLinear.forward``,
+``_LayerNormMLP._forward``, ``_GroupedLinear.forward``, ``BasicLinear._functional_forward``
+(``pytorch/ops/basic/basic_linear.py``); ``quantize_weight`` and ``reset_parameters`` (``pytorch/module/base.py``);
+``DelayedScalingRecipeState`` (``pytorch/quantization.py``); ``get_cublas_workspace``
+(``pytorch/cpp_extensions/gemm.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.vocabulary import ONE_SCALE, class_names, recipe_of
+from te_precision_callbacks.coverage.planned_products import made_quantizers
+from te_precision_callbacks.coverage.precision_audit import quantizers_of_layers, recipe_text
+from te_precision_callbacks.coverage.shapes import layer_features
+from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
+from te_precision_callbacks.speed.memory.buffers import (
+    CodeBytes,
+    UnknownMemoryError,
+    is_quantized,
+    planned_bytes,
+    takes_any_layout,
+)
+from te_precision_callbacks.speed.memory.counted import is_weight, layer_of_parameter
+from te_precision_callbacks.speed.memory.rows import (
+    ACTIVATION_INPUT,
+    ACTIVATION_OUTPUT,
+    INPUT,
+    NORM_INPUT,
+    NORM_OUTPUT,
+    NORM_STATISTICS,
+    OTHER_PARAMETERS,
+    OUTPUT_GRADIENT,
+    WEIGHT,
+    Kind,
+    Lives,
+    Memory,
+    MemoryRow,
+)
+
+_FLOAT32 = torch.float32.itemsize
+
+
+def plan_memory(
+    model: Model,
+    modules: Sequence[NamedModule],
+    recipe: Any,
+    *,
+    tokens: int | None = None,
+    cached: bool = False,
+    recipes: Mapping[str, Any] | None = None,
+    calls: Mapping[str, Sequence[int]] | None = None,
+) -> Memory:
+    """Plan the memory of a training step on this rank.
+
+    It is assumed that each layer runs on its fused path, that its input needs a gradient and is no other layer's input
+    too, that high precision has the dtype of the layer's weight, and that the experts of a GroupedLinear share the
+    tokens equally. What modules do not know is not planned: activation recompute, but for LayerNormMLP's own;
+    attention; the state of the optimizer.
+
+    Args:
+        model: the model, on any device.
+        modules: its modules of Transformer Engine.
+        recipe: one of Transformer Engine's recipes; None for high precision.
+        tokens: the tokens of one forward on this rank; None if unknown.
+        cached: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
+        recipes: layer -> its recipe, where that is another one.
+        calls: layer -> the rows of its input in each call, in place of ``tokens``.
+
+    Raises:
+        OptionError: ``tokens`` is not positive.
+    """
+    if tokens is not None and tokens < 1:
+        raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of one forward on one rank.")
+    return _Planner(model, modules, recipe, tokens, recipes or {}, calls, cached=cached).planned()
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """What is needed of a layer with GEMMs.
+
+    Attributes:
+        layer: its name.
+        quantizers: tensor -> its quantizer; empty in high precision.
+        override: the high precision that the recipe has for the backward; None for none.
+        shape: of its weight: N outputs, K inputs.
+        itemsize: bytes of a number in high precision.
+        rows: of its input in each call; None if unknown.
+        trains: whether there is a backward.
+        trained: whether its weight needs a gradient.
+        cached: whether its weight's codes are kept from step to step.
+        primary: whether its weight is a quantized parameter.
+        gathers: whether sequence parallelism gathers its input, of which the rows are this rank's.
+    """
+
+    layer: str
+    quantizers: Mapping[str, Any]
+    override: str | None
+    shape: tuple[int, int]
+    itemsize: int
+    rows: Sequence[int] | None
+    trains: bool
+    trained: bool
+    cached: bool
+    primary: bool
+    gathers: bool
+
+    @property
+    def is_low(self) -> bool:
+        """Whether a recipe is in force."""
+        return bool(self.quantizers)
+
+
+class _Planner:
+    """Arguments are those of :func:`plan_memory`."""
+
+    def __init__(
+        self,
+        model: Model,
+        modules: Sequence[NamedModule],
+        recipe: Any,
+        tokens: int | None,
+        recipes: Mapping[str, Any],
+        calls: Mapping[str, Sequence[int]] | None,
+        *,
+        cached: bool,
+    ) -> None:
+        self._model = model
+        self._modules = modules
+        self._recipe = recipe
+        self._tokens = tokens
+        self._recipes = recipes
+        self._calls = calls
+        self._cached = cached
+        self._rows: list[MemoryRow] = []
+        self._not_planned: dict[str, str] = {}
+        self._quantizers: dict[object, list[list[Any]]] = {}
+        self._sizes: dict[object, CodeBytes] = {}
+        self._trains = False
+        self._groups = False
+
+    def planned(self) -> Memory:
+        roots = [root for _, root in named_roots(self._model) or ()]
+        self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+        named = {id(found.module): found for found in self._modules}
+        operations = {id(found.module): found.layers for found in named_operations(self._model)}
+        below = {id(module): module for root in roots for module in root.modules()}
+        kinds: dict[str, int] = {}
+        for key, path in module_names(self._model).items():
+            module = below[key]
+            if key in named:
+                self._plan(self._module, [layer.name for layer in named[key].layers], module)
+            elif key in operations:
+                self._plan(self._operation, list(operations[key]), module)
+            elif isinstance(module, torch.nn.Linear):
+                self._torch_linear(path, module)
+            elif _saves_unknown(module):
+                kinds[type(module).__name__] = kinds.get(type(module).__name__, 0) + 1
+        self._workspaces()
+        recipes = {recipe_text(recipe) for recipe in (self._recipe, *self._recipes.values())} - {""}
+        from transformer_engine.pytorch.utils import get_device_compute_capability
+
+        return Memory(
+            tuple(self._rows),
+            recipes.pop() if len(recipes) == 1 else "",
+            get_device_compute_capability(),
+            self._tokens,
+            self._cached,
+            not takes_any_layout(),
+            self._not_planned,
+            tuple(self._notes(kinds)),
+        )
+
+    def _notes(self, kinds: Mapping[str, int]) -> Iterator[str]:
+        if self._tokens is None and self._calls is None:
+            yield "Saved activations are not planned, since the tokens of a forward are unknown: give them."
+        if self._trains:
+            yield (
+                "Not planned: the state of the optimizer and its master weights, which no recipe changes; activations"
+                " that activation recompute drops; what the layers' outputs take beside their inputs."
+            )
+        if kinds:
+            found = [f"{count} {name}" for name, count in kinds.items()]
+            yield f"Not planned, since it is the same in every precision or not known: what {', '.join(found)} save."
+
+    def _plan(self, how: Any, layers: list[str], module: torch.nn.Module) -> None:
+        before = len(self._rows)
+        try:
+            how(module, layers)
+        except UnknownMemoryError as error:
+            del self._rows[before:]
+            self._not_planned |= dict.fromkeys(layers, str(error))
+
+    # ------------------------------------------------------------------ modules
+
+    def _module(self, module: Any, layers: Sequence[str]) -> None:
+        names = class_names(module)
+        recipe = self._recipes.get(layers[0], self._recipe)
+        forward, backward = self._made(module, recipe, 3 * len(layers), 2 * len(layers))
+        quantizers = list(quantizers_of_layers(forward, backward, len(layers)))
+        weights = _weights(module, layers)
+        is_mlp = "LayerNormMLP" in names
+        fsdp2 = bool(module.is_fsdp2)
+        linears = []
+        for number, (layer, sizes) in enumerate(zip(layers, layer_features(module), strict=True)):
+            weight = weights[layer]
+            linears.append(
+                _Linear(
+                    layer,
+                    quantizers[number],
+                    None if recipe is None else recipe.backward_override,
+                    (sizes[1], sizes[0]),
+                    weight[0].dtype.itemsize,
+                    self._rows_of(layer, len(layers) if hasattr(module, "num_gemms") else 1),
+                    self._trains,
+                    any(part.requires_grad for part in weight),
+                    self._cached and not fsdp2,
+                    bool(module.primary_weights_in_fp8) or is_quantized(weight[0]),
+                    bool(module.sequence_parallel and (is_mlp or module.parallel_mode == "column")),
+                )
+            )
+        self._parameters(module, layers, linears)
+        recomputed = is_mlp and bool(module.checkpoint)
+        for linear in linears:
+            self._codes_of_weight(linear, is_saved=not (fsdp2 or recomputed), columnwise=not fsdp2)
+            if linear.is_low and recipe.delayed():
+                self._scaling_state(linear.layer, recipe, 3, 2)
+            self._codes_of_gradient(linear)
+        if is_mlp:
+            self._saved_of_mlp(module, *linears)
+            return
+        for linear in linears:
+            if "LayerNormLinear" in names:
+                self._saved_of_norm(module, linear)
+                both = linear.is_low and linear.gathers and recipe_of(linear.quantizers["activation"]) == "nvfp4"
+                original = linear.override == "high_precision"
+                self._save_operand(linear, NORM_OUTPUT, original=original, rowwise=both)
+            else:
+                original = linear.override == "high_precision" or (
+                    bool(getattr(module, "save_original_input", False)) and linear.override is None
+                )
+                self._save_operand(linear, INPUT, original=original)
+        self._groups |= len(linears) > 1
+
+    def _saved_of_mlp(self, module: Any, fc1: _Linear, fc2: _Linear) -> None:
+        if fc1.rows is None or not self._trains:
+            return
+        self._saved_of_norm(module, fc1, statistics=not module.checkpoint)
+        if module.checkpoint:  # the input alone; BF16 does the same
+            return
+        self._save_operand(fc1, NORM_OUTPUT, rowwise=True)
+        rows = sum(fc1.rows)
+        size = rows * fc1.shape[0] * fc1.itemsize
+        self._add(fc2.layer, "saved_high", ACTIVATION_INPUT, size, size, "to_backward")
+        of_tensor = fc2.is_low and recipe_of(fc2.quantizers["activation"]) in ONE_SCALE
+        self._save_operand(fc2, ACTIVATION_OUTPUT, rowwise=True, columnwise=not of_tensor)
+
+    def _saved_of_norm(self, module: Any, linear: _Linear, *, statistics: bool = True) -> None:
+        if linear.rows is None or not self._trains:
+            return
+        rows = sum(linear.rows)
+        size = rows * linear.shape[1] * linear.itemsize
+        self._add(linear.layer, "saved_high", NORM_INPUT, size, size, "to_backward")
+        if statistics:
+            size = rows * _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2)
+            self._add(linear.layer, "saved_high", NORM_STATISTICS, size, size, "to_backward")
+
+    def _operation(self, module: Any, layers: Sequence[str]) -> None:
+        recipe = self._recipes.get(layers[0], self._recipe)
+        forward, backward = self._made(
+            module, recipe, module.num_quantizers("forward"), module.num_quantizers("backward")
+        )
+        weights = _weights(module, layers)
+        linears = []
+        for number, layer in enumerate(layers):
+            quantizers = {}
+            if forward:
+                quantizers = {"activation": forward[2 * number], "weight": forward[2 * number + 1]}
+                quantizers["gradient"] = backward[number]
+            weight = weights[layer]
+            linears.append(
+                _Linear(
+                    layer,
+                    quantizers,
+                    None if recipe is None else recipe.backward_override,
+                    (module.local_out_features, module.local_in_features)
+                    if hasattr(module, "local_out_features")
+                    else (module.out_features, module.in_features),
+                    weight[0].dtype.itemsize,
+                    self._rows_of(layer, len(layers)),
+                    self._trains,
+                    any(part.requires_grad for part in weight),
+                    False,
+                    bool(getattr(module, "_with_quantized_weight", False)) or is_quantized(weight[0]),
+                    bool(
+                        getattr(module, "sequence_parallel", False)
+                        and getattr(module, "tensor_parallel_mode", None) == "column"
+                    ),
+                )
+            )
+        self._parameters(module, layers, linears)
+        for linear in linears:
+            both = linear.override is not None
+            self._codes_of_weight(linear, is_saved=linear.override != "high_precision", rowwise=both)
+            if linear.is_low and recipe.delayed():
+                self._scaling_state(linear.layer, recipe, 2, 1)
+            self._codes_of_gradient(linear)
+            original = linear.override == "high_precision" or linear.gathers  # what is gathered is quantized after it
+            self._save_operand(linear, INPUT, original=original)
+        self._groups |= len(linears) > 1
+
+    def _torch_linear(self, path: str, module: torch.nn.Linear) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            self._parameter(path, WEIGHT if name == "weight" else OTHER_PARAMETERS, parameter)
+        rows = self._rows_of(path, 1)
+        if rows is not None and self._trains and module.weight.requires_grad:
+            size = sum(rows) * module.in_features * module.weight.dtype.itemsize
+            self._add(path, "saved_high", INPUT, size, size, "to_backward")
+
+    # ------------------------------------------------------------------ weights
+
+    def _parameters(self, module: torch.nn.Module, layers: Sequence[str], linears: Sequence[_Linear]) -> None:
+        """Parameters and their gradients; of a quantized parameter its codes."""
+        of_layer = {linear.layer: linear for linear in linears}
+        for name, parameter in module.named_parameters(recurse=False):
+            layer = layer_of_parameter(name, layers)
+            linear = of_layer[layer]
+            if not is_weight(name, parameter):
+                self._parameter(layer, OTHER_PARAMETERS, parameter)
+            elif not linear.primary:
+                self._parameter(layer, WEIGHT, parameter)
+            else:
+                self._primary(linear, module, parameter)
+
+    def _parameter(self, layer: str, what: str, parameter: torch.Tensor) -> None:
+        local = getattr(parameter, "_local_tensor", parameter)
+        size = local.numel() * local.dtype.itemsize
+        self._add(layer, "parameter", what, size, size, "always")
+        self._gradient(layer, what, parameter, local)
+
+    def _gradient(self, layer: str, what: str, parameter: torch.Tensor, local: torch.Tensor) -> None:
+        if parameter.requires_grad:
+            kept = getattr(parameter, "main_grad", None)
+            dtype = kept.dtype if isinstance(kept, torch.Tensor) else local.dtype
+            size = local.numel() * dtype.itemsize
+            self._add(layer, "gradient", what, size, size, "always")
+
+    def _primary(self, linear: _Linear, module: Any, parameter: torch.Tensor) -> None:
+        local: Any = getattr(parameter, "_local_tensor", parameter)
+        quantizer = getattr(local, "_quantizer", None) or linear.quantizers.get("weight")
+        high = local.numel() * linear.itemsize
+        if quantizer is None:
+            self._not_planned[linear.layer] = "its weights are quantized, and it is not known how: give the recipe"
+            return
+        columnwise = quantizer.columnwise_usage if is_quantized(local) else True
+        codes = self._bytes(quantizer, (local.shape[0], local.shape[1]), linear, rowwise=True, columnwise=columnwise)
+        self._add(linear.layer, "parameter", WEIGHT, codes.high, high, "always")
+        self._add_codes(linear.layer, "weight", WEIGHT, codes, "always")
+        if getattr(module, "preserve_high_precision_init_val", False):
+            self._add(linear.layer, "init_value", WEIGHT, high, 0, "always")
+        self._gradient(linear.layer, WEIGHT, parameter, local)
+
+    def _codes_of_weight(
+        self, linear: _Linear, *, is_saved: bool, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        """The codes of a weight that is a parameter in high precision.
+
+        Args:
+            linear: the layer.
+            is_saved: whether a forward that makes them saves them.
+            rowwise, columnwise: the directions that it keeps.
+        """
+        if not linear.is_low or linear.primary:
+            return
+        columnwise &= self._trains and linear.override is None
+        codes = self._bytes(
+            linear.quantizers["weight"],
+            linear.shape,
+            linear,
+            rowwise=rowwise or linear.cached or not columnwise,
+            columnwise=columnwise,
+        )
+        if linear.cached:
+            self._add_codes(linear.layer, "weight", WEIGHT, codes, "always")
+        elif is_saved and self._trains:
+            self._add_codes(linear.layer, "weight", WEIGHT, codes, "to_backward")
+
+    def _scaling_state(self, layer: str, recipe: Any, forward: int, backward: int) -> None:
+        size = (forward + backward) * (1 + recipe.amax_history_len) * _FLOAT32
+        self._add(layer, "scaling_state", "", size, 0, "always")
+
+    # ------------------------------------------------------------------ activations
+
+    def _save_operand(
+        self, linear: _Linear, what: str, *, original: bool = False, rowwise: bool = False, columnwise: bool = True
+    ) -> None:
+        """What is saved of the operand that wgrad reads.
+
+        Args:
+            linear: the layer.
+            what: which tensor that is.
+            original: whether it is saved in high precision.
+            rowwise, columnwise: the directions of its codes that are saved where the backward is quantized.
+        """
+        if linear.rows is None or not self._trains or not linear.trained:
+            return
+        inputs = linear.shape[1]
+        high = sum(linear.rows) * inputs * linear.itemsize
+        if not linear.is_low or original:
+            self._add(linear.layer, "saved_high", what, high, high, "to_backward")
+            return
+        quantizer = linear.quantizers["activation"]
+        if linear.override is not None or (linear.gathers and quantizer.supports_only_rowwise_all_gather()):
+            rowwise, columnwise = True, False
+        found = CodeBytes()
+        for rows in linear.rows:
+            found = found.plus(self._bytes(quantizer, (rows, inputs), linear, rowwise=rowwise, columnwise=columnwise))
+        self._add(linear.layer, "saved_high", what, found.high, high, "to_backward")
+        self._add_codes(linear.layer, "saved", what, found, "to_backward")
+
+    def _codes_of_gradient(self, linear: _Linear) -> None:
+        """The quantized gradient of the output, which a backward makes for dgrad and wgrad."""
+        if linear.rows is None or not linear.is_low or not self._trains or linear.override is not None:
+            return
+        shape = (max(linear.rows, default=0), linear.shape[0])
+        codes = self._bytes(linear.quantizers["gradient"], shape, linear, rowwise=True, columnwise=linear.trained)
+        self._add(linear.layer, "gradient_codes", OUTPUT_GRADIENT, sum(codes) - codes.high, 0, "in_backward")
+
+    # ------------------------------------------------------------------ shared
+
+    def _workspaces(self) -> None:
+        if not self._modules:
+            return
+        import transformer_engine_torch as tex
+        from transformer_engine.pytorch.cpp_extensions import gemm
+
+        size: int = gemm.get_cublas_workspace_size_bytes()
+        count = 1 + (tex.get_num_cublas_streams() if self._groups else 0)
+        self._add("", "workspace", "", size * count, size * count, "always")
+
+    def _rows_of(self, layer: str, groups: int) -> Sequence[int] | None:
+        if self._calls is not None:
+            return self._calls.get(layer, ())
+        return None if self._tokens is None else [max(1, self._tokens // groups)]
+
+    def _made(self, module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
+        """A module's quantizers for a recipe, in Transformer Engine's order; none without one.
+
+        Those of Transformer Engine's own recipes are the same for all modules of a class.
+        """
+        if recipe is None:
+            return [[], []]
+        key = id(recipe), type(module), forward, backward
+        if recipe.custom() or key not in self._quantizers:
+            self._quantizers[key] = made_quantizers(module, recipe, forward, backward)
+        return self._quantizers[key]
+
+    def _bytes(
+        self, quantizer: Any, shape: tuple[int, int], linear: _Linear, *, rowwise: bool, columnwise: bool
+    ) -> CodeBytes:
+        key = id(quantizer), shape, rowwise, columnwise, linear.itemsize
+        if key not in self._sizes:
+            usage = quantizer.rowwise_usage, quantizer.columnwise_usage
+            try:
+                self._sizes[key] = planned_bytes(
+                    quantizer, shape, rowwise=rowwise, columnwise=columnwise, itemsize=linear.itemsize
+                )
+            finally:
+                quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
+        return self._sizes[key]
+
+    def _add_codes(self, layer: str, of: str, what: str, codes: CodeBytes, lives: Lives) -> None:
+        for kind, size in _CODE_KINDS[of](codes):
+            self._add(layer, kind, what, size, 0, lives)
+
+    def _add(self, layer: str, kind: Kind, what: str, low: int, high: int, lives: Lives) -> None:
+        if low or high:
+            self._rows.append(MemoryRow(layer, kind, what, low, high, lives))
+
+
+def _of_weight(codes: CodeBytes) -> tuple[tuple[Kind, int], ...]:
+    return (("weight_rowwise", codes.rowwise), ("weight_columnwise", codes.columnwise), ("weight_scales", codes.scales))
+
+
+def _of_saved(codes: CodeBytes) -> tuple[tuple[Kind, int], ...]:
+    return (("saved_rowwise", codes.rowwise), ("saved_columnwise", codes.columnwise), ("saved_scales", codes.scales))
+
+
+_CODE_KINDS = {"weight": _of_weight, "saved": _of_saved}
+
+
+def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+    """The weights of each layer of a module: several, where its parameters are split."""
+    found: dict[str, list[Any]] = {layer: [] for layer in layers}
+    for name, parameter in module.named_parameters(recurse=False):
+        if is_weight(name, parameter):
+            found[layer_of_parameter(name, layers)].append(getattr(parameter, "_local_tensor", parameter))
+    first = next((weights for weights in found.values() if weights), None)  # one parameter may hold all groups'
+    if first is None:
+        raise UnknownMemoryError("its weight is no parameter of it, as where FSDP keeps all parameters flat.")
+    return {layer: weights or first for layer, weights in found.items()}
+
+
+def _saves_unknown(module: torch.nn.Module) -> bool:
+    """Whether a module saves activations that are not planned: norms, activation functions, dropout, attention."""
+    if any(True for _ in module.children()):
+        return "DotProductAttention" in class_names(module)
+    return not class_names(module)[0].startswith(("Embedding", "Identity", "Softmax")) and (
+        type(module).__module__.startswith(("torch.nn.", "transformer_engine."))
+        and type(module).__name__ not in ("FusedScaleMaskSoftmax", "FlashAttention", "FusedAttention", "_Conv")
+    )

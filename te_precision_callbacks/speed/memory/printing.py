@@ -1,0 +1,105 @@
+"""Prints the memory of a model: as text, or as an object for JSON.
+
+print(describe(memory))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from te_precision_callbacks.base.counts import size
+from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.speed.memory.rows import KINDS, LIVES, SAVED, Bytes, Lives, Memory
+from te_precision_callbacks.speed.memory.why import MemoryReason, break_even_tokens, reasons
+
+_MOST_NAMES = 4
+_MOST_REASONS = 8
+
+
+def describe(memory: Memory) -> str:
+    """The bytes by kind beside high precision, the break-even, and why they are not fewer."""
+    lines = [_heading(memory), "", *_table(memory), ""]
+    lines += [_balance(memory, lives) for lives in LIVES if any(memory.of(lives=lives))]
+    tokens = break_even_tokens(memory)
+    if tokens is not None:
+        lines.append(
+            f"A forward of {tokens:,.0f} tokens or more saves as many bytes of activations as the codes of weights add."
+        )
+    found = reasons(memory)
+    if found:
+        lines += ["", "Why memory is not lower"]
+        lines += [line for reason in found[:_MOST_REASONS] for line in _of_reason(reason)]
+    for layers, why in _not_planned(memory):
+        lines += ["", f"Not planned: {layers}: {why}"]
+    lines += [text for note in memory.notes for text in ("", f"Note: {note}")]
+    return "\n".join(lines)
+
+
+def as_json(memory: Memory) -> dict[str, Any]:
+    """The memory as an object for JSON: totals, layers, reasons, and what is not known."""
+    return {
+        "recipe": memory.recipe or "none",
+        "capability": "{}.{}".format(*memory.capability),
+        "tokens": memory.tokens,
+        "cached": memory.cached,
+        "transposes": memory.transposes,
+        "total": _as_object(memory.bytes()),
+        "kinds": {kind: _as_object(found) for kind, found in memory.by_kind().items()},
+        "lives": {lives: _as_object(memory.bytes(lives=lives)) for lives in LIVES},
+        "break_even_tokens": break_even_tokens(memory),
+        "rows": [dataclasses.asdict(row) for row in memory],
+        "reasons": [dataclasses.asdict(reason) for reason in reasons(memory)],
+        "not_planned": dict(memory.not_planned),
+        "notes": list(memory.notes),
+    }
+
+
+def _as_object(found: Bytes) -> dict[str, int]:
+    return {"low": found.low, "high": found.high, "added": found.added}
+
+
+def _heading(memory: Memory) -> str:
+    weights = "kept over micro-batches" if memory.cached else "made in each forward"
+    of = "unknown tokens" if memory.tokens is None else f"{memory.tokens:,} tokens a forward"
+    if memory.tokens is None and any(row.kind in SAVED for row in memory):
+        of = "the tokens of a batch"
+    recipe = memory.recipe or "no recipe, or several"
+    return (
+        f"Memory of {len(memory.layers)} layers on one rank: {recipe}, compute capability"
+        f" {memory.capability[0]}.{memory.capability[1]}, {of}, codes of weights {weights}."
+    )
+
+
+def _table(memory: Memory) -> list[str]:
+    found = memory.by_kind()
+    cells = [("", "planned", "in high precision", "added")]
+    cells += [(KINDS[kind], *_cells(found[kind])) for kind in found]
+    cells.append(("all on the device", *_cells(memory.bytes())))
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in (1, 2, 3))]).rstrip()
+        for row in cells
+    ]
+
+
+def _cells(found: Bytes) -> tuple[str, str, str]:
+    return size(found.low), size(found.high), f"{'+' if found.added > 0 else ''}{size(found.added)}"
+
+
+def _balance(memory: Memory, lives: Lives) -> str:
+    added = memory.added(lives=lives)
+    does = "adds nothing" if not added else f"adds {size(added)}" if added > 0 else f"saves {size(-added)}"
+    return f"Low precision {does} {LIVES[lives]}."
+
+
+def _of_reason(reason: MemoryReason) -> list[str]:
+    where = ", ".join(folded(reason.layers, most=_MOST_NAMES))
+    return [f"  {size(reason.bytes)}: {reason.why}", f"    {reason.remedy}", *([f"    {where}"] if where else [])]
+
+
+def _not_planned(memory: Memory) -> list[tuple[str, str]]:
+    of_why: dict[str, list[str]] = {}
+    for layer, why in memory.not_planned.items():
+        of_why.setdefault(why, []).append(layer)
+    return [(", ".join(folded(layers, most=_MOST_NAMES)), why) for why, layers in of_why.items()]
