@@ -1,0 +1,1 @@
+"""What low precision costs and what it buys, in time and memory."""
