@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed.trace.calls import Call, aligned, may_be
-from te_precision_callbacks.speed.trace.contexts import Contexts
+from te_precision_callbacks.speed.trace.contexts import Contexts, Pass
 from te_precision_callbacks.speed.trace.range_names import module_of
 from te_precision_callbacks.speed.trace.timeline import NOTHING
 
@@ -29,69 +30,80 @@ def assign(calls: Sequence[Call], contexts: Contexts, products: Iterable[Product
         products: those of the run.
     """
     run = [product for product in products if product.macs and product.gemm != "lookup"]
+    batches = _micro_batches(run)
     forward = [product for product in run if not product.backward]
     backward = [product for product in run if product.backward]
-    _within_ranges(calls, run)
-    _in_order([call for call in calls if call.of_pass in ("forward", "") and not call.layer], forward)
-    _again(calls, forward)
-    _by_link(calls, contexts, backward)
-    _in_order([call for call in calls if call.of_pass == "backward" and not call.layer], backward)
+    _within_ranges(calls, run, batches)
+    _in_order([call for call in calls if call.of_pass in ("forward", "") and not call.layer], forward, batches)
+    _again(calls, forward, batches)
+    _by_link(calls, contexts, backward, batches)
+    _in_order([call for call in calls if call.of_pass == "backward" and not call.layer], backward, batches)
 
 
-def _take(call: Call, product: Product) -> None:
+def _take(call: Call, product: Product, *, inferred: bool = True) -> None:
     call.layer, call.gemm, call.product = product.layer, product.gemm, product
-    call.inferred = True
+    call.inferred = inferred
 
 
-def _within_ranges(calls: Sequence[Call], run: Sequence[Product]) -> None:
+def _within_ranges(calls: Sequence[Call], run: Sequence[Product], batches: int) -> None:
     """Find the products of calls whose layer a range says, and the GEMM of those whose range says the layer alone."""
     by_layer: dict[tuple[str, bool], list[Product]] = defaultdict(list)
     for product in run:
         by_layer[product.layer, product.backward].append(product)
-    units: dict[tuple[int, str], list[Call]] = defaultdict(list)
+    alone: dict[tuple[str, Pass], list[Call]] = defaultdict(list)
     for call in calls:
         if not call.layer:
             continue
-        of_layer = by_layer[call.layer, call.of_pass == "backward"]
+        backward = call.of_pass == "backward"
+        call.layer = _known_layer(call.layer, by_layer, backward=backward)
+        of_layer = by_layer[call.layer, backward]
         if call.gemm:
             call.product = next((product for product in of_layer if product.gemm == call.gemm), None)
         elif len(of_layer) == 1:
             call.product, call.gemm = of_layer[0], of_layer[0].gemm
         elif of_layer:
-            units[call.unit, call.layer].append(call)
-    for (_, layer), of_unit in units.items():
-        _align(of_unit, _each_call(by_layer[layer, of_unit[0].of_pass == "backward"]))
+            alone[call.layer, call.of_pass].append(call)
+    for (layer, of_pass), of_layer_alone in alone.items():
+        _in_order(of_layer_alone, by_layer[layer, of_pass == "backward"], batches)
 
 
-def _align(calls: Sequence[Call], expected: Sequence[Product]) -> None:
+def _known_layer(layer: str, known: Mapping[tuple[str, bool], object], *, backward: bool) -> str:
+    """The layer of the run that a module is, or is inside of; the module where it is neither."""
+    inside = layer
+    while inside:
+        if (inside, backward) in known:
+            return inside
+        inside = inside.rpartition(".")[0]
+    return layer
+
+
+def _align(calls: Sequence[Call], expected: Sequence[Product], *, inferred: bool = True) -> None:
     for call, place in zip(calls, aligned(calls, expected), strict=True):
         if place != NOTHING:
-            _take(call, expected[place])
+            _take(call, expected[place], inferred=inferred)
 
 
-def _once(products: Sequence[Product]) -> int:
-    """How often a step calls most products of a pass: the number of its micro-batches."""
-    counts = Counter(product.calls for product in products if product.gemm in _WITH_A_WEIGHT)
-    counts = counts or Counter(product.calls for product in products)
-    return max(1, counts.most_common(1)[0][0]) if counts else 1
+def _micro_batches(run: Sequence[Product]) -> int:
+    """How many micro-batches a step has: how often it calls most products with a weight."""
+    counts = Counter(product.calls for product in run if product.gemm in _WITH_A_WEIGHT)
+    return counts.most_common(1)[0][0] if counts else min((product.calls for product in run), default=1)
 
 
-def _each_call(products: Sequence[Product]) -> list[Product]:
+def _each_call(products: Sequence[Product], batches: int) -> list[Product]:
     """The products in the order of the calls of one micro-batch."""
-    once = _once(products)
-    return [product for product in products for _ in range(max(1, round(product.calls / once)))]
+    return [product for product in products for _ in range(max(1, round(product.calls / batches)))]
 
 
-def _in_order(calls: Sequence[Call], products: Sequence[Product]) -> None:
-    expected = _each_call(products)
+def _in_order(calls: Sequence[Call], products: Sequence[Product], batches: int) -> None:
+    expected = _each_call(products, batches)
     if calls and expected:
         times = max(1, round(len(calls) / len(expected)))
         _align(calls, expected * times)
 
 
-def _again(calls: Sequence[Call], forward: Sequence[Product]) -> None:
+def _again(calls: Sequence[Call], forward: Sequence[Product], batches: int) -> None:
     """The forwards that are run again: each is a stretch of the forward, before the one that was run again last."""
-    expected = _each_call(forward)
+    expected = _each_call(forward, batches)
     limit = len(expected)
     for stretch in _stretches(calls):
         length = len(stretch)
@@ -116,7 +128,7 @@ def _stretches(calls: Sequence[Call]) -> list[list[Call]]:
     return [stretch for stretch in found if stretch]
 
 
-def _by_link(calls: Sequence[Call], contexts: Contexts, backward: Sequence[Product]) -> None:
+def _by_link(calls: Sequence[Call], contexts: Contexts, backward: Sequence[Product], batches: int) -> None:
     """The calls of a backward: those of the products whose forward has made its node."""
     forward_of_unit: dict[int, list[Call]] = defaultdict(list)
     for call in calls:
@@ -133,7 +145,8 @@ def _by_link(calls: Sequence[Call], contexts: Contexts, backward: Sequence[Produ
         wanted = {(call.layer, call.gemm) for call in at_node}
         expected = [product for product in backward if _is_backward_of(product, wanted)]
         if expected:
-            _align(of_unit, _each_call(expected))
+            by_order = any(call.inferred for call in at_node) or any(call.sizes is None for call in of_unit)
+            _align(of_unit, _each_call(expected, batches), inferred=by_order)
 
 
 def _is_backward_of(product: Product, forward: set[tuple[str, str]]) -> bool:
@@ -141,17 +154,34 @@ def _is_backward_of(product: Product, forward: set[tuple[str, str]]) -> bool:
     return (product.layer, of_forward) in forward
 
 
-def layers_of_units(calls: Sequence[Call], contexts: Contexts) -> Mapping[int, str]:
+class UnitLayer(NamedTuple):
+    """The layer of a unit.
+
+    Attributes:
+        layer: the layer, or the module of several.
+        inferred: whether it was inferred from order and shape.
+    """
+
+    layer: str
+    inferred: bool
+
+
+def layers_of_units(calls: Sequence[Call], contexts: Contexts) -> Mapping[int, UnitLayer]:
     """The layer of each unit, for its other work: that of its GEMMs, or of the forward that has made its node; the
     module where they are of several layers."""
-    layers: dict[int, dict[str, None]] = defaultdict(dict)
+    calls_of_unit: dict[int, list[Call]] = defaultdict(list)
     for call in calls:
         if call.layer and call.unit != NOTHING:
-            layers[call.unit][call.layer] = None
-    found = {unit: module_of(tuple(names)) for unit, names in layers.items()}
+            calls_of_unit[call.unit].append(call)
+    found = {
+        unit: UnitLayer(
+            module_of(tuple(dict.fromkeys(call.layer for call in of_unit))), any(call.inferred for call in of_unit)
+        )
+        for unit, of_unit in calls_of_unit.items()
+    }
     for unit, node in contexts.linked.items():
         context = contexts.of[node]
-        layer = context.layer or found.get(context.unit, "")
-        if layer:
-            found.setdefault(unit, layer)
+        made_by = UnitLayer(context.layer, False) if context.layer else found.get(context.unit)
+        if made_by is not None:
+            found.setdefault(unit, made_by)
     return found

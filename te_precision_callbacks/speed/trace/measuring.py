@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import in_sentence
-from te_precision_callbacks.speed.trace.assigning import assign, layers_of_units
+from te_precision_callbacks.speed.trace.assigning import UnitLayer, assign, layers_of_units
 from te_precision_callbacks.speed.trace.calls import Call, calls_of
 from te_precision_callbacks.speed.trace.contexts import Pass, contexts_of
 from te_precision_callbacks.speed.trace.errors import TraceError
@@ -19,7 +19,7 @@ from te_precision_callbacks.speed.trace.range_names import read_layer
 from te_precision_callbacks.speed.trace.timeline import NOTHING, Trace
 from te_precision_callbacks.speed.trace.work import Work, union, work_of
 
-_OUTSIDE_OF_A_STEP = -1
+_NOWHERE = UnitLayer("", False)
 
 
 def measure(trace: Trace, products: Iterable[Product] = ()) -> MeasuredStep:
@@ -102,7 +102,7 @@ _Key = tuple[str, str, Pass, KernelKind | None, str, bool]
 
 
 def _rows(
-    trace: Trace, work: Sequence[Work], calls: Sequence[Call], units: Mapping[int, str], steps: int
+    trace: Trace, work: Sequence[Work], calls: Sequence[Call], units: Mapping[int, UnitLayer], steps: int
 ) -> tuple[MeasuredProduct, ...]:
     call_of = {id(each): call for call in calls for each in call.work}
     sums: dict[_Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -112,8 +112,8 @@ def _rows(
         if call is not None:
             key: _Key = (call.layer, call.gemm, call.of_pass, kind, _format(trace, each, call), call.inferred)
         else:
-            inferred = "" if context.layer else units.get(context.unit, "")
-            key = (context.layer or inferred, "", context.of_pass, _in_pass(kind, context.of_pass), "", bool(inferred))
+            unit = UnitLayer(context.layer, False) if context.layer else units.get(context.unit, _NOWHERE)
+            key = (unit.layer, "", context.of_pass, _in_pass(kind, context.of_pass), "", unit.inferred)
         entry = sums[key]
         entry[0] += each.us / 1e3 / steps
         entry[1] += 1 / steps
