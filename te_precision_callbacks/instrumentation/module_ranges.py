@@ -58,7 +58,7 @@ class _Hook:
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
         """Before a forward."""
         around = record_function(self._name)
-        around.__enter__()
+        around.__enter__()  # type: ignore[no-untyped-call]
         self._open.ranges.append((self, around))
 
     @outside_of_dynamo

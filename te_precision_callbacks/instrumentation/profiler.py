@@ -50,7 +50,7 @@ class StepProfiler:
         if profiler_runs():
             return False
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available() and torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities():
+        if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profile.prepare_trace()

@@ -88,7 +88,7 @@ class Profiling:
                 self._say_other()
         self._profiled.append(iteration)
         self._iteration = record_function(iteration_range(iteration))
-        self._iteration.__enter__()
+        self._iteration.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, iteration: int) -> None:
         around, self._iteration = self._iteration, None

@@ -41,7 +41,7 @@ def assign(calls: Sequence[Call], contexts: Contexts, products: Iterable[Product
 
 
 def _take(call: Call, product: Product, *, inferred: bool = True) -> None:
-    call.layer, call.gemm, call.product = product.layer, product.gemm, product
+    call.layer, call.gemm, call.product = product.layer, "" if call.is_attention else product.gemm, product
     call.inferred = inferred
 
 
@@ -57,7 +57,9 @@ def _within_ranges(calls: Sequence[Call], run: Sequence[Product], batches: int) 
         backward = call.of_pass == "backward"
         call.layer = _known_layer(call.layer, by_layer, backward=backward)
         of_layer = by_layer[call.layer, backward]
-        if call.gemm:
+        if call.is_attention:
+            call.product = next(iter(of_layer), None)
+        elif call.gemm:
             call.product = next((product for product in of_layer if product.gemm == call.gemm), None)
         elif len(of_layer) == 1:
             call.product, call.gemm = of_layer[0], of_layer[0].gemm
@@ -89,13 +91,21 @@ def _micro_batches(run: Sequence[Product]) -> int:
     return counts.most_common(1)[0][0] if counts else min((product.calls for product in run), default=1)
 
 
-def _each_call(products: Sequence[Product], batches: int) -> list[Product]:
-    """The products in the order of the calls of one micro-batch."""
-    return [product for product in products for _ in range(max(1, round(product.calls / batches)))]
+def _each_call(products: Sequence[Product], batches: int, calls: Sequence[Call]) -> list[Product]:
+    """The products in the order of the calls of one micro-batch; those of attention once where a kernel runs all."""
+    in_one = any(call.is_attention for call in calls)
+    found: list[Product] = []
+    for product in products:
+        if in_one and product.family == "attention":
+            if not found or found[-1].layer != product.layer:
+                found.append(product)
+        else:
+            found += [product] * max(1, round(product.calls / batches))
+    return found
 
 
 def _in_order(calls: Sequence[Call], products: Sequence[Product], batches: int) -> None:
-    expected = _each_call(products, batches)
+    expected = _each_call(products, batches, calls)
     if calls and expected:
         times = max(1, round(len(calls) / len(expected)))
         _align(calls, expected * times)
@@ -103,7 +113,7 @@ def _in_order(calls: Sequence[Call], products: Sequence[Product], batches: int) 
 
 def _again(calls: Sequence[Call], forward: Sequence[Product], batches: int) -> None:
     """The forwards that are run again: each is a stretch of the forward, before the one that was run again last."""
-    expected = _each_call(forward, batches)
+    expected = _each_call(forward, batches, calls)
     limit = len(expected)
     for stretch in _stretches(calls):
         length = len(stretch)
@@ -146,12 +156,15 @@ def _by_link(calls: Sequence[Call], contexts: Contexts, backward: Sequence[Produ
         expected = [product for product in backward if _is_backward_of(product, wanted)]
         if expected:
             by_order = any(call.inferred for call in at_node) or any(call.sizes is None for call in of_unit)
-            _align(of_unit, _each_call(expected, batches), inferred=by_order)
+            _align(of_unit, _each_call(expected, batches, of_unit), inferred=by_order)
+        elif len({call.layer for call in at_node}) == 1:  # the run has not counted it
+            for call in of_unit:
+                call.layer, call.inferred = at_node[0].layer, at_node[0].inferred
 
 
 def _is_backward_of(product: Product, forward: set[tuple[str, str]]) -> bool:
     of_forward = "fprop" if product.gemm in _WITH_A_WEIGHT else product.gemm
-    return (product.layer, of_forward) in forward
+    return (product.layer, of_forward) in forward or (product.family == "attention" and (product.layer, "") in forward)
 
 
 class UnitLayer(NamedTuple):

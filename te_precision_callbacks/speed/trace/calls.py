@@ -51,6 +51,12 @@ class Call:
     inferred: bool = False
     product: Product | None = field(default=None)
 
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is attention in one kernel: all products of it at once."""
+        known = self.work[0].known
+        return known is not None and known.kind == "attention"
+
 
 def calls_of(work: Iterable[Work], trace: Trace, contexts: Contexts) -> list[Call]:
     """The calls of products, in the order in which the host made them."""
@@ -132,8 +138,7 @@ def may_be(call: Call, product: Product) -> bool:
         return False
     if call.sizes is None and call.among is not None and not {product.k, product.n, product.m} <= call.among:
         return False
-    is_attention = call.work[0].known is not None and call.work[0].known.kind == "attention"
-    if is_attention:
+    if call.is_attention:
         return product.family == "attention"
     return call.of_te is None or call.of_te == (product.family in ("te", "te_ops"))
 

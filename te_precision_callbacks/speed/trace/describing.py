@@ -26,7 +26,7 @@ def describe(step: MeasuredStep, *, most_layers: int = _MOST_LAYERS) -> str:
 def as_json(step: MeasuredStep) -> dict[str, Any]:
     """A measured step as JSON can hold it; milliseconds of a step."""
     facts = asdict(step)
-    facts["products"] = [{**row, "pass": row.pop("of_pass")} for row in facts["products"]]
+    facts["products"] = [{"pass": row.pop("of_pass"), **row} for row in facts["products"]]
     facts["unassigned"] = [entry._asdict() for entry in step.unassigned]
     facts["busy_share"] = step.busy_share
     facts["unassigned_share"] = step.unassigned_share

@@ -20,7 +20,8 @@ class MeasuredProduct:
     Attributes:
         layer: the layer of a GEMM; of other kernels its module, where several layers share one; empty where no layer is
             known.
-        gemm: as ``Product.gemm``; empty for kernels of other kinds, and where it is not known.
+        gemm: as ``Product.gemm``; empty for kernels of other kinds, for attention in one kernel, and where it is not
+            known.
         of_pass: the pass; empty outside of forward, backward and optimizer.
         kind: what the kernels do; None if their names are unknown.
         format: the format of a GEMM's operands; empty for other kinds, and where nothing says it.

@@ -85,8 +85,8 @@ def _with_operator(known: Known | None, trace: Trace, context: Context) -> Known
 
 def _of_host(trace: Trace, contexts: Contexts) -> Iterable[Work]:
     host, names = trace.host, trace.names
-    lengths = column(host.end, np.float64) - column(host.begin, np.float64)
-    own = lengths.tolist()
+    lengths = (column(host.end, np.float64) - column(host.begin, np.float64)).tolist()
+    own = lengths.copy()
     is_operator = [kind == HostKind.OPERATOR for kind in host.kind]
     for place, outer in enumerate(contexts.outer):
         if not is_operator[place]:
