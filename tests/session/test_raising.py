@@ -100,6 +100,7 @@ READERS = {
     "ReportError",
     "RunError",
     "SeveralRunsError",
+    "TraceError",
     "UnknownFeatureError",
     "UnknownSubjectError",
 }

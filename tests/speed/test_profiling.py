@@ -19,9 +19,8 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.instrumentation.profiler import StepProfiler, export, profiler_runs
 from te_precision_callbacks.options import ProfileChoice, SessionOptions, read_profile
-from te_precision_callbacks.runs.reading import list_runs
+from te_precision_callbacks.runs import list_runs, traces_of
 from te_precision_callbacks.runs.run_files import FOLDER
-from te_precision_callbacks.runs.trace_files import traces_of
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session import profiling as profiling_module
 from te_precision_callbacks.speed.trace import describe, measure, read_trace

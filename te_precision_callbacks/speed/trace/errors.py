@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 
-__all__ = ["TraceError"]
-
 
 class TraceError(PrecisionDebugError, ValueError):
     """A file is no trace of torch.profiler, is cut off, or is of another run."""

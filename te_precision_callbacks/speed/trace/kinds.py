@@ -128,7 +128,7 @@ _KERNELS: tuple[_Row, ...] = (
     _Row(
         "attention",
         r"(?i)flash_?(attn|fwd|bwd|attention)|pytorch_flash|flash::|fmha|attn_(fwd|bwd)|attention_kernel|_attn_|mha_"
-        r"|sdpa|BlockFmha|paged_?attention|FlashAttn|FlashMask|unified_attention|mla_",
+        r"|sdpa|BlockFmha|paged_?attention|FlashAttn|FlashMask|unified_attention|mla_|sage_(fwd|bwd|attn)",
         "Dao-AILab/flash-attention; cuDNN's"
         " sdpa; xFormers fmha; ROCm/aotriton attn_fwd; ROCm/composable_kernel; flashinfer",
     ),
@@ -253,7 +253,7 @@ _KERNELS: tuple[_Row, ...] = (
         "routing",
         r"(?i)moe_(permute|unpermute|align|sum|topk|sort)|permute_(kernel|with)|_permute_kernel|_unpermute|row_id_map|chunk_sort"
         r"|sort_chunks|fused_(topk|moe_aux|score)|fused_router|topk_|TopK|gating|routing|grouped_topk|MoeSorting|radix_(topk|kernel)"
-        r"|splits_to_offsets|finalizeMoe|moe::dev::|expandInputRows|expert",
+        r"|splits_to_offsets|bitmatrix|finalizeMoe|moe::dev::|expandInputRows|expert",
         f"{_TE}permutation, fused_router; NVIDIA/Megatron-LM; vLLM; flashinfer trtllm routing",
     ),
     # ---- optimizers

@@ -24,7 +24,7 @@ _PIECE = 1 << 22
 """The characters that are read at once; no event of Kineto is nearly as long."""
 
 _MOST_HEAD = 1 << 24
-"""The characters before the first event: facts about the device and the process group."""
+"""The characters before the first event, or behind the last one: facts about the device and the process group."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
@@ -193,6 +193,7 @@ def _events(path: Path, trace: Trace) -> Iterator[Any]:
             pieces = _Pieces(path, file)
             _take_head(pieces, trace)
             yield from pieces.objects()
+            _take_facts("{" + pieces.rest().lstrip("] \t\r\n,"), trace)
     except (EOFError, zlib.error) as error:
         raise TraceError(f"{path} is cut off: its gzip ends early ({error}). Copy or write it again.") from error
     except gzip.BadGzipFile as error:
@@ -267,6 +268,10 @@ class _Pieces:
             self.at += 1
             self.skip_space()
 
+    def rest(self) -> str:
+        """What follows the list, up to a limit."""
+        return self.text[self.at :] + self._file.read(_MOST_HEAD)
+
     def _refuse(self, error: json.JSONDecodeError) -> NoReturn:
         if not self._file.read(1) and len(self.text) - self.at <= 2 * _PIECE:
             raise TraceError(
@@ -299,8 +304,13 @@ def _take_head(pieces: _Pieces, trace: Trace) -> None:
         )
     head = pieces.text[pieces.at : found.start()].rstrip().rstrip(",")
     pieces.at = found.end()
+    _take_facts(head + "}", trace)
+
+
+def _take_facts(text: str, trace: Trace) -> None:
+    """Take the device and the rank from the facts before or behind the events, as far as they are there."""
     try:
-        facts = json.loads(head + "}")
+        facts = json.loads(text)
     except json.JSONDecodeError:
         return
     devices, group = facts.get("deviceProperties"), facts.get("distributedInfo")
