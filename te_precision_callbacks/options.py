@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -81,6 +82,39 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
     return LogChoice(ranks[0] if ranks else "rank0", limits[0] if limits else LOG_LIMIT)
 
 
+class ProfileChoice(NamedTuple):
+    """What ``profile=`` says.
+
+    Attributes:
+        first, last: the iterations that are profiled, both included.
+        on_all_ranks: whether each rank writes a trace; else rank 0 alone.
+    """
+
+    first: int
+    last: int
+    on_all_ranks: bool
+
+
+def read_profile(profile: object) -> ProfileChoice | None:
+    """The value of ``profile=``: an iteration, or several and perhaps the ranks, such as ``"10-12, all"``.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if profile is None:
+        return None
+    if type(profile) is int and profile >= 0:
+        return ProfileChoice(profile, profile, False)
+    if isinstance(profile, str):
+        match = re.fullmatch(r"\s*(\d{1,15})\s*(?:-\s*(\d{1,15})\s*)?(,\s*all\s*)?", profile)
+        if match is not None and int(match[1]) <= int(match[2] or match[1]):
+            return ProfileChoice(int(match[1]), int(match[2] or match[1]), match[3] is not None)
+    raise OptionError(
+        'profile= must be an iteration, such as 10, or a text with the first and the last one, such as "10-12", or'
+        f' "10-12, all" for a trace of each rank, not {profile!r}.'
+    )
+
+
 class SessionKeywords(TypedDict, total=False):
     """The keywords of :class:`SessionOptions`, for the signatures of the front doors."""
 
@@ -108,6 +142,7 @@ class SessionKeywords(TypedDict, total=False):
     require: ContractSource
     on_broken: OnBroken
     on_finding: OnFinding
+    profile: int | str | None
     quiet: bool
 
 
@@ -195,6 +230,9 @@ class SessionOptions:
         on_finding: what happens when a rule finds something: ``"warn"``, once for each finding; ``"stop"`` raises a
             PrecisionFindingError on all ranks together, for errors and warnings, or for severities or rules, such as
             ``"stop: nonfinite, dead-gradient"``; or a function of the finding. See docs/diagnosis.md.
+        profile: the iterations that torch's profiler records, with ranges around layers, such as ``10`` or
+            ``"10-12"``; ``"10-12, all"`` on all ranks instead of rank 0 alone. The trace is written beside the records
+            of the run. Choose iterations after the first ones, in which no statistic is due. See docs/speed-traces.md.
         quiet: leaves out the lines with the verdict that are printed to stderr when the run ends. So does the
             environment variable TE_PRECISION_QUIET=1.
     """
@@ -224,6 +262,7 @@ class SessionOptions:
     require: Contract | None = None
     on_broken: OnBroken = "raise"
     on_finding: OnFinding = "warn"
+    profile: int | str | None = None
     quiet: bool = False
 
     @classmethod
@@ -252,6 +291,7 @@ class SessionOptions:
         if start_step is not None and (type(start_step) is not int or start_step < 0):
             raise OptionError(f"start_step= must be a whole number >= 0, not {start_step!r}.")
         read_statistics_log(keywords.get("statistics_log", "rank0"))
+        read_profile(keywords.get("profile"))
         if not record_limit(keywords.get("records", "on")) and keywords.get("report"):
             raise OptionError("report=True makes a page of what is recorded, but records='off' records nothing.")
         if keywords.get("report") and find_spec("plotly") is None:

@@ -119,6 +119,7 @@ WITHOUT_SESSION = (
     "runs",
     "views",
     "coverage",
+    "speed",
     "check",
     "cli.doctor",
 )

@@ -86,6 +86,13 @@ class ForwardHooks:
             attention=self.products,
         )
         self._seams = Replaced()
+        self._has_ranges = False
+
+    def put_ranges(self, *, wanted: bool) -> None:
+        """Put ranges of torch.profiler around the layers of Transformer Engine and their GEMMs, or take them away."""
+        if wanted != self._has_ranges:
+            self._has_ranges = wanted
+            self._listen()
 
     def watch(
         self,
@@ -142,7 +149,7 @@ class ForwardHooks:
             self._tap.hear(self._watched.layers, self.products.attentions)
         else:
             self._tap.hear(self._watched.armed)
-        self._tap.listen(*listeners)
+        self._tap.listen(*listeners, ranges=self._has_ranges)
 
     def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> bool:
         """Ask the features of a module that is observed on its fused path, in its forward.

@@ -102,7 +102,7 @@ class OperationsTap:
                 named = tuple(name for layer in layers for name in layer)
                 forward = Forward(named, forward.kind, forward.recipe, halves=False, is_heard=False)
             before = forward.events
-            result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
+            result = self._running.call_backward(forward, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
                 self._tell_silent(forward, type(operation).__name__, True)
             return result

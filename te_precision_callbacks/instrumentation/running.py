@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from torch.autograd.profiler import record_function
 
 from te_precision_callbacks.base.vocabulary import OperandName
 from te_precision_callbacks.coverage.gemm_events import OUTSIDE, GemmOperand
 from te_precision_callbacks.coverage.seeing import modes_are_active, unseen
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.speed.trace.range_names import LayerRange, module_of
 
 
 class Forward:
@@ -50,6 +54,14 @@ class Forward:
         self._read.add(key)
         high = None if self.high is None else self.high.get(key)
         return GemmOperand(tensor, given, columnwise, high, first)
+
+    def next_number_of(self, gemm: str) -> int:
+        """What :meth:`number_of` is going to give; nothing changes."""
+        half = self.half
+        try:
+            return self.number_of(gemm, None)
+        finally:
+            self.half = half
 
     def number_of(self, gemm: str, expert: int | None) -> int:
         """The number of the layer whose GEMM runs next.
@@ -96,11 +108,13 @@ class Running:
     Attributes:
         here: what the thread that asks runs.
         numbers: those of the products that follow in the iteration.
+        has_ranges: whether ranges of torch.profiler are put around forwards, backwards and GEMMs.
     """
 
     def __init__(self) -> None:
         self.here = _Here()
         self.numbers = itertools.count()
+        self.has_ranges = False
 
     def begin_iteration(self) -> None:
         """Count the products from 0 again."""
@@ -115,16 +129,44 @@ class Running:
         return self.here.inside or self.here.running is not None
 
     def call(self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a function as a part of a forward, or of its backward. Its products have events: no mode looks at it."""
+        """Call a function as a part of a forward. Its products have events: no mode looks at it."""
+        return self._call(forward, False, function, arguments, keywords)
+
+    def call_backward(
+        self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any
+    ) -> Any:
+        """Call a function as a part of the backward of a forward, likewise."""
+        return self._call(forward, True, function, arguments, keywords)
+
+    def _call(
+        self,
+        forward: Forward | None,
+        backward: bool,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
         here = self.here
         before, here.running = here.running, forward
         try:
-            if not modes_are_active():
+            if not self.has_ranges and not modes_are_active():
                 return function(*arguments, **keywords)
-            with unseen():
+            with self._range(forward, backward=backward), unseen() if modes_are_active() else nullcontext():
                 return function(*arguments, **keywords)
         finally:
             here.running = before
+
+    def _range(self, forward: Forward | None, *, backward: bool) -> AbstractContextManager[Any]:
+        if not self.has_ranges or forward is None or not forward.layers:
+            return nullcontext()
+        return record_function(LayerRange(module_of(forward.layers), "", backward).name)
+
+    def range_of_gemm(self, forward: Forward | None, gemm: str, *, grouped: bool) -> AbstractContextManager[Any]:
+        """The range around a GEMM of a layer; around those of all experts where one call runs them."""
+        if forward is None or not forward.layers:
+            return nullcontext()
+        layer = module_of(forward.layers) if grouped else forward.layers[forward.next_number_of(gemm)]
+        return record_function(LayerRange(layer, gemm, gemm != "fprop").name)
 
 
 class CurrentForward(threading.local):

@@ -16,7 +16,7 @@ Read from Transformer Engine 2.20.2. While installed, these are replaced, and no
 - ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` that have
   GEMMs.
 
-Without a listener nothing is installed.
+Without a listener nothing is installed, unless ranges of torch.profiler are put around layers and their GEMMs.
 
 With ``fuse_wgrad_accumulation=True`` the wgrad GEMM writes into the weight's ``main_grad``, and its result is the sum
 over all micro-batches so far. The product itself exists nowhere, and a difference of two sums is not exact. So if a
@@ -150,12 +150,18 @@ class GemmTap:
         self._running.begin_iteration()
         self.operations.look(at_all=all_operations)
 
-    def listen(self, *listeners: Listener) -> None:
-        """Have these called, and no others; without any, Transformer Engine is as it was."""
+    def listen(self, *listeners: Listener, ranges: bool = False) -> None:
+        """Have these called, and no others; without any, and without ranges, Transformer Engine is as it was.
+
+        Args:
+            *listeners: those that are called.
+            ranges: whether ranges of torch.profiler are put around layers and their GEMMs.
+        """
         self._listeners = listeners
-        if listeners and not self._seams:
+        self._running.has_ranges = ranges
+        if (listeners or ranges) and not self._seams:
             self._install()
-        elif not listeners and self._seams:
+        elif not (listeners or ranges) and self._seams:
             self._seams.put_back()
             self._running.forget()
 
@@ -207,11 +213,21 @@ class GemmTap:
             result = upstream(module, *arguments, **keywords)
             if id(module) in self._attention.names:
                 self._running.here.entered = self._attention.enter(module)
+            elif id(module) in self._heard:
+                self._running.here.entered = self._entered(module)
             else:
-                self._running.here.entered = self._entered(module) if id(module) in self._heard else UNHEARD
+                self._running.here.entered = self._only_named(module)
             return result
 
         return prepare_forward
+
+    def _only_named(self, module: Any) -> Forward:
+        """The forward of a module of which there are no events, but ranges."""
+        layers = self._layers.get(id(module)) if self._running.has_ranges else None
+        if layers is None:
+            return UNHEARD
+        halves = "LayerNormMLP" in class_names(module)
+        return Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, is_heard=False)
 
     def _entered(self, module: Any) -> Forward:
         try:
@@ -281,10 +297,10 @@ class GemmTap:
             entered = getattr(ctx, "te_precision_forward", UNHEARD)
             entered.half = 2
             if entered.high is None:
-                return self._running.call(entered, upstream, ctx, *arguments)
+                return self._running.call_backward(entered, upstream, ctx, *arguments)
             entered.high = self._sources(entered, lambda: gradients(ctx, arguments[0], len(entered.layers)))
             try:
-                return self._running.call(entered, upstream, ctx, *arguments)
+                return self._running.call_backward(entered, upstream, ctx, *arguments)
             finally:
                 entered.high = {}
 
@@ -303,7 +319,7 @@ class GemmTap:
                 running.half = half
                 running.high, before = high, running.high
                 try:
-                    return self._running.call(running, function, *arguments)
+                    return self._running.call_backward(running, function, *arguments)
                 finally:
                     running.high = before
 
@@ -338,11 +354,14 @@ class GemmTap:
         def tapped(*operands: Any, **keywords: Any) -> Any:
             current = self._running.here
             forward = current.running or current.entered
-            if current.inside or (forward is not None and not forward.is_heard) or not self._listeners:
+            if current.inside:
                 return upstream(*operands, **keywords)
+            call = self._in_range(forward, upstream, names, grouped=grouped) if self._running.has_ranges else upstream
+            if (forward is not None and not forward.is_heard) or not self._listeners:
+                return call(*operands, **keywords)
             current.inside = True
             try:
-                result = upstream(*operands, **keywords)
+                result = call(*operands, **keywords)
             finally:
                 current.inside = False
             if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
@@ -353,6 +372,21 @@ class GemmTap:
             return result
 
         return tapped
+
+    def _in_range(
+        self, forward: Forward | None, upstream: Callable[..., Any], names: Sequence[str], *, grouped: bool
+    ) -> Callable[..., Any]:
+        """A function of GEMMs, in a range of torch.profiler."""
+
+        def call(*operands: Any, **keywords: Any) -> Any:
+            layout = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}["layout"]
+            gemm = GEMM_OF_LAYOUT.get(layout, "")
+            with self._running.range_of_gemm(forward, gemm, grouped=grouped):
+                if forward is not None and not forward.is_heard and not grouped:
+                    forward.number_of(gemm, None)
+                return upstream(*operands, **keywords)
+
+        return call
 
     def _say_captured(self, forward: Forward | None) -> None:
         """Say that the rows of experts, which the device knows, were not read: that would end the capture."""

@@ -10,6 +10,7 @@ A session writes a run by itself. :class:`RunWriter` writes one without a sessio
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError, UnknownSubjectError
 from te_precision_callbacks.runs.reading import list_runs, open_run
 from te_precision_callbacks.runs.recorded import Grid, RecordedRun, Segment, Thinned
+from te_precision_callbacks.runs.trace_files import traces_of
 from te_precision_callbacks.runs.writing import RunWriter
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "UnknownSubjectError",
     "list_runs",
     "open_run",
+    "traces_of",
 ]

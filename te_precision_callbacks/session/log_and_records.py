@@ -7,12 +7,14 @@ import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.options import SessionOptions, read_statistics_log
 from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.runs.reading import list_runs, open_run
 from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.runs.sink import RecordSink
+from te_precision_callbacks.runs.trace_files import new_trace_file
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
 from te_precision_callbacks.sinks.step_records import Sink
@@ -61,6 +63,11 @@ class LogAndRecords:
     def hurry(self) -> list[Callable[[], bool]]:
         """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
         return [file.hurry() for file in (self.log, self.records) if file is not None]
+
+    def trace_file(self, first: int, last: int) -> Path:
+        """The file of a profile of some iterations: in the folder of the run, or in the log folder if there is none."""
+        place = None if self.records is None else self.records.place
+        return new_trace_file(self._log_dir, place, own_rank(), first, last)
 
     def tell_command(self) -> str:
         """Log the command that makes the page of the run.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.overflow.watched_modules import watched_modules
 from te_precision_callbacks.session.model_changes import ModelChanges
 from te_precision_callbacks.session.named_layers import NamedLayers
 from te_precision_callbacks.session.results import RunResults
@@ -226,6 +227,14 @@ class ObservedModel:
     def roots(self) -> list[torch.nn.Module]:
         """The models that were attached."""
         return [root for _, root in named_roots(self._model) or ()]
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The modules of the model into which hooks reach, by name; without the model itself."""
+        names, roots = self.layers.paths(self._model), tuple(named_roots(self._model) or ())
+        whole = {id(root) for _, root in roots}
+        for _, module in watched_modules(roots):
+            if id(module) in names and id(module) not in whole:
+                yield names[id(module)], module
 
     def holds(self, *modules: torch.nn.Module | None) -> bool:
         """Whether one of these is a module of the model, of Transformer Engine or not."""

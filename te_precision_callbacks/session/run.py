@@ -34,7 +34,7 @@ from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.options import SessionOptions, read_profile
 from te_precision_callbacks.overflow.loss_scaling import LossScaling
 from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.closing_lines import closing_lines, is_quiet
@@ -47,6 +47,7 @@ from te_precision_callbacks.session.log_and_records import LogAndRecords
 from te_precision_callbacks.session.loop import Loop
 from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.overflow_watch import OverflowWatch
+from te_precision_callbacks.session.profiling import Profiling
 from te_precision_callbacks.session.results import Results, RunResults
 from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
 from te_precision_callbacks.session.resumed_loss import ResumedLoss
@@ -176,6 +177,14 @@ class Run:
         failures.listen(self._say_failed)
         self._judgement = Judgement(options, results, ranks, self._chronicle)
         self.overflow = OverflowWatch(options, recorder, loop.was_left)
+        self._profiling = Profiling(
+            read_profile(options.profile),
+            model.named_modules,
+            lambda wanted: self.hooks.put_ranges(wanted=wanted),
+            self._written.trace_file,
+            notices,
+            failures.report,
+        )
 
     # ------------------------------------------------------------------ its life
 
@@ -219,6 +228,7 @@ class Run:
             self._scaling.begin()
             self.overflow.attach(model, ranks.messages)
         ranks.settle()
+        self._profiling.begin(self.inspector.iteration)
 
     def _note_scaling(self) -> None:
         self._results.scales_loss = True
@@ -270,6 +280,7 @@ class Run:
                 self.resume_audit.end_step()
                 records = self._end_step(ending)
             self._look_for_ranks()
+            self._profiling.begin(inspector.iteration)
             return records
         except ASKED_FOR:
             raise
@@ -295,6 +306,7 @@ class Run:
             self.count_from(iteration)
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
+        self._profiling.end(ending.iteration)
         self._forgotten.end_step(self.model.layers.modules)
         self.inspector.report_events()
         self.model.say_refused()
@@ -405,6 +417,7 @@ class Run:
             then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
             if self.model.attached:
                 then("handing over", "the last statistics", lambda: self._hand_over_rest(error, logging_step, guard))
+            then("ending", "the profile", self._profiling.close)
 
     def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
         """Do a part of the end. What fails in it is reported, and not raised unless somebody has asked for that."""

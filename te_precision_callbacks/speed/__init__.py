@@ -1,1 +1,1 @@
-"""What low precision buys: the time and the memory of a model's layers, expected and measured."""
+"""What low precision costs and saves in time and memory, expected and measured."""

@@ -55,6 +55,7 @@ RUN_BY = {
     ("docs/session.md", "bash", "te-precision features"): "tests/manual/test_command.py",
     ("docs/showing.md", "bash", ""): "tests/compare/test_page.py",
     ("docs/sinks.md", "python", ""): "tests/docs/test_sinks_page.py",
+    ("docs/speed-traces.md", "python", ""): "tests/speed/test_page.py",
     ("docs/start.md", "python", ""): "tests/docs/test_tour.py",
     ("docs/start.md", "bash", "python examples/"): "tests/docs/test_tour.py",
     ("docs/start.md", "bash", "te-precision"): "tests/docs/test_tour.py",

@@ -101,6 +101,7 @@ READERS = {
     "ReportError",
     "RunError",
     "SeveralRunsError",
+    "TraceError",
     "UnknownFeatureError",
     "UnknownSubjectError",
 }

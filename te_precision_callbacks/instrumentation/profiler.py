@@ -1,0 +1,116 @@
+"""Runs torch.profiler for a while, and yields to a profiler of the user's own.
+
+A process has one profiler at a time. If a second one starts, torch hands it the events of the first, and an export of
+the first then ends the process (torch 2.13). So while the session's profiler runs, the start of another one is noticed,
+and the session's is given up before. Read from torch 2.13: ``torch.autograd.profiler.profile._prepare_trace`` and
+``_start_trace``, which each profiler of torch calls, and ``torch.autograd.profiler._is_profiler_enabled``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.replaced import Replaced
+
+_INCOMPLETE = ".incomplete.json.gz"
+
+
+def profiler_runs() -> bool:
+    """Whether any profiler of torch collects events now."""
+    return bool(torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled)
+
+
+class StepProfiler:
+    """A profiler of torch for some iterations, with the shapes of operators.
+
+    Attributes:
+        runs: whether it collects events.
+        given_up: whether another profiler has started meanwhile: nothing was kept.
+    """
+
+    def __init__(self) -> None:
+        self.runs = False
+        self.given_up = False
+        self._profile: Any = None
+        self._seams = Replaced(yields=True)
+
+    def warm_up(self) -> bool:
+        """Begin to collect events that are not kept: the first ones of a profiler are slower.
+
+        Returns:
+            False if a profiler of the user's own runs: nothing was begun.
+        """
+        if profiler_runs():
+            return False
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profile.prepare_trace()
+        engine: Any = torch.autograd.profiler.profile
+        for name in ("_prepare_trace", "_start_trace"):
+            self._seams.replace(engine, name, self._around(getattr(engine, name)))
+        return True
+
+    def start(self) -> bool:
+        """Begin to keep events, of :meth:`warm_up` or without it.
+
+        Returns:
+            As :meth:`warm_up`; also False if another profiler has started since.
+        """
+        if self._profile is None and (self.given_up or not self.warm_up()):
+            return False
+        self._profile.start_trace()
+        self.runs = True
+        return True
+
+    def stop(self) -> Any:
+        """Collect no more.
+
+        Returns:
+            The profile, for :func:`export`; None if there is none.
+        """
+        self._seams.put_back()
+        profile, self._profile = self._profile, None
+        runs, self.runs = self.runs, False
+        if profile is None:
+            return None
+        if not runs:  # a profiler that has only warmed up ends as a short one
+            profile.start_trace()
+        profile.stop_trace()
+        return profile if runs else None
+
+    def _around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def begins(profiler: Any, *arguments: Any, **keywords: Any) -> Any:
+            own = getattr(self._profile, "profiler", None)
+            if own is not None and profiler is not own:
+                self.given_up = True
+                self.stop()
+            return upstream(profiler, *arguments, **keywords)
+
+        return begins
+
+
+def export(profile: Any, path: Path) -> None:
+    """Write a profile, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            profile.export_chrome_trace(str(beside))
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,35 @@
+"""Where the traces of a run lie, which ``profile=`` has written.
+
+<log_dir>/precision_records/<run_id>/traces/seg-000.rank-00000.iterations-000010-000012.json.gz
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from te_precision_callbacks.runs.run_files import FOLDER, rank_name, segment_name
+from te_precision_callbacks.runs.segment_rows import Place
+
+_TRACES = "traces"
+_WITHOUT_RECORDS = "precision_traces"
+_SUFFIX = ".json.gz"
+
+
+def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, last: int) -> Path:
+    """The file of a trace that is going to be written.
+
+    Args:
+        log_dir: the session's log folder.
+        place: the segment of the run; None if nothing is recorded: the file is in ``precision_traces`` then.
+        rank: the rank that was profiled.
+        first, last: the iterations.
+    """
+    name = f"{rank_name(rank)}.iterations-{first:06d}-{last:06d}{_SUFFIX}"
+    if place is None:
+        return log_dir / _WITHOUT_RECORDS / name
+    return log_dir / FOLDER / place.run_id / _TRACES / f"{segment_name(place.segment)}.{name}"
+
+
+def traces_of(run: Path) -> list[Path]:
+    """The traces of a run that is recorded in a folder, by segment, rank and iteration."""
+    return sorted(path for path in (run / _TRACES).glob(f"*{_SUFFIX}") if not path.name.startswith("."))

@@ -1,0 +1,200 @@
+"""Which product of which layer each GEMM of a trace is: by the ranges of a session, or else by order and shape.
+
+What ranges do not say is inferred from the products of the run, in the order in which they ran first: the GEMMs of a
+forward come in that order, once for each micro-batch. The node of a backward belongs to the layer of the operator of
+the forward that has made it, which the trace tells. A forward that a checkpoint runs again is a stretch of the same
+order. What fits nothing stays without a layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from te_precision_callbacks.coverage.coverage import Product
+from te_precision_callbacks.speed.trace.calls import Call, aligned, may_be
+from te_precision_callbacks.speed.trace.contexts import Contexts, Pass
+from te_precision_callbacks.speed.trace.range_names import module_of
+from te_precision_callbacks.speed.trace.timeline import NOTHING
+
+_WITH_A_WEIGHT = ("fprop", "dgrad", "wgrad")
+
+
+def assign(calls: Sequence[Call], contexts: Contexts, products: Iterable[Product]) -> None:
+    """Give calls their layer and their GEMM, as far as anything says them.
+
+    Args:
+        calls: all calls of a trace, in order.
+        contexts: what the events of the host belong to.
+        products: those of the run.
+    """
+    run = [product for product in products if product.macs and product.gemm != "lookup"]
+    batches = _micro_batches(run)
+    forward = [product for product in run if not product.backward]
+    backward = [product for product in run if product.backward]
+    _within_ranges(calls, run, batches)
+    _in_order([call for call in calls if call.of_pass in ("forward", "") and not call.layer], forward, batches)
+    _again(calls, forward, batches)
+    _by_link(calls, contexts, backward, batches)
+    _in_order([call for call in calls if call.of_pass == "backward" and not call.layer], backward, batches)
+
+
+def _take(call: Call, product: Product, *, inferred: bool = True) -> None:
+    call.layer, call.gemm, call.product = product.layer, "" if call.is_attention else product.gemm, product
+    call.inferred = inferred
+
+
+def _within_ranges(calls: Sequence[Call], run: Sequence[Product], batches: int) -> None:
+    """Find the products of calls whose layer a range says, and the GEMM of those whose range says the layer alone."""
+    by_layer: dict[tuple[str, bool], list[Product]] = defaultdict(list)
+    for product in run:
+        by_layer[product.layer, product.backward].append(product)
+    alone: dict[tuple[str, Pass], list[Call]] = defaultdict(list)
+    for call in calls:
+        if not call.layer:
+            continue
+        backward = call.of_pass == "backward"
+        call.layer = _known_layer(call.layer, by_layer, backward=backward)
+        of_layer = by_layer[call.layer, backward]
+        if call.is_attention:
+            call.product = next(iter(of_layer), None)
+        elif call.gemm:
+            call.product = next((product for product in of_layer if product.gemm == call.gemm), None)
+        elif len(of_layer) == 1:
+            call.product, call.gemm = of_layer[0], of_layer[0].gemm
+        elif of_layer:
+            alone[call.layer, call.of_pass].append(call)
+    for (layer, of_pass), of_layer_alone in alone.items():
+        _in_order(of_layer_alone, by_layer[layer, of_pass == "backward"], batches)
+
+
+def _known_layer(layer: str, known: Mapping[tuple[str, bool], object], *, backward: bool) -> str:
+    """The layer of the run that a module is, or is inside of; the module where it is neither."""
+    inside = layer
+    while inside:
+        if (inside, backward) in known:
+            return inside
+        inside = inside.rpartition(".")[0]
+    return layer
+
+
+def _align(calls: Sequence[Call], expected: Sequence[Product], *, inferred: bool = True) -> None:
+    for call, place in zip(calls, aligned(calls, expected), strict=True):
+        if place != NOTHING:
+            _take(call, expected[place], inferred=inferred)
+
+
+def _micro_batches(run: Sequence[Product]) -> int:
+    """How many micro-batches a step has: how often it calls most products with a weight."""
+    counts = Counter(product.calls for product in run if product.gemm in _WITH_A_WEIGHT)
+    return counts.most_common(1)[0][0] if counts else min((product.calls for product in run), default=1)
+
+
+def _each_call(products: Sequence[Product], batches: int, calls: Sequence[Call]) -> list[Product]:
+    """The products in the order of the calls of one micro-batch; those of attention once where a kernel runs all."""
+    in_one = any(call.is_attention for call in calls)
+    found: list[Product] = []
+    for product in products:
+        if in_one and product.family == "attention":
+            if not found or found[-1].layer != product.layer:
+                found.append(product)
+        else:
+            found += [product] * max(1, round(product.calls / batches))
+    return found
+
+
+def _in_order(calls: Sequence[Call], products: Sequence[Product], batches: int) -> None:
+    expected = _each_call(products, batches, calls)
+    if calls and expected:
+        times = max(1, round(len(calls) / len(expected)))
+        _align(calls, expected * times)
+
+
+def _again(calls: Sequence[Call], forward: Sequence[Product], batches: int) -> None:
+    """The forwards that are run again: each is a stretch of the forward, before the one that was run again last."""
+    expected = _each_call(forward, batches, calls)
+    limit = len(expected)
+    for stretch in _stretches(calls):
+        length = len(stretch)
+        begins = [*range(limit - length, -1, -1), *range(len(expected) - length, max(limit - length, -1), -1)]
+        fits = (at for at in begins if all(map(may_be, stretch, expected[at : at + length])))
+        begin = next(fits, None)
+        if begin is None:
+            continue
+        limit = begin
+        for call, product in zip(stretch, expected[begin:], strict=False):
+            _take(call, product)
+
+
+def _stretches(calls: Sequence[Call]) -> list[list[Call]]:
+    """The calls of forwards that are run again, up to the backward that follows each."""
+    found: list[list[Call]] = [[]]
+    for call in calls:
+        if call.of_pass != "recompute":
+            found.append([])
+        elif not call.layer:
+            found[-1].append(call)
+    return [stretch for stretch in found if stretch]
+
+
+def _by_link(calls: Sequence[Call], contexts: Contexts, backward: Sequence[Product], batches: int) -> None:
+    """The calls of a backward: those of the products whose forward has made its node."""
+    forward_of_unit: dict[int, list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.of_pass != "backward" and call.layer:
+            forward_of_unit[call.unit].append(call)
+    units: dict[int, list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.of_pass == "backward" and not call.layer:
+            units[call.unit].append(call)
+    for unit, of_unit in units.items():
+        node = contexts.linked.get(unit, NOTHING)
+        made_by = [] if node == NOTHING else forward_of_unit.get(contexts.of[node].unit, [])
+        at_node = [call for call in made_by if node in (call.operator, call.unit)] or made_by
+        wanted = {(call.layer, call.gemm) for call in at_node}
+        expected = [product for product in backward if _is_backward_of(product, wanted)]
+        if expected:
+            by_order = any(call.inferred for call in at_node) or any(call.sizes is None for call in of_unit)
+            _align(of_unit, _each_call(expected, batches, of_unit), inferred=by_order)
+        elif len({call.layer for call in at_node}) == 1:  # the run has not counted it
+            for call in of_unit:
+                call.layer, call.inferred = at_node[0].layer, at_node[0].inferred
+
+
+def _is_backward_of(product: Product, forward: set[tuple[str, str]]) -> bool:
+    of_forward = "fprop" if product.gemm in _WITH_A_WEIGHT else product.gemm
+    return (product.layer, of_forward) in forward or (product.family == "attention" and (product.layer, "") in forward)
+
+
+class UnitLayer(NamedTuple):
+    """The layer of a unit.
+
+    Attributes:
+        layer: the layer, or the module of several.
+        inferred: whether it was inferred from order and shape.
+    """
+
+    layer: str
+    inferred: bool
+
+
+def layers_of_units(calls: Sequence[Call], contexts: Contexts) -> Mapping[int, UnitLayer]:
+    """The layer of each unit, for its other work: that of its GEMMs, or of the forward that has made its node; the
+    module where they are of several layers."""
+    calls_of_unit: dict[int, list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.layer and call.unit != NOTHING:
+            calls_of_unit[call.unit].append(call)
+    found = {
+        unit: UnitLayer(
+            module_of(tuple(dict.fromkeys(call.layer for call in of_unit))), any(call.inferred for call in of_unit)
+        )
+        for unit, of_unit in calls_of_unit.items()
+    }
+    for unit, node in contexts.linked.items():
+        context = contexts.of[node]
+        made_by = UnitLayer(context.layer, False) if context.layer else found.get(context.unit)
+        if made_by is not None:
+            found.setdefault(unit, made_by)
+    return found

@@ -1,0 +1,146 @@
+"""A measured step as text, and as JSON."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from te_precision_callbacks.speed.trace.measured import Launches, MeasuredStep
+
+_MOST_LAYERS = 20
+_MOST_UNKNOWN = 10
+
+
+def describe(step: MeasuredStep, *, most_layers: int = _MOST_LAYERS) -> str:
+    """A measured step in lines: kinds, passes, layers by time, idle time, and what is uncertain.
+
+    Args:
+        step: the step.
+        most_layers: the most layers that are listed.
+    """
+    return "\n".join([*_head(step), "", *_kinds(step), "", *_layers(step, most_layers), *_ends(step)])
+
+
+def as_json(step: MeasuredStep) -> dict[str, Any]:
+    """A measured step as JSON can hold it; milliseconds of a step."""
+    facts = asdict(step)
+    facts["products"] = [{"pass": row.pop("of_pass"), **row} for row in facts["products"]]
+    facts["unassigned"] = [entry._asdict() for entry in step.unassigned]
+    facts["busy_share"] = step.busy_share
+    facts["unassigned_share"] = step.unassigned_share
+    return facts
+
+
+def _head(step: MeasuredStep) -> list[str]:
+    count = len(step.iterations)
+    of = (
+        f"iteration {step.iterations[0]}"
+        if count == 1
+        else f"{count} iterations ({step.iterations[0]} to"
+        if count
+        else ""
+    )
+    of += f" {step.iterations[-1]}), the mean of them" if count > 1 else ""
+    rank = "" if step.rank is None else f", rank {step.rank}"
+    busy = "GPU busy" if step.on_device else "operators run"
+    return [
+        f"{step.device}{rank}: {of or 'the whole trace'}.",
+        f"Step {_ms(step.wall_ms)}, {busy} {_percent(step.busy_share)} of it, idle {_ms(step.idle_ms)}.",
+        *([_launches(step, step.launches)] if step.launches is not None else []),
+    ]
+
+
+def _launches(step: MeasuredStep, launches: Launches) -> str:
+    wall = step.wall_ms or float("nan")
+    verdict = "Launch bound" if launches.is_bound else "Not launch bound"
+    return (
+        f"{verdict}: the GPU waits for {_percent(launches.late_ms / wall)} of the step while the host launches"
+        f" ({_ms(launches.late_ms)}), {_percent(launches.after_wait_ms / wall)} after the host has waited for the GPU,"
+        f" and {_percent(launches.queued_ms / wall)} with work in the queue. Medians: a kernel {launches.device_us:.1f}"
+        f" us, from launch to launch {launches.host_us:.1f} us; {launches.kernels:.0f} kernels a step."
+    )
+
+
+def _kinds(step: MeasuredStep) -> list[str]:
+    passes: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in step.products:
+        passes[row.kind or "unknown", row.format][row.of_pass or "other"] += row.ms
+    columns = ("forward", "backward", "recompute", "optimizer", "other")
+    whole = step.work_ms
+    rows = [
+        [
+            f"{kind} {form}".strip(),
+            f"{ms:.3f}",
+            _percent(ms / whole if whole else float("nan")),
+            *(f"{passes[kind, form][name]:.3f}" if passes[kind, form].get(name) else "" for name in columns),
+        ]
+        for (kind, form), ms in step.by_kind().items()
+    ]
+    rows.append(["idle", f"{step.idle_ms:.3f}", *[""] * (1 + len(columns))])
+    if step.overlap_ms > 0:
+        rows.append(["at the same time as others", f"-{step.overlap_ms:.3f}", *[""] * (1 + len(columns))])
+    rows.append(["step", f"{step.wall_ms:.3f}", *[""] * (1 + len(columns))])
+    return _table(["kind", "ms", "of kernels", *columns], rows)
+
+
+def _layers(step: MeasuredStep, most: int) -> list[str]:
+    gemms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    inferred: set[str] = set()
+    for row in step.products:
+        gemms[row.layer][row.gemm or (row.kind or "unknown")] += row.ms
+        if row.inferred:
+            inferred.add(row.layer)
+    layers = {layer: ms for layer, ms in step.by_layer().items() if layer}
+    if not layers:
+        return ["No layer is known."]
+    rows = [
+        [f"{layer}{' *' if layer in inferred else ''}", f"{ms:.3f}", _parts(gemms[layer])]
+        for layer, ms in list(layers.items())[:most]
+    ]
+    rest = sum(list(layers.values())[most:])
+    if rest:
+        rows.append([f"{len(layers) - most} more layers", f"{rest:.3f}", ""])
+    if "" in gemms:
+        rows.append(["(no layer)", f"{sum(gemms[''].values()):.3f}", _parts(gemms[""])])
+    stars = ["* inferred from order and shape; no range says it."] if inferred else []
+    return [*_table(["layer", "ms", "of which"], rows), *stars]
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {ms:.3f}" for name, ms in sorted(parts.items(), key=lambda item: -item[1])[:6])
+
+
+def _ends(step: MeasuredStep) -> Iterable[str]:
+    if step.unassigned:
+        yield ""
+        share = _percent(step.unassigned_share)
+        yield f"Kernels whose kind is unknown: {share} of the time of kernels."
+        for name, ms in step.unassigned[:_MOST_UNKNOWN]:
+            yield f"  {ms:.3f} ms  {name}"
+        if len(step.unassigned) > _MOST_UNKNOWN:
+            yield f"  and {len(step.unassigned) - _MOST_UNKNOWN} more"
+    if step.notes:
+        yield ""
+        yield from (f"Note: {note}" for note in step.notes)
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f} ms"
+
+
+def _percent(share: float) -> str:
+    return "unknown" if share != share else f"{100 * share:.1f} %"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in [head, *rows]:
+        cells = [
+            cell.rjust(width) if 0 < number < len(row) - (head[-1] == "of which") else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

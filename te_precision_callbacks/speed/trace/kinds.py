@@ -1,0 +1,394 @@
+"""Which kind of work a kernel or an operator does, by its name: tables of patterns, each with its source.
+
+The first row that matches counts. Names of kernels are read as CUPTI and roctracer give them, demangled or not.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Literal, NamedTuple
+
+KernelKind = Literal[
+    "gemm",
+    "convolution",
+    "cast",
+    "norm",
+    "attention",
+    "softmax",
+    "embedding",
+    "routing",
+    "communication",
+    "optimizer",
+    "copy",
+    "reduction",
+    "elementwise",
+    "host",
+]
+"""What a kernel does.
+
+``cast``: quantizes, with what belongs to that: amax, scales, transposes, Hadamard transforms, swizzled scales, padding.
+``routing``: sorts and permutes the tokens of experts. ``softmax``: of attention in plain torch, and of losses.
+``copy``: moves memory and changes nothing but its layout or type. ``host``: of a CPU's profile alone, what an operator
+that is none of torch's does between others, mostly Python.
+"""
+
+KINDS: tuple[KernelKind, ...] = KernelKind.__args__  # type: ignore[attr-defined]
+
+
+class Known(NamedTuple):
+    """What is known of a name.
+
+    Attributes:
+        kind: the kind.
+        format: the format of a GEMM's operands: ``bf16``, ``fp16``, ``fp32``, ``tf32``, ``fp64``, ``int8``, ``fp8``,
+            ``mxfp8``, ``nvfp4``, ``mxfp4``; empty where the name does not say it.
+    """
+
+    kind: KernelKind
+    format: str = ""
+
+
+class _Row(NamedTuple):
+    kind: KernelKind
+    pattern: str
+    source: str
+    format: str = ""
+
+
+_TE = "NVIDIA/TransformerEngine, transformer_engine/common/"
+
+_KERNELS: tuple[_Row, ...] = (
+    # ---- memory, as Kineto names it
+    _Row("copy", r"^Memcpy |^Memset |^Copy(Host|Device)|^FillBuffer|__amd_rocclr_(copy|fill)", "Kineto; ROCclr's blit"),
+    # ---- communication
+    _Row("communication", r"(?i)(nccl|rccl)(Dev)?Kernel|^nccl|mscclKernel|msccl", "NVIDIA/nccl, ROCm/rccl src/device"),
+    _Row(
+        "communication",
+        r"userbuffers_|kuserbuffers|reduce_(bf16|fp8_in_bf16_out)_cuda|(producer|consumer)(_batch)?_kernel"
+        r"|wait_until_on_stream_and_reset",
+        f"{_TE}comm_gemm_overlap/userbuffers, nvshmem_api",
+    ),
+    _Row(
+        "communication",
+        r"multimem_|_all_reduce_kernel|cross_device_reduce|nvshmem|symm_mem|barrier_kernel|(one|two)_shot",
+        "pytorch aten CUDASymmetricMemoryOps.cu; vLLM custom_all_reduce.cuh",
+    ),
+    _Row(
+        "communication",
+        r"(?i)allreduce|reduce_?scatter|all_?gather_kernel|recat_copy_async",
+        "TensorRT-LLM; fbgemm_gpu",
+    ),
+    # ---- casts of Transformer Engine, before its GEMMs: its Hadamard transforms are written as GEMMs
+    _Row("cast", r"(?i)rht_gemm_device|hadamard|MultiAmax|ZeroAmax", f"{_TE}hadamard_transform"),
+    _Row(
+        "cast",
+        r"(de|re)?quantize_(transpose_|gated_)?(mxfp8|nvfp4|fp4|4over6)|quantize_kernel::|dequantize_kernel"
+        r"|group_(de)?quantize|fused_group_requantize|zero_scales_kernel|update_tma_descriptors",
+        f"{_TE}cast",
+    ),
+    _Row(
+        "cast",
+        r"cast_fp8_|group_cast_fp8|group_block_scaled|grouped_(amax|compute_scale)|compute_columnwise_amax",
+        f"{_TE}cast/fp8, cast/fp8_blockwise, cast/nvfp4",
+    ),
+    _Row(
+        "cast",
+        r"cast_transpose|block_scaled_.*cast|transpose_(dbias|optimized|general)_kernel|multi_cast_transpose"
+        r"|swap_first_dims|transpose_dbias|reduce_dbias",
+        f"{_TE}transpose",
+    ),
+    _Row(
+        "cast",
+        r"amax_kernel|compute_scale_from_amax|partial_(amax|cast)_kernel|delayed_scaling_recipe|amax_and_scale_update"
+        r"|nvfp4_\w+_kernel|compute_nvfp4|update_tensor_scale_inv",
+        f"{_TE}recipe, common.cu",
+    ),
+    _Row(
+        "cast",
+        r"swizzle_(row|col|block)?_?scaling|swizzle_.*_kernel|multi_(un)?padding_kernel|set_float_kernel",
+        f"{_TE}swizzle, util/padding.cu, gemm/cublaslt_gemm.cu",
+    ),
+    _Row("norm", r"(?i)rms_?norm.*quant|layer_?norm.*quant", "ROCm/aiter, vLLM: norms that write quantized results"),
+    _Row(
+        "cast",
+        r"(?i)quantize_with_block_size|scaled_fp8_quant|per_(token|tensor|block)_.*quant|h?fp8_(quantize|gpu|qparam)|hfp8|FP8(rowwise|_qparam|_quantize)|_quant_(fp8|mx|kernel)"
+        r"|quantize_mx|dynamic_per_|fp8_quantize|QuantizeSmem|to_mx|mx_quant|DynamicQuant|nvfp4_quant|cvt_fp16_to_fp4",
+        "pytorch/ao mx_formats; vLLM csrc/quantization; TensorRT-LLM; ROCm/aiter",
+    ),
+    # ---- compiled by Inductor: what its name says was fused, before the names of what is inside
+    _Row("gemm", r"^triton_(tem|mm)_.*(mm|matmul)", "torch/_inductor: templates"),
+    _Row("cast", r"^triton_.*(amax.*(clamp|to_copy)|float8|fp8)", "torch/_inductor: names of fused operators"),
+    _Row("norm", r"^triton_.*(layer_norm|rms_norm|(mean|var).*rsqrt|group_norm|batch_norm)", "torch/_inductor"),
+    _Row("softmax", r"^triton_.*(softmax|cross_entropy|nll_loss)", "torch/_inductor"),
+    _Row("embedding", r"^triton_.*embedding", "torch/_inductor"),
+    _Row("reduction", r"^triton_(red|per)_", "torch/_inductor: reductions"),
+    _Row("elementwise", r"^triton_(poi|for)_", "torch/_inductor: pointwise"),
+    # ---- attention
+    _Row(
+        "attention",
+        r"(?i)flash_?(attn|fwd|bwd|attention)|pytorch_flash|flash::|fmha|attn_(fwd|bwd)|attention_kernel|_attn_|mha_"
+        r"|sdpa|BlockFmha|paged_?attention|FlashAttn|FlashMask|unified_attention|mla_|sage_(fwd|bwd|attn)",
+        "Dao-AILab/flash-attention; cuDNN's"
+        " sdpa; xFormers fmha; ROCm/aotriton attn_fwd; ROCm/composable_kernel; flashinfer",
+    ),
+    _Row(
+        "attention",
+        r"cudnn_generated.*(fort|flash|fprop_wgmma.*sdpa)|thd_\w+_kernel|prepare_kernel_(fwd|bwd)|transpose_to_bhsd"
+        r"|(convert_(bshd|thd)|copy_to_kv|reindex_kv|store_kv|reshape_and_cache|cu_seqlens)",
+        f"{_TE}fused_attn; vLLM cache",
+    ),
+    # ---- GEMMs of cuBLASLt since CUDA 12.8: nvjet_[sm100_]<types>_<tile>; q: 8 bits, o: 4, t: BF16, h: FP16
+    _Row("gemm", r"nvjet_(sm\d+\w*_)?oo\w+.*vec16UE4M3", "cuBLASLt 12.9 and later", "nvfp4"),
+    _Row("gemm", r"nvjet_(sm\d+\w*_)?oo\w+.*vec32UE8M0", "cuBLASLt 12.9 and later", "mxfp4"),
+    _Row("gemm", r"nvjet_(sm\d+\w*_)?oo", "cuBLASLt 12.9 and later", "nvfp4"),
+    _Row("gemm", r"nvjet_(sm\d+\w*_)?qq\w+.*vec32UE8M0", "cuBLASLt 12.9 and later", "mxfp8"),
+    _Row("gemm", r"nvjet_(sm\d+\w*_)?qq", "cuBLASLt 12.8 and later", "fp8"),
+    _Row("gemm", r"nvjet_(sm\d+\w*_)?t", "cuBLASLt 12.8 and later", "bf16"),
+    _Row("gemm", r"nvjet_(sm\d+\w*_)?h", "cuBLASLt 12.8 and later", "fp16"),
+    _Row("gemm", r"nvjet_", "cuBLASLt 12.8 and later"),
+    # ---- convolutions, some of which are called GEMM
+    _Row("norm", r"cudnn::bn_|cudnn.*(batch_?norm|layer_?norm|rms_?norm)|MIOpenBatchNorm", "cuDNN; ROCm/MIOpen"),
+    _Row(
+        "convolution",
+        r"(?i)igemm_(fwd|bwd|wrw)_|implicit_(conv|gemm)|xmma_(fprop|dgrad|wgrad)|(fprop|dgrad|wgrad)_(optimized|analytic)"
+        r"|scudnn|hcudnn|winograd|(dgrad|wgrad_alg\d|conv2d)\w*_engine|grouped_conv|conv_?(2d|3d|depthwise|fwd|bwd|kernel)"
+        r"|(nchw|nhwc)To(Nchw|Nhwc)|convolve|miopen\w*conv|im2col|col2im|batched_transpose_\d+x\d+|SubTensorOp"
+        r"|tensorTransform|cask_cudnn|Im2d2Col|transpose_(CNHW2NCHW|NCHW2CNHW)|scalePackedTensor",
+        "cuDNN's engines; ROCm/MIOpen: igemm, layout transforms",
+    ),
+    # ---- GEMMs of cuBLAS before: sm90_xmma_gemm_<A><B>_<..>, and of CUTLASS
+    _Row(
+        "gemm",
+        r"(?i)bstensorop.*ue4m3x(f4|e2m1)|nvfp4.*gemm|gemm.*nvfp4|mxf4nvf4",
+        "NVIDIA/cutlass library names",
+        "nvfp4",
+    ),
+    _Row(
+        "gemm",
+        r"bmm_\w*MxE4m3_MxE2m1|bmm_\w*MxE2m1MxE4m3|bmm_\w*MxE2m1",
+        "flashinfer: batched GEMMs of TensorRT-LLM",
+        "mxfp4",
+    ),
+    _Row("gemm", r"bmm_\w*E2m1", "flashinfer: batched GEMMs of TensorRT-LLM", "nvfp4"),
+    _Row("gemm", r"bmm_\w*MxE4m3", "flashinfer: batched GEMMs of TensorRT-LLM", "mxfp8"),
+    _Row("gemm", r"bmm_\w*E4m3|gemm_\w*E4m3", "flashinfer: GEMMs of TensorRT-LLM", "fp8"),
+    _Row("gemm", r"bmm_\w*Bfloat16|bmm_\w*Fp32", "flashinfer: GEMMs of TensorRT-LLM", "bf16"),
+    _Row(
+        "gemm", r"(?i)bstensorop.*(ue8m0|mx).*(e[45]m[32])|mxfp8.*gemm|gemm.*mxfp8|mxf8f6f4", "NVIDIA/cutlass", "mxfp8"
+    ),
+    _Row(
+        "gemm",
+        r"(?i)(xmma_gemm|tensorop|wgmma|(?<!fb)gemm|device_kernel).*(e4m3|e5m2|float_e4|float_e5|fp8|float8)|(fp8|float8)\w*(gemm|_mm|matmul)"
+        r"|deep_?gemm",
+        "cuBLAS xmma; NVIDIA/cutlass; deepseek-ai/DeepGEMM; torch _scaled_mm; triton",
+        "fp8",
+    ),
+    _Row(
+        "gemm",
+        r"xmma_gemm_bf16|(tensorop|wmma)\w*_bf16|ampere_bf16|(s1688|s16816|s161616)gemm_bf16",
+        "cuBLAS; CUTLASS",
+        "bf16",
+    ),
+    _Row(
+        "gemm",
+        r"xmma_gemm_f16|(tensorop|wmma)\w*_f16|(ampere|turing)_fp16|[hs]16816gemm_f16|_h\d+gemm|[hs]884gemm|_hgemm_|hgemm",
+        "cuBLAS; CUTLASS",
+        "fp16",
+    ),
+    _Row("gemm", r"xmma_gemm_\w*tf32|tensorop_\w*tf32|tensorop_s1688gemm|tf32gemm", "cuBLAS; CUTLASS", "tf32"),
+    _Row("gemm", r"xmma_gemm_f32f32|(volta|ampere|maxwell|turing)_sgemm|sgemm|simt_sgemm", "cuBLAS; CUTLASS", "fp32"),
+    _Row("gemm", r"dgemm|d884gemm|xmma_gemm_f64", "cuBLAS; CUTLASS", "fp64"),
+    _Row("gemm", r"xmma_gemm_i8|i16832gemm|imma", "cuBLAS; CUTLASS", "int8"),
+    # ---- GEMMs of AMD: Tensile's Cijk_<A>_<B>_<types>: B BF16, H FP16, S FP32, F8 and B8 FP8
+    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_(F8|B8)", "ROCm/hipBLASLt: Tensile", "fp8"),
+    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_(BBS|BSS|B_B?S?_)", "ROCm/hipBLASLt: Tensile", "bf16"),
+    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_(HHS|HSS|H_H?S?_|HB)", "ROCm/hipBLASLt: Tensile", "fp16"),
+    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_S\w*_?SX|Cijk_\w{4,5}_\w{4,5}_S_(MX|X)", "ROCm/hipBLASLt: Tensile", "tf32"),
+    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_S", "ROCm/hipBLASLt: Tensile", "fp32"),
+    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_D", "ROCm/hipBLASLt: Tensile", "fp64"),
+    _Row("gemm", r"Cijk_", "ROCm/rocBLAS: Tensile"),
+    _Row(
+        "gemm",
+        r"(gemv\w*|gemvx::kernel|gemvNSP|dot_kernel|splitKreduce_kernel|reduce_1Block)\w*<.*__nv_bfloat16",
+        "cuBLAS: products of few rows, sums of split K",
+        "bf16",
+    ),
+    _Row(
+        "gemm",
+        r"(gemv\w*|gemvx::kernel|gemvNSP|dot_kernel|splitKreduce_kernel|reduce_1Block)\w*<.*__half",
+        "cuBLAS",
+        "fp16",
+    ),
+    _Row(
+        "gemm",
+        r"(gemv\w*|gemvx::kernel|gemvNSP|dot_kernel|splitKreduce_kernel|reduce_1Block)\w*<.*float",
+        "cuBLAS",
+        "fp32",
+    ),
+    _Row(
+        "gemm",
+        r"(?i)gemv|splitKreduce|gemvx|reduce_1Block_kernel|dot_kernel|cublasLt::|epilogue::impl::globalKernel",
+        "cuBLAS",
+    ),
+    _Row(
+        "gemm",
+        r"(setup_grouped_gemm|compute_grouped_tensor_offsets|grouped_bias_add)_kernel",
+        f"{_TE}gemm/cublaslt_grouped_gemm.cu",
+    ),
+    _Row(
+        "gemm",
+        r"(?i)(?<!fb)gemm|_mm_kernel|matmul|fused_moe_kernel|wvSplitK|LLGemm|tensorop|hipblas|^mm_|_mm$",
+        "NVIDIA/cutlass; triton; vLLM; ROCm/composable_kernel, aiter",
+    ),
+    # ---- norms
+    _Row(
+        "norm",
+        r"(?i)rmsnorm|rms_norm|layer_?norm|ln_(fwd|bwd)_\w*kernel|batch_?norm|group_?norm|RowwiseMoments|GammaBeta"
+        r"|ComputeInternalGradients|Compute(Backward)?FusedParams|weight_norm|compute_(g|b)rad_weights|l2norm_kernel(?!.*multi)",
+        f"{_TE}normalization; pytorch aten native/cuda; NVIDIA/apex; vLLM",
+    ),
+    # ---- experts
+    _Row(
+        "routing",
+        r"(?i)moe_(permute|unpermute|align|sum|topk|sort)|permute_(kernel|with)|_permute_kernel|_unpermute|row_id_map|chunk_sort"
+        r"|sort_chunks|fused_(topk|moe_aux|score)|fused_router|topk_|TopK|gating|routing|grouped_topk|MoeSorting|radix_(topk|kernel)"
+        r"|splits_to_offsets|bitmatrix|finalizeMoe|moe::dev::|expandInputRows|expert",
+        f"{_TE}permutation, fused_router; NVIDIA/Megatron-LM; vLLM; flashinfer trtllm routing",
+    ),
+    # ---- optimizers
+    _Row(
+        "optimizer",
+        r"(?i)multi_tensor_apply_kernel|adam|FusedOptimizer|lamb_|sgd|adagrad|rowwise_adagrad|_foreach|l2norm|clip_grad"
+        r"|amp_(non_finite|update_scale)|muon|newton_schulz|noop_kernel",
+        f"{_TE}multi_tensor; NVIDIA/apex; pytorch native/cuda/ForeachFunctors.cuh, FusedAdam",
+    ),
+    # ---- softmax and losses
+    _Row(
+        "softmax",
+        r"(?i)softmax|cross_entropy|nll_loss|logsumexp|log_softmax|liger_.*loss|online_softmax|mse_|cunn_",
+        f"pytorch aten; {_TE}fused_softmax, pytorch/triton/cross_entropy.py",
+    ),
+    # ---- embeddings
+    _Row("elementwise", r"(?i)rotary|_rope_|rope_", f"{_TE}fused_rope; vLLM; sglang"),
+    _Row(
+        "embedding",
+        r"(?i)embedding|split_embedding|permute_pooled_embs|vectorized_gather_kernel|compute_grad_weight|sum_and_scatter"
+        r"|krn_partial|linearize_index|permute_.*(indices|lengths|data)|bounds_check_indices|indexSelect",
+        "pytorch aten; fbgemm_gpu",
+    ),
+    # ---- copies: those that only move
+    _Row(
+        "copy",
+        r"(?i)CatArrayBatchedCopy|direct_copy_kernel|copy_kernel_cuda|bfloat16(tofloat32)?_copy|batched_memcpy|split_with_sizes_copy"
+        r"|chunk_cat|memcpy|memset_kernel|FillFunctor|fill_|_copy_kernel|transpose_kernel|permute_\d|vectorized_copy|concat|_transpose_"
+        r"|zero_pad",
+        "pytorch aten native/cuda: Copy.cu, Shape.cu, FillKernel.cu",
+    ),
+    # ---- reductions, sorts, scans
+    _Row(
+        "reduction",
+        r"reduce_kernel|ReduceOp|(?i:reduce)|DeviceRadixSort|DeviceScan|DeviceSelect|DeviceReduce|DeviceRunLength|DeviceSegmented"
+        r"|DeviceMerge|cub::|rocprim|thrust::|hipcub|bitonicSort|radixSort|sort_|cumsum|scan|histogram|unique|gatherTopK|sbtopk|mbtopk"
+        r"|computeDigit|ArgMax|max_pool|avg_pool|adaptive_|upsample|kernelHistogram|BlockReduce|find_bound|computeBlock"
+        r"|gatherKth|countRadix|searchsorted|to_dense_representation|fillindex",
+        "pytorch aten native/cuda; NVIDIA/cub; ROCm/rocPRIM",
+    ),
+    # ---- all that takes elements one by one
+    _Row(
+        "elementwise",
+        r"(?i)elementwise|gelu|silu|relu|swiglu|geglu|act_and_mul|(gated_)?act_kernel|dgated|scaled_(gated|unary)|unary_|dropout"
+        r"|rope|rotary|index_|scatter|gather|arange|distribution_|where_|masked|triu|tril|clamp|bias|add_kernel|mul_kernel|CUDAFunctor"
+        r"|philox|random|bernoulli|normal_|uniform_|flip|roll_|repeat|pad\b|reflection_pad|element_mul|activation|_fused_kernel|glu"
+        r"|_mhc_|fused_(add|mul)|pointwise|populate_rng|extract_seed|convert_|tiny_delay|spin_kernel|sin_cos|cos_sin|bitmask|compute_cuda_kernel|scal_kernel|compute_position|page_indices|kv_indices|token_ids",
+        f"pytorch aten native/cuda; {_TE}activation, fused_rope, dropout; vLLM",
+    ),
+)
+"""The kernels of devices. To add one, add a row with where its name comes from, above the rows that would match too."""
+
+_OPERATORS: tuple[_Row, ...] = (
+    _Row("communication", r"^(c10d::|nccl:|gloo:|record_param_comms|_c10d_functional::)", "pytorch c10d"),
+    _Row(
+        "gemm",
+        r"^aten::(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|ger|_scaled_mm|_grouped_mm|_scaled_grouped_mm|_addmm_activation"
+        r"|mkldnn_linear|_int_mm)$|^mkldnn::_linear",
+        "pytorch native_functions.yaml",
+    ),
+    _Row("convolution", r"^aten::.*conv|^aten::(im2col|col2im)", "pytorch native_functions.yaml"),
+    _Row(
+        "attention",
+        r"^aten::.*(scaled_dot_product|flash_attention|efficient_attention)|^flash_attn|FlashAttn|FusedAttn",
+        "pytorch native_functions.yaml; Dao-AILab/flash-attention; Transformer Engine",
+    ),
+    _Row(
+        "norm", r"^aten::.*(layer_norm|batch_norm|group_norm|rms_norm|instance_norm)", "pytorch native_functions.yaml"
+    ),
+    _Row("softmax", r"^aten::.*(softmax|nll_loss|cross_entropy|logsumexp|mse_loss)", "pytorch native_functions.yaml"),
+    _Row("embedding", r"^aten::.*embedding|^aten::index_(select|add)|^aten::(index_put|_index_put_impl)", "pytorch"),
+    _Row(
+        "cast",
+        r"^aten::(aminmax|_amp_|fake_quantize|quantize_per)|^(tex|transformer_engine)::",
+        "pytorch; Transformer Engine",
+    ),
+    _Row("optimizer", r"^aten::_(fused|foreach)_|^Optimizer\.", "pytorch native_functions.yaml"),
+    _Row(
+        "copy",
+        r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|fill_|zero_|empty|empty_like|empty_strided|zeros|ones|full"
+        r"|resize_|set_|detach|view|as_strided|slice|select|split|chunk|reshape|transpose|permute|expand|t|unsqueeze|squeeze|lift_fresh"
+        r"|item|_local_scalar_dense|new_\w+|\w*_like|_unsafe_view|alias|movedim|flatten|unbind|narrow|pin_memory|is_pinned)_?$",
+        "pytorch native_functions.yaml",
+    ),
+    _Row(
+        "reduction",
+        r"^aten::(sum|mean|max|min|amax|amin|norm|linalg_vector_norm|any|all|argmax|argmin|cumsum|sort|topk|std|var"
+        r"|count_nonzero|prod|bincount|unique\w*|_unique2)_?$",
+        "pytorch native_functions.yaml",
+    ),
+    _Row("elementwise", r"^(aten|prims|inductor|torch_\w+)::", "pytorch: all others"),
+)
+"""The operators of torch, for the profile of a CPU, and for kernels whose names say nothing."""
+
+
+def _compiled(rows: tuple[_Row, ...]) -> tuple[tuple[re.Pattern[str], Known], ...]:
+    return tuple((re.compile(row.pattern), Known(row.kind, row.format)) for row in rows)
+
+
+_COMPILED_KERNELS, _COMPILED_OPERATORS = _compiled(_KERNELS), _compiled(_OPERATORS)
+
+
+def _first(rows: tuple[tuple[re.Pattern[str], Known], ...], name: str) -> Known | None:
+    return next((known for pattern, known in rows if pattern.search(name)), None)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def of_kernel(name: str) -> Known | None:
+    """What a kernel, copy or fill of a device does; None if nobody knows its name."""
+    return _first(_COMPILED_KERNELS, name)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def of_operator(name: str) -> Known | None:
+    """What an operator of torch does; None of one that calls others, and of one that nobody knows."""
+    return _first(_COMPILED_OPERATORS, name)
+
+
+_FORMAT_OF_TYPE = (
+    ("Float8_", "fp8"),
+    ("Float4_", "nvfp4"),
+    ("BFloat16", "bf16"),
+    ("Half", "fp16"),
+    ("double", "fp64"),
+    ("float", "fp32"),
+)
+"""How torch's profiler names types -> the format."""
+
+
+def format_of_types(types: tuple[str, ...]) -> str:
+    """The format of a product's operands by their types; empty if these do not say it.
+
+    A product of float32 that runs in TF32 counts as ``fp32``: the types do not say it.
+    """
+    for word, name in _FORMAT_OF_TYPE:
+        if any(word in text for text in types[:2] if text):
+            return name
+    return ""

@@ -1,0 +1,267 @@
+"""``profile=``: the ranges and the trace of a session, and what is inferred without the ranges."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from examples.byte_lm import ByteLanguageModel
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.instrumentation.profiler import StepProfiler, export, profiler_runs
+from te_precision_callbacks.options import ProfileChoice, SessionOptions, read_profile
+from te_precision_callbacks.runs import list_runs, traces_of
+from te_precision_callbacks.runs.run_files import FOLDER
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import profiling as profiling_module
+from te_precision_callbacks.speed.trace import describe, measure, read_trace
+from te_precision_callbacks.speed.trace.assigning import assign
+from te_precision_callbacks.speed.trace.calls import Call, calls_of
+from te_precision_callbacks.speed.trace.contexts import contexts_of
+from te_precision_callbacks.speed.trace.work import work_of
+
+QUIET: dict[str, Any] = {"quiet": True, "statistics_log": "off"}
+
+
+class Checkpointed(ByteLanguageModel):
+    """Runs its blocks again in the backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            with te.autocast(enabled=True):
+                hidden = te.checkpoint(layer, hidden, use_reentrant=False)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def byte_lm(micro_batches: int = 1, *, again: bool = False) -> tuple[torch.nn.Module, Callable[[], None]]:
+    """The model of examples/byte_lm.py, small, and a step of its training."""
+    torch.manual_seed(0)
+    model = (Checkpointed if again else ByteLanguageModel)(layers=3, hidden=64, heads=2, window=32)
+    model.configure_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        for _ in range(micro_batches):
+            tokens = torch.randint(256, (4, 33))
+            logits = model(tokens[:, :-1])
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def trained(
+    folder: Path, step: Callable[[], None], model: torch.nn.Module, steps: int = 4, **keywords: Any
+) -> Coverage:
+    with InspectSession(None, model=model, log_dir=folder, **QUIET, **keywords) as session:
+        for _ in range(steps):
+            step()
+            session.step()
+    return session.coverage()
+
+
+def only_trace(folder: Path) -> Path:
+    (run,) = list_runs(folder)
+    (path,) = traces_of(folder / FOLDER / run)
+    return path
+
+
+def without_ranges(path: Path) -> Path:
+    """The same trace without the ranges around layers."""
+    facts = json.loads(gzip.decompress(path.read_bytes()))
+    kept = [event for event in facts["traceEvents"] if not str(event.get("name")).startswith("te_precision|layer")]
+    assert len(kept) < len(facts["traceEvents"])
+    bare = path.with_name("bare.json")
+    bare.write_text(json.dumps({**facts, "traceEvents": kept}))
+    return bare
+
+
+def calls_in(path: Path, coverage: Coverage) -> dict[float, Call]:
+    """When the host called it -> each GEMM of the iterations of a trace."""
+    trace = read_trace(path)
+    contexts = contexts_of(trace)
+    calls = calls_of(work_of(trace, contexts), trace, contexts)
+    assign(calls, contexts, coverage)
+    return {call.work[0].begin: call for call in calls}
+
+
+@pytest.mark.parametrize(("micro_batches", "again"), [(2, False), (1, True)], ids=["plain", "checkpointed"])
+def test_what_is_inferred_is_what_the_ranges_say(micro_batches: int, again: bool, tmp_path: Path) -> None:
+    model, step = byte_lm(micro_batches, again=again)
+    coverage = trained(tmp_path, step, model, profile="2-3")
+    path = only_trace(tmp_path)
+    said, inferred = calls_in(path, coverage), calls_in(without_ranges(path), coverage)
+    assert said.keys() == inferred.keys()
+    by_range = {at: call for at, call in said.items() if call.layer}
+    assert len(by_range) == len(said), "the ranges say the layer of each GEMM"
+    counted = sum(product.calls for product in coverage if product.macs and product.gemm != "lookup")
+    forward = sum(product.calls for product in coverage if product.macs and not product.backward)
+    assert len(said) == 2 * (counted + (forward - 1 if again else 0))  # the head is not run again
+    right = [
+        (call.layer, call.gemm, call.of_pass) == (inferred[at].layer, inferred[at].gemm, inferred[at].of_pass)
+        for at, call in by_range.items()
+    ]
+    assert sum(right) >= 0.95 * len(right)
+    assert {call.of_pass for call in said.values()} == {"forward", "backward"} | ({"recompute"} if again else set())
+
+
+def test_a_profile_is_the_iterations_that_were_asked_for(tmp_path: Path) -> None:
+    model, step = byte_lm()
+    coverage = trained(tmp_path, step, model, profile="2-3")
+    path = only_trace(tmp_path)
+    assert path.name == "seg-000.rank-00000.iterations-000002-000003.json.gz"
+    step_ = measure(read_trace(path), coverage)
+    assert step_.iterations == (2, 3)
+    assert step_.without_layer_share == 0
+    gemms = {(row.layer, row.gemm): row for row in step_.products if row.gemm and row.of_pass != "recompute"}
+    expected = {(p.layer, p.gemm) for p in coverage if p.macs and p.gemm != "lookup"}
+    assert gemms.keys() == expected
+    assert not any(row.inferred for (layer, _), row in gemms.items() if not layer.endswith("core_attention"))
+    assert gemms["layers.0.layernorm_mlp.fc1", "wgrad"].format == "fp8"
+    assert gemms["head", "fprop"].format == "fp32"
+    assert "layers.0.layernorm_mlp.fc1" in describe(step_)
+    assert not profiler_runs()
+
+
+def test_nothing_is_there_before_a_profile_and_nothing_is_left_of_it(tmp_path: Path) -> None:
+    model, step = byte_lm()
+    runs, hooks = [], []
+    with InspectSession(None, model=model, log_dir=tmp_path, **QUIET, profile=3) as session:
+        for _ in range(5):
+            runs.append(profiler_runs())
+            hooks.append(sum(len(module._forward_pre_hooks) for module in model.modules()))
+            step()
+            session.step()
+    assert runs == [False, False, False, True, False]
+    assert hooks[1] == hooks[2] == hooks[4] < hooks[3]
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_training_is_the_same_with_a_profile(tmp_path: Path) -> None:
+    weights = []
+    for number, keywords in enumerate(({}, {"profile": "0-2"})):
+        model, step = byte_lm()
+        trained(tmp_path / str(number), step, model, steps=3, **keywords)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "waiting"])
+def test_a_profiler_of_the_users_own_gets_the_ranges(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, step = byte_lm()
+    own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with (
+        own if when == "before" else nullcontext(),
+        InspectSession(None, model=model, log_dir=tmp_path, **QUIET, profile="1-2") as session,
+        caplog.at_level(logging.WARNING),
+    ):
+        for number in range(4):
+            if number == 2 and when == "inside":
+                own.start()
+            step()
+            session.step()
+            if number == 0 and when == "waiting":  # while the session's own warms up
+                own.start()
+    if when != "before":
+        own.stop()
+    own.export_chrome_trace(str(tmp_path / "own.json"))
+    told = [record.getMessage() for record in caplog.records if "another profiler of torch" in record.getMessage()]
+    assert len(told) == 1
+    (run,) = list_runs(tmp_path)
+    assert traces_of(tmp_path / FOLDER / run) == []
+    step_ = measure(read_trace(tmp_path / "own.json"), session.coverage())
+    layers = {row.layer for row in step_.products if row.gemm}
+    assert "layers.2.layernorm_mlp.fc2" in layers
+    assert not profiler_runs()
+
+
+def test_a_trace_that_cannot_be_written_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profiling_module, "export", no_room)
+    model, step = byte_lm()
+    with caplog.at_level(logging.ERROR):
+        trained(tmp_path, step, model, steps=3, profile=1)
+    assert "ending a profile: OSError" in caplog.text
+    assert not profiler_runs()
+
+
+def test_a_run_that_ends_in_a_profile_writes_what_there_is(tmp_path: Path) -> None:
+    model, step = byte_lm()
+    with (
+        pytest.raises(RuntimeError, match="of the script"),
+        InspectSession(None, model=model, log_dir=tmp_path, **QUIET, profile="1-9") as session,
+    ):
+        for _ in range(2):
+            step()
+            session.step()
+        raise RuntimeError("of the script")
+    assert only_trace(tmp_path).name.endswith("iterations-000001-000002.json.gz")
+    assert not profiler_runs()
+
+
+def test_without_records_the_trace_is_in_the_log_folder(tmp_path: Path) -> None:
+    model, step = byte_lm()
+    trained(tmp_path, step, model, steps=2, profile=1, records="off")
+    assert [path.name for path in tmp_path.glob("precision_traces/*")] == [
+        "rank-00000.iterations-000001-000001.json.gz"
+    ]
+
+
+def test_a_profile_that_is_given_up_leaves_the_other_one_whole(tmp_path: Path) -> None:
+    for warm in (True, False):
+        first = StepProfiler()
+        assert first.warm_up()
+        if not warm:
+            assert first.start()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as other:
+            torch.ones(3).add(1)
+        assert first.given_up
+        assert not first.start()
+        assert first.stop() is None
+        export(other, tmp_path / "other.json.gz")
+        assert len(read_trace(tmp_path / "other.json.gz").host)
+
+
+@pytest.fixture(autouse=True)
+def _no_profiler_is_left() -> Iterator[None]:
+    yield
+    assert not profiler_runs()
+
+
+@pytest.mark.parametrize(
+    ("value", "choice"),
+    [
+        (None, None),
+        (10, ProfileChoice(10, 10, False)),
+        ("10", ProfileChoice(10, 10, False)),
+        ("10-12", ProfileChoice(10, 12, False)),
+        ("10 - 12, all", ProfileChoice(10, 12, True)),
+        ("7,all", ProfileChoice(7, 7, True)),
+    ],
+)
+def test_what_profile_takes(value: Any, choice: ProfileChoice | None) -> None:
+    assert read_profile(value) == choice
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.5, "", "12-10", "10-", "a", "10, some", [10]])
+def test_what_profile_does_not_take(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"profile= must be an iteration, such as 10, or a text"):
+        SessionOptions.from_keywords(None, profile=value)

@@ -1,0 +1,209 @@
+"""Traces of torch.profiler: what each kernel is, against a trace with a known truth, and what bad traces give."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_precision_callbacks.coverage.coverage import Product
+from te_precision_callbacks.speed.trace import TraceError, as_json, describe, measure, read_trace
+from te_precision_callbacks.speed.trace.measured import MeasuredStep
+from tests.speed.planted import Planted, products
+
+
+def told(step: MeasuredStep) -> dict[tuple[str, str, str, str], tuple[float, int]]:
+    """Layer, GEMM, pass and kind -> microseconds and kernels, as they were measured."""
+    found: dict[tuple[str, str, str, str], tuple[float, int]] = {}
+    for row in step.products:
+        key = row.layer, row.gemm, row.of_pass, str(row.kind)
+        us, count = found.get(key, (0.0, 0))
+        found[key] = us + row.ms * 1e3, count + round(row.calls)
+    return {key: (pytest.approx(us), count) for key, (us, count) in found.items()}
+
+
+def true(planted: Planted) -> dict[tuple[str, str, str, str], tuple[float, int]]:
+    """The same, as they are."""
+    times: Counter[tuple[str, str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    for kernel in planted.truth:
+        times[kernel[:4]] += kernel.us  # type: ignore[assignment]
+        counts[kernel[:4]] += 1
+    return {key: (times[key], counts[key]) for key in times}
+
+
+@pytest.mark.parametrize("facts", [{}, {"recompute": True}, {"again": 3}, {"again": 2, "recompute": True}], ids=str)
+@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "inferred"])
+def test_each_kernel_of_a_planted_trace_has_its_layer_gemm_pass_and_kind(
+    ranges: bool, facts: dict[str, Any], tmp_path: Path
+) -> None:
+    planted = Planted(ranges=ranges, **facts)
+    trace = read_trace(planted.write(tmp_path / "trace.json.gz"))
+    step = measure(trace, products(again=facts.get("again", 1)))
+    assert told(step) == true(planted)
+    assert {row.inferred for row in step.products if row.kind == "gemm" and row.format == "fp8"} == {not ranges}
+    assert (step.device, step.rank, step.iterations) == ("NVIDIA H100 80GB HBM3", 3, (7,))
+    assert step.unassigned == ()
+    assert step.unassigned_share == 0
+    assert step.without_layer_share == 0
+
+
+def test_without_shapes_the_order_says_it_and_only_if_all_are_there(tmp_path: Path) -> None:
+    planted = Planted(ranges=False, shapes=False)
+    path = planted.write(tmp_path / "trace.json")
+    step = measure(read_trace(path), products())
+    gemms = {key: value for key, value in true(planted).items() if key[3] == "gemm"}
+    assert {key: value for key, value in told(step).items() if key[3] == "gemm"} == gemms
+    assert any("no shapes" in note for note in step.notes)
+    fewer = [product for product in products() if product.layer != "layers.0.qkv"]
+    step = measure(read_trace(path), fewer)  # one layer more has run than the run knows: any could be that one
+    assert step.without_layer_share == 1
+    assert any("fit no product" in note for note in step.notes)
+
+
+def test_the_times_add_up(tmp_path: Path) -> None:
+    for late in (10.0, 150.0):
+        planted = Planted(late=late)
+        step = measure(read_trace(planted.write(tmp_path / "trace.json")), products())
+        assert step.work_ms == pytest.approx(sum(kernel.us for kernel in planted.truth) / 1e3)
+        assert step.work_ms - step.overlap_ms + step.idle_ms == pytest.approx(step.wall_ms)
+        assert step.busy_ms + step.idle_ms == pytest.approx(step.wall_ms)
+        assert sum(step.by_kind().values()) == pytest.approx(step.work_ms)
+        assert sum(step.by_pass().values()) == pytest.approx(sum(step.by_layer().values()))
+
+
+def test_idle_time_has_its_cause(tmp_path: Path) -> None:
+    fast = measure(read_trace(Planted(late=10).write(tmp_path / "fast.json"))).launches
+    slow = measure(read_trace(Planted(late=400).write(tmp_path / "slow.json")))
+    waits = measure(read_trace(Planted(late=10, wait=5000).write(tmp_path / "waits.json")))
+    assert fast is not None
+    assert slow.launches is not None
+    assert waits.launches is not None
+    assert not fast.is_bound
+    assert fast.late_ms < 0.1
+    assert slow.launches.is_bound
+    assert slow.launches.late_ms > 0.8 * slow.idle_ms
+    assert not waits.launches.is_bound
+    assert waits.launches.after_wait_ms == pytest.approx(5.0, abs=0.05)
+    assert "Launch bound: the GPU waits for" in describe(slow)
+    assert "Not launch bound" in describe(waits)
+
+
+def test_the_json_is_the_rows(tmp_path: Path) -> None:
+    step = measure(read_trace(Planted().write(tmp_path / "trace.json")), products())
+    facts = json.loads(json.dumps(as_json(step)))
+    row = next(row for row in facts["products"] if row["layer"] == "layers.0.mlp.fc1" and row["gemm"] == "wgrad")
+    assert row == {
+        "layer": "layers.0.mlp.fc1",
+        "gemm": "wgrad",
+        "pass": "backward",
+        "kind": "gemm",
+        "format": "fp8",
+        "ms": pytest.approx(0.27),
+        "calls": 1,
+        "inferred": False,
+    }
+    assert facts["launches"]["kernels"] == len(Planted().truth)
+    assert facts["unassigned"] == []
+
+
+def test_a_kernel_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    planted = Planted()
+    for event in planted.events:
+        if event.get("cat") == "kernel" and "ln_fwd" in event["name"]:
+            event["name"] = "zorg_17"
+    for event in planted.events:
+        if event["name"] == "_LayerNormLinear":
+            event["name"] = "SomethingOwn"  # the operator does not say it either
+    step = measure(read_trace(planted.write(tmp_path / "trace.json")), products())
+    assert [(entry.name, entry.ms) for entry in step.unassigned] == [("zorg_17", pytest.approx(0.06))]
+    assert "zorg_17" in describe(step)
+    assert 0 < step.unassigned_share < 0.02
+
+
+def test_a_trace_without_a_gpu_and_one_without_the_host(tmp_path: Path) -> None:
+    planted = Planted()
+    every = list(planted.events)
+    planted.events = [event for event in every if event.get("cat") != "kernel"]
+    step = measure(read_trace(planted.write(tmp_path / "cpu.json")), products())
+    assert (step.device, step.on_device, step.launches) == ("CPU", False, None)
+    assert any("no event of a GPU" in note for note in step.notes)
+    planted.events = [event for event in every if event.get("cat") == "kernel"]
+    step = measure(read_trace(planted.write(tmp_path / "gpu.json")), products())
+    assert step.by_pass().keys() == {"other"}
+    assert step.without_layer_share == 1
+    assert any("not linked to the host" in note for note in step.notes)
+
+
+def test_a_trace_of_another_run_is_refused(tmp_path: Path) -> None:
+    trace = read_trace(Planted().write(tmp_path / "trace.json"))
+    other = [Product("decoder.fc", "te", "fprop", False, 8, 8, 8, 1, 1, 512, {"activation": "FP8 E4M3"})]
+    with pytest.raises(TraceError, match=r"trace of another run: its ranges name layers.*the run has decoder.fc"):
+        measure(trace, other)
+    inferred = read_trace(Planted(ranges=False).write(tmp_path / "other.json"))
+    step = measure(inferred, other)  # nothing says which run it is of: nothing is guessed
+    assert step.without_layer_share == 1
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+@pytest.mark.parametrize("share", [0.999, 0.6, 0.01])
+def test_a_trace_that_is_cut_off_is_refused(share: float, suffix: str, tmp_path: Path) -> None:
+    whole = Planted().write(tmp_path / f"whole{suffix}").read_bytes()
+    path = tmp_path / f"cut{suffix}"
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(TraceError, match=r"is cut off|has no list"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "has no list"),
+        (b"PAR1\x00\x80\xff\xfe", "it is no text"),
+        (b'{"loss": 2.5}', 'has no list "traceEvents"'),
+        (b'{"traceEvents": []}', "none of an operator"),
+        (b'{"traceEvents": [{"ph": "X"}, 3]}', "event 2 is none of torch.profiler: 3"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": "soon", "name": "a"}]}', "event 1 is none"),
+        (b'{"traceEvents": [{"ph": "M"} {"ph": "M"}]}', "is no JSON|last event is no JSON"),
+        (b"\x1f\x8bnot a gzip at all", "is no gzip|is cut off"),
+        (gzip.compress(b'{"traceEvents": [{"ph": "M"}, {"ph":'), "is cut off after 1 events"),
+    ],
+)
+def test_what_is_no_trace_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=words):
+        read_trace(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot be read: No such file"):
+        read_trace(tmp_path / "nothing.json")
+
+
+def test_a_list_of_events_alone_is_a_trace_too(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(Planted().events))
+    assert measure(read_trace(path), products()).unassigned_share == 0
+
+
+def test_events_that_lie_across_pieces_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_precision_callbacks.speed.trace import reading
+
+    path = Planted().write(tmp_path / "trace.json")
+    whole = as_json(measure(read_trace(path), products()))
+    for piece in (601, 997):
+        monkeypatch.setattr(reading, "_PIECE", piece)
+        assert as_json(measure(read_trace(path), products())) == whole
+
+
+def test_an_empty_step_has_no_share() -> None:
+    step = MeasuredStep("CPU", False, None, (), 0.0, 0.0, 0.0, 0.0, (), (), None, ())
+    assert math.isnan(step.busy_share)
+    assert math.isnan(step.unassigned_share)
+    assert "unknown" in describe(step)
