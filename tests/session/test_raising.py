@@ -83,9 +83,11 @@ INSIDE = {
 READERS = {
     "KnownFindingsError",
     "BatchError",
+    "CalibrationError",
     "CommandError",
     "ComparisonError",
     "ConversionError",
+    "DeviceError",
     "DifferentShapesError",
     "IterationError",
     "LaterVersionError",
@@ -100,6 +102,7 @@ READERS = {
     "ReportError",
     "RunError",
     "SeveralRunsError",
+    "SpeedError",
     "UnknownFeatureError",
     "UnknownSubjectError",
 }

@@ -1,0 +1,264 @@
+"""The constants of the speed model, fitted to published times, and how well the model then agrees with others of them.
+
+    python benchmarks/speed_model.py            # prints the tables of docs/speed.md
+    python benchmarks/speed_model.py --write    # writes constants.yaml and the tables in docs/speed.md
+
+The times are those of Transformer Engine's GEMM profiling tutorial (docs/examples/gemm_profiling, commit d0067d0): its
+benchmark_gemm.py on a B300 and on an H200 NVL, in milliseconds, at hidden 4096, intermediate 16384 and 31 x 512 tokens.
+BF16 is torch.matmul. Low precision is the forward of te.Linear, which casts both operands in each call, or a GEMM of
+operands that were quantized before. The benchmark's "dgrad" and "wgrad" are such forwards on swapped shapes.
+
+What is fitted, in this order, and to what:
+
+- the share of the peak that kernels reach: the sums of fprop, dgrad and wgrad with operands quantized before;
+- the share of the bandwidth that each recipe's casts reach, and one time of a launch for all recipes: the sums of dgrad
+  and wgrad with casts, by least squares of relative errors, with shares of at most 1;
+- how far single shapes are from the model: the spread of the three sums quantized before, of the residuals of the
+  casts, and of BF16's two measurements. A sum of four shapes spreads less than each of them; the spread of a shape is
+  that of the sum divided by the root of the sum of the squared weights.
+
+FP8 block scaling has no times quantized before: the bandwidth's share is that of current scaling, and the kernels'
+share is fitted to dgrad and wgrad. The 20 times of single shapes of the fprop on the B300 are used in no fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from te_precision_callbacks.speed.costs import Shape, call_cost, high_ms
+from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Constants, Device, Scatter, device_named
+
+TOKENS = 15872
+Shapes = tuple[Shape, ...]
+
+LAYERS = {"QKV": (4096, 12288), "attention output": (4096, 4096), "MLP up": (4096, 16384), "MLP down": (16384, 4096)}
+SHAPES: Mapping[str, Shapes] = {
+    "fprop": tuple(Shape(TOKENS, k, n) for k, n in LAYERS.values()),
+    "dgrad": tuple(Shape(TOKENS, n, k) for k, n in LAYERS.values()),
+    "wgrad": tuple(Shape(k, TOKENS, n) for k, n in LAYERS.values()),
+}
+CURRENT, DELAYED, BLOCK = "fp8_current_scaling", "fp8_delayed_scaling", "fp8_block_scaling"
+HIGH = "bf16"
+
+CELLS: Mapping[str, Sequence[float]] = {  # B300, fprop of each of LAYERS, with casts
+    HIGH: (1.071, 0.307, 1.393, 1.426),
+    CURRENT: (0.605, 0.317, 0.924, 1.033),
+    DELAYED: (0.503, 0.231, 0.850, 0.901),
+    "mxfp8": (0.579, 0.269, 0.924, 1.076),
+    "nvfp4": (0.392, 0.256, 0.635, 0.649),
+}
+SUMS: Mapping[str, Mapping[str, Mapping[str, float]]] = {  # device -> recipe -> pass -> the sum over LAYERS, with casts
+    "b300": {
+        HIGH: {"fprop": 4.196, "dgrad": 4.290, "wgrad": 4.272},
+        CURRENT: {"fprop": 2.879, "dgrad": 3.063, "wgrad": 3.205},
+        DELAYED: {"fprop": 2.486, "dgrad": 2.621, "wgrad": 2.695},
+        "mxfp8": {"fprop": 2.847, "dgrad": 3.045, "wgrad": 3.092},
+        "nvfp4": {"fprop": 1.932, "dgrad": 2.189, "wgrad": 2.331},
+    },
+    "h200_nvl": {
+        HIGH: {"fprop": 10.653, "dgrad": 10.813, "wgrad": 10.548},
+        CURRENT: {"fprop": 6.503, "dgrad": 6.795, "wgrad": 6.987},
+        DELAYED: {"fprop": 6.188, "dgrad": 6.306, "wgrad": 6.484},
+        BLOCK: {"fprop": 7.425, "dgrad": 7.636, "wgrad": 7.821},
+    },
+}
+QUANTIZED_BEFORE: Mapping[str, Mapping[str, Mapping[str, float]]] = {  # device -> kernels -> pass -> the sum
+    "b300": {
+        HIGH: {"fprop": 4.250, "dgrad": 4.434, "wgrad": 4.418},
+        "fp8": {"fprop": 2.158, "dgrad": 2.329, "wgrad": 2.325},
+        "mxfp8": {"fprop": 2.365, "dgrad": 2.397, "wgrad": 2.400},
+        "nvfp4": {"fprop": 1.254, "dgrad": 1.305, "wgrad": 1.205},
+    },
+    "h200_nvl": {
+        HIGH: {"fprop": 10.632, "dgrad": 10.747, "wgrad": 10.530},
+        "fp8": {"fprop": 5.577, "dgrad": 5.661, "wgrad": 5.547},
+    },
+}
+BANDWIDTH = {"b300": 0.84, "h200_nvl": 0.92}
+"""The share that kernels of plain memory traffic reach: torchao's roofline_utils.py, of B300 and of Hopper."""
+
+FITTED = ("dgrad", "wgrad")
+_LAUNCHES = np.linspace(0, 0.03, 601)
+_T = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31}
+"""Degrees of freedom -> the quantile of Student's t for an interval of 95 %."""
+
+HERE = Path(__file__).resolve().parent
+CONSTANTS = HERE.parent / "te_precision_callbacks" / "speed" / "constants.yaml"
+PAGE = HERE.parent / "docs" / "speed.md"
+
+
+def _operations(shapes: Iterable[Shape]) -> float:
+    return sum(shape.operations for shape in shapes)
+
+
+def _concentration() -> float:
+    """How much less the sum of four shapes spreads than each of them."""
+    weights = [shape.operations / _operations(SHAPES["fprop"]) for shape in SHAPES["fprop"]]
+    return math.sqrt(sum(weight**2 for weight in weights))
+
+
+def fit(name: str) -> Constants:
+    """The constants of a device, from the published sums of it."""
+    device = device_named(name)
+    before = QUANTIZED_BEFORE[name]
+    kernel = {}
+    for kernels, sums in before.items():
+        peak = device.peak_tflops(kernels) or math.nan
+        kernel[kernels] = _operations(s for which in sums for s in SHAPES[which]) / (sum(sums.values()) * peak * 1e9)
+    recipes = [recipe for recipe in SUMS[name] if recipe != HIGH and KERNEL_OF_RECIPE[recipe] in kernel]
+    best = min((_casts(device, kernel, recipes, float(launch)) for launch in _LAUNCHES), key=lambda one: one[0])
+    _, launch, cast, of_casts = best
+    if BLOCK in SUMS[name]:
+        cast[BLOCK] = cast[CURRENT]
+        kernel["fp8_block"] = _share_of_block(device, kernel, cast, launch)
+    elif "mxfp8" in kernel:  # Blackwell emulates block scaling by MXFP8
+        cast[BLOCK], kernel["fp8_block"] = cast["mxfp8"], kernel["mxfp8"]
+    degrees = 2 * len(before)
+    spread = math.sqrt(statistics.mean(statistics.variance(_relative(sums)) for sums in before.values()))
+    left = max(1, len(of_casts) - len(cast) - 1)
+    of_cast = math.sqrt(sum(one**2 for one in of_casts) / left)
+    twice = [SUMS[name][HIGH][one] / before[HIGH][one] - 1 for one in FITTED]
+    return Constants(
+        measured_on=device.title,
+        kernel={key: round(value, 4) for key, value in kernel.items()},
+        cast={key: round(value, 4) for key, value in cast.items()},
+        launch_ms=round(launch, 5),
+        bandwidth=BANDWIDTH[name],
+        scatter=Scatter(
+            kernel=round(spread / _concentration(), 4),
+            cast=round(of_cast / _concentration(), 4),
+            run=round(math.sqrt(statistics.mean(one**2 for one in twice) / 2), 4),
+            transfer=0.0,
+            quantile=_T[degrees],
+        ),
+        source="Transformer Engine, docs/examples/gemm_profiling (commit d0067d0), by benchmarks/speed_model.py",
+    )
+
+
+def _relative(sums: Mapping[str, float]) -> list[float]:
+    mean = statistics.mean(sums.values())
+    return [one / mean for one in sums.values()]
+
+
+def _with(device: Device, **changed: object) -> Device:
+    """The device with some constants, whose scatter does not matter."""
+    given = {
+        "measured_on": device.title,
+        "bandwidth": 1.0,
+        "scatter": Scatter(kernel=0, cast=0, run=0, transfer=0, quantile=1),
+        "source": "",
+        **changed,
+    }
+    return device.model_copy(update={"constants": Constants.model_validate(given)})
+
+
+def _casts(
+    device: Device, kernel: Mapping[str, float], recipes: Sequence[str], launch: float
+) -> tuple[float, float, dict[str, float], list[float]]:
+    """The sum of squared relative errors with a launch of that time, the launch, the best shares of the casts, and the
+    errors of the time of casts alone."""
+    name = next(key for key, value in SUMS.items() if device.title == device_named(key).title)
+    errors: list[float] = []
+    of_casts: list[float] = []
+    shares = {}
+    for recipe in recipes:
+        at_once = _with(device, kernel=dict(kernel), cast={recipe: 1.0}, launch_ms=launch)
+        costs = {one: [call_cost(shape, recipe, at_once) for shape in SHAPES[one]] for one in FITTED}
+        sums = np.array([SUMS[name][recipe][one] for one in FITTED])
+        rest = np.array([sum(cost.low_ms - cost.cast_ms for cost in costs[one]) for one in FITTED])
+        launches = np.array([sum(cost.launch_ms for cost in costs[one]) for one in FITTED])
+        moved = np.array([sum(cost.cast_ms for cost in costs[one]) for one in FITTED])
+        a, y = moved / sums, (sums - rest) / sums
+        slower = max(float(a @ y / (a @ a)), 1.0)
+        shares[recipe] = 1 / slower
+        errors += list(a * slower - y)
+        of_casts += list((a * slower - y) * sums / (moved * slower + launches))
+    return sum(one**2 for one in errors), launch, shares, of_casts
+
+
+def _share_of_block(device: Device, kernel: dict[str, float], cast: dict[str, float], launch: float) -> float:
+    """The share of the peak that reproduces block scaling's sums of dgrad and wgrad."""
+    at_once = _with(device, kernel={**kernel, "fp8_block": 1.0}, cast=cast, launch_ms=launch)
+    sums = SUMS[device_named_key(device)][BLOCK]
+    costs = [call_cost(shape, BLOCK, at_once) for one in FITTED for shape in SHAPES[one]]
+    rest = sum(cost.low_ms - cost.kernel_ms for cost in costs)
+    return sum(cost.kernel_ms for cost in costs) / (sum(sums[one] for one in FITTED) - rest)
+
+
+def device_named_key(device: Device) -> str:
+    """The key of a device among the measured ones."""
+    return next(key for key in SUMS if device_named(key).title == device.title)
+
+
+def expected(shape: Shape, recipe: str, device: Device) -> float:
+    """The model's time in the plan ``benchmark``."""
+    return high_ms(shape, device) if recipe == HIGH else call_cost(shape, recipe, device).low_ms
+
+
+def fitted() -> dict[str, Constants]:
+    """Name -> the constants of each measured device.
+
+    Both have the larger scatter of the two: the H200's single shapes are not published. The error of a transfer is that
+    of speed-ups on the H200 NVL by the constants of the B300.
+    """
+    found = {name: fit(name) for name in SUMS}
+    errors = [
+        value - 1 for name, row in transferred(found["b300"]).items() if name != HIGH for value in row["speed-up"]
+    ]
+    transfer = round(math.sqrt(statistics.mean(one**2 for one in errors)), 4)
+    scatters = [one.scatter for one in found.values()]
+    worst = {key: max(getattr(one, key) for one in scatters) for key in ("kernel", "cast", "run", "quantile")}
+    scatter = Scatter(**worst, transfer=transfer)
+    return {name: one.model_copy(update={"scatter": scatter}) for name, one in found.items()}
+
+
+def transferred(constants: Constants) -> dict[str, dict[str, list[float]]]:
+    """Recipe -> of each pass on the H200 NVL, with the constants of the B300: expected over measured times, and the
+    same of speed-ups."""
+    device = device_named("h200_nvl").model_copy(update={"constants": constants})
+    sums = SUMS["h200_nvl"]
+    found: dict[str, dict[str, list[float]]] = {}
+    for recipe in (HIGH, CURRENT, DELAYED):
+        times = [sum(expected(s, recipe, device) for s in SHAPES[one]) / sums[recipe][one] for one in SHAPES]
+        high = found[HIGH]["time"] if found else times
+        found[recipe] = {"time": times, "speed-up": [h / t for h, t in zip(high, times, strict=True)]}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the constants, and the tables of docs/speed.md")
+    options = parser.parse_args()
+    found = fitted()
+    for name, constants in found.items():
+        print(name, constants.model_dump())
+    if options.write:
+        text = yaml.safe_dump({k: v.model_dump() for k, v in found.items()}, sort_keys=False, width=110)
+        CONSTANTS.write_text("# Made by benchmarks/speed_model.py --write, whose docstring says from what.\n" + text)
+    b300 = device_named("b300").model_copy(update={"constants": found["b300"]})
+    errors = []
+    for recipe, cells in CELLS.items():
+        row = [expected(s, recipe, b300) / cell - 1 for s, cell in zip(SHAPES["fprop"], cells, strict=True)]
+        errors += row
+        print(recipe, [f"{100 * e:.1f}" for e in row])
+    print("median", statistics.median(map(abs, errors)), "worst", max(map(abs, errors)))
+    h200 = device_named("h200_nvl").model_copy(update={"constants": found["b300"]})
+    for recipe in (HIGH, CURRENT, DELAYED):
+        print(
+            recipe,
+            {
+                one: round(sum(expected(s, recipe, h200) for s in SHAPES[one]) / SUMS["h200_nvl"][recipe][one] - 1, 3)
+                for one in SHAPES
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
