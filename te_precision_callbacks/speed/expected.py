@@ -18,11 +18,11 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
-from te_precision_callbacks.base.vocabulary import COLUMNWISE, GEMMS, RECIPES, ROWWISE, OperandName
+from te_precision_callbacks.base.vocabulary import COLUMNWISE, GEMMS, RECIPES, ROWWISE, GemmName, OperandName
 from te_precision_callbacks.coverage.coverage import Product, Reason
 from te_precision_callbacks.speed.costs import Cost, Shape, call_cost, cast_ms, cast_of, gemm_cost, high_ms
 from te_precision_callbacks.speed.devices import Device
@@ -35,8 +35,37 @@ Source = Literal["model", "calibrated", "measured"]
 
 Verdict = Literal["faster", "slower", "not resolved", "unknown", ""]
 
+_NORMAL = 1.96
+"""The quantile of a normal distribution for an interval of 95 %."""
+
 UNKNOWN = "unknown"
 """The recipe of a product in low precision whose recipe is not known."""
+
+
+class Measured(Protocol):
+    """Times that were measured on a device, in milliseconds; None for what was not measured."""
+
+    def high_ms(self, shape: Shape) -> float | None:
+        """A GEMM in BF16."""
+        ...
+
+    def gemm(self, shape: Shape, recipe: str) -> Cost | None:
+        """A GEMM of operands that were quantized before."""
+        ...
+
+    def call(self, shape: Shape, recipe: str) -> Cost | None:
+        """A forward that casts both operands."""
+        ...
+
+    def cast(
+        self, recipe: str, operand: OperandName, rows: int, columns: int, directions: tuple[bool, bool]
+    ) -> Cost | None:
+        """The cast of an operand: rowwise, columnwise or both."""
+        ...
+
+    def spread(self, shape: Shape, recipe: str) -> float:
+        """The relative standard deviation of a speed-up."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +83,7 @@ class ProductTime:
         source: where the times come from.
         reason: why it does not run in low precision; None if it does.
         why: the same in words.
+        precision: the precision of the product as it runs.
     """
 
     layer: str
@@ -69,6 +99,7 @@ class ProductTime:
     source: Source = "model"
     reason: Reason | None = None
     why: str = ""
+    precision: str = ""
 
     @property
     def low_ms(self) -> float:
@@ -121,6 +152,8 @@ class Total:
 
     Attributes:
         unknown: products in low precision whose cost is not known; they are in no figure.
+        known: the others.
+        is_low: whether any of those runs in low precision.
     """
 
     high_ms: float
@@ -129,6 +162,8 @@ class Total:
     interval: tuple[float, float]
     source: Source = "model"
     unknown: int = 0
+    known: int = 0
+    is_low: bool = False
 
     @property
     def speedup(self) -> float:
@@ -192,12 +227,26 @@ def shape_of(product: Product) -> Shape:
     return Shape(product.n, product.k, product.m, product.batch)
 
 
+def recipes_of(products: Iterable[Product], recipes: Mapping[str, str] | str) -> list[str]:
+    """The recipe of each product; the recipes are given as to :func:`expected`."""
+    return [
+        recipe_of_product(product, recipes if isinstance(recipes, str) else recipes.get(product.layer, ""))
+        for product in products
+    ]
+
+
+def counted(products: Iterable[Product]) -> list[Product]:
+    """The products that have a time: those that run, without look-ups and what is not counted."""
+    return [product for product in products if product.macs and product.gemm != "lookup"]
+
+
 def expected(
     products: Iterable[Product],
     recipes: Mapping[str, str] | str,
     device: Device,
     *,
     plan: CallPlan = "training",
+    table: Measured | None = None,
 ) -> list[ProductTime]:
     """The expected times of the products of a step that run, without look-ups and what is not counted.
 
@@ -206,45 +255,80 @@ def expected(
         recipes: layer -> its recipe, or one for all; needed for FP8 with one scale, where formats do not tell.
         device: the device, which need not be here.
         plan: how often operands are cast.
+        table: times that were measured on the device, which come before those of the model.
 
     Raises:
         SpeedError: the device does not run the recipe of a product.
     """
-    running = [product for product in products if product.macs and product.gemm != "lookup"]
-    found = []
+    found = counted(products)
+    return timed(found, recipes_of(found, recipes), device, plan=plan, table=table)
+
+
+def timed(
+    products: Sequence[Product],
+    recipes: Sequence[str],
+    device: Device,
+    *,
+    plan: CallPlan = "training",
+    table: Measured | None = None,
+) -> list[ProductTime]:
+    """The expected times of products if each runs in its recipe.
+
+    Args:
+        products: products that have a time.
+        recipes: the recipe of each; empty for high precision.
+        device, plan, table: as of :func:`expected`.
+
+    Raises:
+        SpeedError: the device does not run a recipe.
+    """
     of_layer: dict[str, list[tuple[Product, str]]] = defaultdict(list)
-    for product in running:
-        given = recipes if isinstance(recipes, str) else recipes.get(product.layer, "")
-        recipe = recipe_of_product(product, given)
+    for product, recipe in zip(products, recipes, strict=True):
         of_layer[product.layer].append((product, recipe))
-    for layer in of_layer.values():
-        casts = _casts_of_layer(layer, device) if plan == "training" else {}
-        for product, recipe in layer:
-            found.append(_time_of(product, recipe, casts.get(product.gemm, Cost(0.0)), device, plan))
-    return found
+    casts: dict[str, dict[str, Cost]] = {}
+    if plan == "training":
+        casts = {layer: _casts_of_layer(found, device, table) for layer, found in of_layer.items()}
+    return [
+        _time_of(product, recipe, casts.get(product.layer, {}).get(product.gemm, Cost(0.0)), device, plan, table)
+        for product, recipe in zip(products, recipes, strict=True)
+    ]
 
 
-def expected_shapes(shapes: Sequence[Shape], recipe: str, device: Device) -> list[ProductTime]:
-    """The expected times of forwards that cast both operands, one call of each shape.
+def products_of_shapes(shapes: Sequence[Shape], recipe: str) -> list[Product]:
+    """A forward of one call for each shape, named after it."""
+    kind = RECIPES[recipe].format
+    operands = {"activation": kind, "weight": kind}
+    return [
+        Product(str(shape), "te", "fprop", False, shape.m, shape.n, shape.k, 1, 1, shape.operations // 2, operands)
+        for shape in shapes
+    ]
+
+
+def expected_shapes(
+    shapes: Sequence[Shape],
+    recipe: str,
+    device: Device,
+    *,
+    plan: CallPlan = "benchmark",
+    table: Measured | None = None,
+) -> list[ProductTime]:
+    """The expected times of forwards, one call of each shape.
 
     Raises:
         SpeedError: there is no such recipe, or the device does not run it.
     """
     device.check_recipe(recipe)
-    found = []
-    for shape in shapes:
-        cost, high = call_cost(shape, recipe, device), high_ms(shape, device)
-        found.append(
-            ProductTime(str(shape), "fprop", "te", False, shape, 1, recipe, high, cost, interval(high, cost, device))
-        )
-    return found
+    products = products_of_shapes(list(dict.fromkeys(shapes)), recipe)
+    return expected(products, recipe, device, plan=plan, table=table)
 
 
-def _time_of(product: Product, recipe: str, casts: Cost, device: Device, plan: CallPlan) -> ProductTime:
+def _time_of(
+    product: Product, recipe: str, casts: Cost, device: Device, plan: CallPlan, table: Measured | None
+) -> ProductTime:
     shape = shape_of(product)
-    # Calls of a step may differ in size; the shape is that of the first one.
-    count = product.macs / (shape.operations / 2)
-    high = high_ms(shape, device) * count
+    count = calls_of(product)
+    measured = None if table is None else table.high_ms(shape)
+    high = (high_ms(shape, device) if measured is None else measured) * count
     made = ProductTime(
         product.layer,
         product.gemm,
@@ -255,57 +339,85 @@ def _time_of(product: Product, recipe: str, casts: Cost, device: Device, plan: C
         recipe,
         high,
         None,
+        source="model" if measured is None else "calibrated",
         reason=product.reason,
         why=product.why,
+        precision=product.precision,
     )
-    if recipe in ("", UNKNOWN) or product.gemm not in GEMMS:
-        return made if recipe in ("", UNKNOWN) else replace(made, recipe=UNKNOWN)
+    if not recipe:
+        return made
+    if recipe == UNKNOWN or product.gemm not in GEMMS:
+        return replace(made, recipe=UNKNOWN, source="model")
     device.check_recipe(recipe)
+    of_call = None if table is None else (table.call if plan == "benchmark" else table.gemm)(shape, recipe)
+    if table is not None and measured is not None and of_call is not None:
+        cost = of_call.times(count).plus(casts)
+        width = _NORMAL * table.spread(shape, recipe)
+        speedup = high / cost.low_ms
+        return replace(made, cost=cost, interval=(speedup * math.exp(-width), speedup * math.exp(width)))
     one = call_cost(shape, recipe, device) if plan == "benchmark" else gemm_cost(shape, recipe, device)
     cost = one.times(count).plus(casts)
-    return replace(made, cost=cost, interval=interval(high, cost, device))
+    high = high_ms(shape, device) * count  # both sides from one source
+    return replace(made, high_ms=high, cost=cost, interval=interval(high, cost, device), source="model")
 
 
-def _casts_of_layer(layer: Sequence[tuple[Product, str]], device: Device) -> dict[str, Cost]:
+def calls_of(product: Product) -> float:
+    """How often the product of the shape of its first call runs in a step: calls may differ in size."""
+    return product.macs / (product.n * product.m * product.k * product.batch)
+
+
+def _casts_of_layer(layer: Sequence[tuple[Product, str]], device: Device, table: Measured | None) -> dict[str, Cost]:
     """GEMM -> the casts that count with it in a step."""
     low = {product.gemm: (product, recipe) for product, recipe in layer if recipe in RECIPES and product.gemm in GEMMS}
     if not low:
         return {}
     found: dict[str, Cost] = defaultdict(lambda: Cost(0.0))
-    operands: tuple[OperandName, ...] = ("activation", "weight", "gradient")
-    for operand in operands:
-        rowwise, columnwise = ROWWISE[operand], COLUMNWISE[operand]
-        first = next((gemm for gemm in (rowwise, columnwise) if gemm in low), None)
-        if first is None:
-            continue
+    for operand, first, directions in cast_users(low):
         product, recipe = low[first]
         device.check_recipe(recipe)
-        cast = cast_of(
-            recipe,
-            operand,
-            _elements(operand, product),
-            device.capability,
-            rowwise=rowwise in low,
-            columnwise=columnwise in low,
-        )
-        times = 1.0 if operand == "weight" else product.macs / (shape_of(product).operations / 2)
-        of_bytes, of_launches = cast_ms(cast, recipe, device)
-        found[first] = found[first].plus(Cost(0.0, of_bytes, 0.0, of_launches).times(times))
+        rows, columns = operand_sizes(operand, first, shape_of(product))
+        cost = None if table is None else table.cast(recipe, operand, rows, columns, directions)
+        if cost is None:
+            cast = cast_of(
+                recipe,
+                operand,
+                rows * columns * product.batch,
+                device.capability,
+                rowwise=directions[0],
+                columnwise=directions[1],
+            )
+            of_bytes, of_launches = cast_ms(cast, recipe, device)
+            cost = Cost(0.0, of_bytes, 0.0, of_launches)
+        found[first] = found[first].plus(cost.times(1.0 if operand == "weight" else calls_of(product)))
     return found
 
 
-def _elements(operand: OperandName, product: Product) -> int:
-    """The elements of an operand of a layer, of one call, from one of the products that read it."""
-    n, m, k = product.n, product.m, product.k
+def cast_users(low: Container[str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
+    """The operands of a layer that are cast: each with the first GEMM that reads it, and whether rows and columns are
+    read.
+
+    Args:
+        low: the GEMMs of the layer that run in low precision.
+    """
+    for operand in get_args(OperandName):
+        readers = ROWWISE[operand], COLUMNWISE[operand]
+        first = next((gemm for gemm in readers if gemm in low), None)
+        if first is not None:
+            yield operand, first, (readers[0] in low, readers[1] in low)
+
+
+def operand_sizes(operand: OperandName, gemm: str, shape: Shape) -> tuple[int, int]:
+    """The rows and columns of an operand in memory, from the shape of a GEMM that reads it."""
+    m, k, n = shape.m, shape.k, shape.n
     sizes = {
-        ("activation", "fprop"): n * k,
-        ("weight", "fprop"): m * k,
-        ("weight", "dgrad"): m * k,
-        ("gradient", "dgrad"): n * k,
-        ("gradient", "wgrad"): n * k,
-        ("activation", "wgrad"): m * k,
+        ("activation", "fprop"): (m, k),
+        ("weight", "fprop"): (n, k),
+        ("weight", "dgrad"): (k, n),
+        ("gradient", "dgrad"): (m, k),
+        ("gradient", "wgrad"): (k, m),
+        ("activation", "wgrad"): (k, n),
     }
-    return sizes[operand, product.gemm] * product.batch
+    return sizes[operand, gemm]
 
 
 def interval(high: float, cost: Cost, device: Device) -> tuple[float, float]:
@@ -341,6 +453,7 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
     unknown = 0
     high = low = casts = 0.0
     of_kind: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    measured = 0.0
     sources = set()
     for one in times:
         if one.recipe and one.cost is None:
@@ -350,20 +463,29 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
         high += one.high_ms
         low += one.low_ms
         casts += one.cast_ms
-        if one.cost is not None:
-            sources.add(one.source)
+        if one.cost is None:
+            continue
+        sources.add(one.source)
+        if one.source == "calibrated":
+            measured += (one.low_ms * math.log(one.interval[1] / one.interval[0]) / 2 / _NORMAL) ** 2
+        else:
             sums = of_kind[one.shape, one.recipe, one.source]
             sums[0] += one.high_ms
             sums[1] += one.cost.kernel_ms + one.cost.padding_ms
             sums[2] += one.cast_ms
     if not known or not low:
-        return Total(high, low, casts, (math.nan, math.nan), unknown=unknown)
+        return Total(high, low, casts, (math.nan, math.nan), unknown=unknown, known=known)
     source: Source = "calibrated" if sources == {"calibrated"} else "model"
+    if not sources:
+        return Total(high, low, casts, (1.0, 1.0), source, unknown, known)
     if not of_kind:
-        return Total(high, low, casts, (1.0, 1.0), source, unknown)
+        width, speedup = _NORMAL * math.sqrt(measured) / low, high / low
+        around = speedup * math.exp(-width), speedup * math.exp(width)
+        return Total(high, low, casts, around, source, unknown, known, is_low=True)
     scatter = device.fitted.scatter
     variance = sum(
         (scatter.kernel * h / high) ** 2 + (scatter.kernel * k / low) ** 2 + (scatter.cast * c / low) ** 2
         for h, k, c in of_kind.values()
     )
-    return Total(high, low, casts, _around(high / low, variance, device), source, unknown)
+    variance += measured / low**2
+    return Total(high, low, casts, _around(high / low, variance, device), source, unknown, known, is_low=True)

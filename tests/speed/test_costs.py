@@ -148,7 +148,7 @@ def test_a_device_file(tmp_path: Path) -> None:
         ("title: mine", "bf16_tflops: Field required"),
         ("title: mine\nbf16_tflop: 3", "bf16_tflop is no key of a device. Did you mean 'bf16_tflops'"),
         ("bandwidth_tbs: -1", "greater than 0 (it is -1)"),
-        ("constants: h200", "constants: there is no set 'h200'. Did you mean 'h200_nvl'?"),
+        ("constants: h200", "constants: there is no set 'h200'. Did you mean 'h200_nvl'"),
     ],
 )
 def test_a_device_file_that_cannot_be_used(text: str, said: str, tmp_path: Path) -> None:
