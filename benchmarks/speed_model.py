@@ -26,14 +26,17 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import speed_plans
 import yaml
 
 from te_precision_callbacks.speed.costs import Shape, call_cost, high_ms
-from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Constants, Device, Scatter, device_named
+from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Constants, Device, Scatter, constants, device_named
+from te_precision_callbacks.speed.expected import interval
 
 TOKENS = 15872
 Shapes = tuple[Shape, ...]
@@ -88,6 +91,8 @@ FITTED = ("dgrad", "wgrad")
 _LAUNCHES = np.linspace(0, 0.03, 601)
 _T = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31}
 """Degrees of freedom -> the quantile of Student's t for an interval of 95 %."""
+
+BEGIN, END = "<!-- made by benchmarks/speed_model.py -->", "<!-- end of what it made -->"
 
 HERE = Path(__file__).resolve().parent
 CONSTANTS = HERE.parent / "te_precision_callbacks" / "speed" / "constants.yaml"
@@ -164,7 +169,7 @@ def _casts(
 ) -> tuple[float, float, dict[str, float], list[float]]:
     """The sum of squared relative errors with a launch of that time, the launch, the best shares of the casts, and the
     errors of the time of casts alone."""
-    name = next(key for key, value in SUMS.items() if device.title == device_named(key).title)
+    name = _name_of(device)
     errors: list[float] = []
     of_casts: list[float] = []
     shares = {}
@@ -186,13 +191,13 @@ def _casts(
 def _share_of_block(device: Device, kernel: dict[str, float], cast: dict[str, float], launch: float) -> float:
     """The share of the peak that reproduces block scaling's sums of dgrad and wgrad."""
     at_once = _with(device, kernel={**kernel, "fp8_block": 1.0}, cast=cast, launch_ms=launch)
-    sums = SUMS[device_named_key(device)][BLOCK]
+    sums = SUMS[_name_of(device)][BLOCK]
     costs = [call_cost(shape, BLOCK, at_once) for one in FITTED for shape in SHAPES[one]]
     rest = sum(cost.low_ms - cost.kernel_ms for cost in costs)
     return sum(cost.kernel_ms for cost in costs) / (sum(sums[one] for one in FITTED) - rest)
 
 
-def device_named_key(device: Device) -> str:
+def _name_of(device: Device) -> str:
     """The key of a device among the measured ones."""
     return next(key for key in SUMS if device_named(key).title == device.title)
 
@@ -232,32 +237,170 @@ def transferred(constants: Constants) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A single shape of the fprop on the B300.
+
+    Attributes:
+        layer, recipe: which.
+        measured, expected: milliseconds.
+        measured_speedup, speedup, interval: of BF16 over it.
+    """
+
+    layer: str
+    recipe: str
+    measured: float
+    expected: float
+    measured_speedup: float
+    speedup: float
+    interval: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.expected / self.measured - 1
+
+
+def cells(constants: Constants) -> list[Cell]:
+    """The 20 cells, with what the model expects in the plan ``benchmark``."""
+    device = device_named("b300").model_copy(update={"constants": constants})
+    found = []
+    for recipe, measured in CELLS.items():
+        for name, shape, time, high in zip(LAYERS, SHAPES["fprop"], measured, CELLS[HIGH], strict=True):
+            speedup, around = 1.0, (1.0, 1.0)
+            if recipe != HIGH:
+                cost = call_cost(shape, recipe, device)
+                speedup, around = high_ms(shape, device) / cost.low_ms, interval(high_ms(shape, device), cost, device)
+            found.append(Cell(name, recipe, time, expected(shape, recipe, device), high / time, speedup, around))
+    return found
+
+
+def tables(*, plans: bool = True) -> Iterator[str]:
+    """The lines of the tables of docs/speed.md, with or without the plans of models."""
+    found = fitted()
+    yield "Constants:"
+    yield ""
+    yield from _constants(found)
+    yield ""
+    yield from _cells(cells(found["b300"]))
+    yield ""
+    yield from _transfer(found["b300"])
+    yield ""
+    yield from _order(found["b300"])
+    if not plans:
+        return
+    yield ""
+    yield "Plans of five models, plan `training`: how many times as fast as in BF16 a step's products are expected:"
+    yield ""
+    yield from speed_plans.table()
+
+
+def _constants(found: Mapping[str, Constants]) -> Iterator[str]:
+    yield "| measured on | kernels, share of the peak | casts, share of the bandwidth | a launch of a cast, ms |"
+    yield "|---|---|---|---|"
+    for one in found.values():
+        kernel = ", ".join(f"{name} {value:.2f}" for name, value in one.kernel.items())
+        cast = ", ".join(f"{name} {value:.2f}" for name, value in one.cast.items())
+        yield f"| {one.measured_on} | {kernel} | {cast} | {one.launch_ms:.4f} |"
+    scatter = next(iter(found.values())).scatter
+    yield ""
+    yield (
+        f"Relative standard deviations: of a shape's kernel {scatter.kernel:.3f}, of its casts {scatter.cast:.3f}, of a"
+        f" run {scatter.run:.3f}, of a transfer {scatter.transfer:.3f}; the quantile is {scatter.quantile}."
+    )
+
+
+def _cells(found: Sequence[Cell]) -> Iterator[str]:
+    yield "The 20 cells that no constant was fitted to, B300, plan `benchmark`: expected / measured ms, and the error:"
+    yield ""
+    yield f"| shape | {' | '.join(CELLS)} |"
+    yield "|---" * (1 + len(CELLS)) + "|"
+    for layer, shape in zip(LAYERS, SHAPES["fprop"], strict=True):
+        row = [one for one in found if one.layer == layer]
+        texts = (f"{one.expected:.3f} / {one.measured:.3f}, {100 * one.error:+.0f} %" for one in row)
+        yield f"| {layer} {shape} | {' | '.join(texts)} |"
+    errors = [abs(one.error) for one in found]
+    low = [one for one in found if one.recipe != HIGH]
+    inside = sum(one.interval[0] <= one.measured_speedup <= one.interval[1] for one in low)
+    worst = max(found, key=lambda one: abs(one.error))
+    yield ""
+    yield (
+        f"The median error is {100 * statistics.median(errors):.1f} %, the worst {100 * max(errors):.1f} %"
+        f" ({worst.layer}, {worst.recipe}). The interval includes the measured speed-up in {inside} of {len(low)}"
+        " cells."
+    )
+    yield ""
+    yield from _gains_nothing(low)
+
+
+def _gains_nothing(low: Sequence[Cell]) -> Iterator[str]:
+    yield '"Gains nothing" over the cells in low precision. Measured, a cell gains nothing if it is at most as fast:'
+    yield ""
+    yield "| said of a cell if | said of | of these right (precision) | found of those that gain nothing (recall) |"
+    yield "|---|---|---|---|"
+    truth = [one.measured_speedup <= 1 for one in low]
+    for text, said in (
+        ("the expected speed-up is at most 1", [one.speedup <= 1 for one in low]),
+        ("the interval is below 1 (slower)", [one.interval[1] < 1 for one in low]),
+        ("the interval includes 1 (not resolved), or is below", [one.interval[0] <= 1 for one in low]),
+        ("its own times are measured (calibrated)", truth),
+    ):
+        right = sum(a and b for a, b in zip(truth, said, strict=True))
+        precision = f"{right} of {sum(said)}" if any(said) else "never said"
+        yield f"| {text} | {sum(said)} of {len(low)} | {precision} | {right} of {sum(truth)} |"
+    one = next(each for each in low if each.layer == "attention output" and each.recipe == CURRENT)
+    yield ""
+    yield (
+        f"The attention output with current scaling: measured {one.measured_speedup:.2f}, expected {one.speedup:.2f}"
+        f" ({one.interval[0]:.2f} to {one.interval[1]:.2f})."
+    )
+
+
+def _transfer(constants: Constants) -> Iterator[str]:
+    yield "The H200 NVL, with the constants of the B300: expected over measured, per layer:"
+    yield ""
+    yield f"| recipe | {' | '.join(f'{one}, {what}' for what in ('time', 'speed-up') for one in SHAPES)} |"
+    yield "|---" * 7 + "|"
+    for recipe, row in transferred(constants).items():
+        times = (f"{100 * (value - 1):+.1f} %" for value in row["time"])
+        speedups = (f"{100 * (value - 1):+.1f} %" if recipe != HIGH else "" for value in row["speed-up"])
+        yield f"| {recipe} | {' | '.join(times)} | {' | '.join(speedups)} |"
+
+
+def _order(constants: Constants) -> Iterator[str]:
+    device = device_named("b300").model_copy(update={"constants": constants})
+    sums = SUMS["b300"]
+    measured = {recipe: sum(sums[recipe].values()) for recipe in sums}
+    found = {recipe: sum(expected(s, recipe, device) for one in SHAPES for s in SHAPES[one]) for recipe in sums}
+
+    def in_order(times: Mapping[str, float]) -> str:
+        return ", ".join(f"{name} {times[name]:.2f}" for name in sorted(times, key=lambda name: times[name]))
+
+    yield (
+        f"Order of the recipes by a layer's total on the B300, ms: measured {in_order(measured)}; expected"
+        f" {in_order(found)}."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the constants, and the tables of docs/speed.md")
     options = parser.parse_args()
-    found = fitted()
-    for name, constants in found.items():
-        print(name, constants.model_dump())
     if options.write:
-        text = yaml.safe_dump({k: v.model_dump() for k, v in found.items()}, sort_keys=False, width=110)
-        CONSTANTS.write_text("# Made by benchmarks/speed_model.py --write, whose docstring says from what.\n" + text)
-    b300 = device_named("b300").model_copy(update={"constants": found["b300"]})
-    errors = []
-    for recipe, cells in CELLS.items():
-        row = [expected(s, recipe, b300) / cell - 1 for s, cell in zip(SHAPES["fprop"], cells, strict=True)]
-        errors += row
-        print(recipe, [f"{100 * e:.1f}" for e in row])
-    print("median", statistics.median(map(abs, errors)), "worst", max(map(abs, errors)))
-    h200 = device_named("h200_nvl").model_copy(update={"constants": found["b300"]})
-    for recipe in (HIGH, CURRENT, DELAYED):
-        print(
-            recipe,
-            {
-                one: round(sum(expected(s, recipe, h200) for s in SHAPES[one]) / SUMS["h200_nvl"][recipe][one] - 1, 3)
-                for one in SHAPES
-            },
-        )
+        CONSTANTS.write_text(constants_text(), encoding="utf-8")
+        constants.cache_clear()  # what follows reads the new ones
+        page = PAGE.read_text(encoding="utf-8")
+        before, _, rest = page.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text("\n".join([before + BEGIN, "", *tables(), "", END]) + after, encoding="utf-8")
+    else:
+        print("\n".join(tables()))
+
+
+def constants_text() -> str:
+    """The text of constants.yaml."""
+    text = yaml.safe_dump({name: one.model_dump() for name, one in fitted().items()}, sort_keys=False, width=110)
+    return f"# Made by benchmarks/speed_model.py --write, whose docstring says from what.\n{text}"
 
 
 if __name__ == "__main__":

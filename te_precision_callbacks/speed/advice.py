@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import GEMMS
-from te_precision_callbacks.config.patches import keep_high
 from te_precision_callbacks.coverage.coverage import Product, Reason
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.costs import padded
@@ -147,7 +147,7 @@ class _Advisor:
             f"keep {in_sentence(*names, most=3)} in BF16: no loss of time",
             whole.low_ms - whole.high_ms,
             _saved(whole.low_ms, whole.interval),
-            keep_high(*names),
+            keep_high(*names, others={one.layer for one in self._times} - set(names)),
         )
 
     def _other_recipe(self) -> Iterable[Advice]:
@@ -265,6 +265,3 @@ def _sum(times: Iterable[ProductTime]) -> float:
 def _saved(low_ms: float, interval: tuple[float, float]) -> tuple[float, float]:
     """What is saved by going back to BF16, from the interval of the speed-up that is given up."""
     return low_ms * (1 - interval[1]), low_ms * (1 - interval[0])
-
-
-__all__ = ["Advice", "advise"]

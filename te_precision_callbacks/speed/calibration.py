@@ -19,6 +19,7 @@ are never used for one.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import statistics
 import time
@@ -27,11 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, OperandName
 from te_precision_callbacks.speed.costs import Cost, Shape
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.errors import CalibrationError
 from te_precision_callbacks.speed.expected import CallPlan, ProductTime, cast_users, operand_sizes
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 DEFAULT_FILE = Path("speed_calibration.json")
@@ -254,7 +258,11 @@ def calibrate(
     for number, (key, make) in enumerate(wanted.items(), 1):
         if report is not None:
             report(key, number, len(wanted))
-        found.times[key] = clock.time(make())
+        try:
+            found.times[key] = clock.time(make())
+        except (RuntimeError, AssertionError, ValueError, PrecisionDebugError) as error:  # a shape that a GEMM refuses
+            text = str(error).partition("\n")[0]
+            logger.warning("%s was not measured, so the model's time is taken: %s", key, text)
     return found
 
 
@@ -285,7 +293,7 @@ def _wanted(times: Sequence[ProductTime], plan: CallPlan, device: str) -> dict[s
 
 def _casts_of(low: dict[str, ProductTime]) -> Iterable[tuple[str, OperandName, int, int, tuple[bool, bool]]]:
     """The casts of a layer, from its products in low precision by GEMM: recipe, operand, rows, columns, directions."""
-    for operand, first, directions in cast_users(low):
+    for operand, first, directions in cast_users({gemm: one.recipe for gemm, one in low.items()}):
         one = low[first]
         yield one.recipe, operand, *operand_sizes(operand, first, one.shape), directions
 

@@ -24,7 +24,9 @@ nvfp4               2 (amax), 2 (cast); columnwise   1/2 + 1/16                 
                     activations and gradients 2 more                               activations and gradients; swizzles
 =================== ================================ ============================= =====================================
 
-A swizzle reads and writes a direction's scales. Read from Transformer Engine 2.20.2: ``pytorch/csrc/quantizer.cpp``,
+A swizzle reads and writes a direction's scales. Blackwell emulates block scaling by MXFP8, whose casts count there.
+
+Read from Transformer Engine 2.20.2: ``pytorch/csrc/quantizer.cpp``,
 ``common/gemm/cublaslt_gemm.cu``, and ``pytorch/module/linear.py`` for the directions.
 """
 
@@ -158,6 +160,8 @@ def cast_of(
     directions = int(rowwise) + int(columnwise)
     if not directions or not elements:
         return NO_CAST
+    if recipe == "fp8_block_scaling" and capability >= (10, 0):
+        recipe = "mxfp8"  # which emulates it there
     if recipe in ONE_SCALE:
         written = 1 if takes_any_layout(capability) else directions
         reads, kernels = (2, 4) if recipe == "fp8_current_scaling" else (1, 1)
@@ -210,6 +214,12 @@ def kernel_ms(shape: Shape, kernel: str, device: Device) -> float:
 def high_ms(shape: Shape, device: Device) -> float:
     """The time of a GEMM in BF16."""
     return kernel_ms(shape, HIGH, device)
+
+
+def attention_ms(shape: Shape, device: Device) -> float:
+    """The time of a product of attention in BF16: that of its operations alone, since fused kernels keep the scores on
+    the chip; at the share of the peak that linear layers reach."""
+    return shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH])
 
 
 def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:

@@ -26,7 +26,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.speed.errors import DeviceError, SpeedError
 
 HIGH = "bf16"
@@ -138,6 +137,8 @@ class Device(BaseModel):
             SpeedError: there is no such recipe, the device does not run it, or nothing is known of its speed.
         """
         if recipe not in RECIPES:
+            from te_precision_callbacks.config.problems import suggestion  # readers load no configs
+
             raise SpeedError(f"There is no recipe {recipe!r}.{suggestion(recipe, RECIPES)}")
         why = _why_not(recipe, self.capability)
         if why:
@@ -198,6 +199,8 @@ def device_named(name: str) -> Device:
         return known[word]
     found = next((device for device in known.values() if word in device.other_names), None)
     if found is None:
+        from te_precision_callbacks.config.problems import suggestion
+
         names = [*known, *(other for device in known.values() for other in device.other_names)]
         raise DeviceError(
             f"There is no device {name!r}.{suggestion(word, names)} The path of a YAML file with your own device works,"
@@ -212,6 +215,8 @@ def device_reported(name: str) -> Device | None:
 
 
 def _from_file(path: Path) -> Device:
+    from te_precision_callbacks.config.problems import suggestion
+
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -228,10 +233,12 @@ def _from_file(path: Path) -> Device:
     try:
         return Device.model_validate(read)
     except ValidationError as error:
-        raise DeviceError(f"The device file {path} cannot be used: {_in_words(error, read)}") from None
+        raise DeviceError(f"The device file {path} cannot be used: {_in_words(error)}") from None
 
 
-def _in_words(error: ValidationError, read: Mapping[str, Any]) -> str:
+def _in_words(error: ValidationError) -> str:
+    from te_precision_callbacks.config.problems import suggestion
+
     found = []
     for one in error.errors():
         key = ".".join(str(part) for part in one["loc"] if part != "Constants")

@@ -18,13 +18,22 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
-from te_precision_callbacks.base.vocabulary import COLUMNWISE, GEMMS, RECIPES, ROWWISE, GemmName, OperandName
+from te_precision_callbacks.base.vocabulary import COLUMNWISE, GEMMS, ONE_SCALE, RECIPES, ROWWISE, GemmName, OperandName
 from te_precision_callbacks.coverage.coverage import Product, Reason
-from te_precision_callbacks.speed.costs import Cost, Shape, call_cost, cast_ms, cast_of, gemm_cost, high_ms
+from te_precision_callbacks.speed.costs import (
+    Cost,
+    Shape,
+    attention_ms,
+    call_cost,
+    cast_ms,
+    cast_of,
+    gemm_cost,
+    high_ms,
+)
 from te_precision_callbacks.speed.devices import Device
 
 CallPlan = Literal["training", "benchmark"]
@@ -100,6 +109,12 @@ class ProductTime:
     reason: Reason | None = None
     why: str = ""
     precision: str = ""
+
+    def of(self, layer: str) -> ProductTime:
+        """That of the same product of another layer."""
+        made = object.__new__(ProductTime)  # replace() takes ten times as long, and models have many alike layers
+        vars(made).update(vars(self), layer=layer)
+        return made
 
     @property
     def low_ms(self) -> float:
@@ -282,15 +297,33 @@ def timed(
     Raises:
         SpeedError: the device does not run a recipe.
     """
-    of_layer: dict[str, list[tuple[Product, str]]] = defaultdict(list)
-    for product, recipe in zip(products, recipes, strict=True):
-        of_layer[product.layer].append((product, recipe))
-    casts: dict[str, dict[str, Cost]] = {}
-    if plan == "training":
-        casts = {layer: _casts_of_layer(found, device, table) for layer, found in of_layer.items()}
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, product in enumerate(products):
+        places[product.layer].append(place)
+    found: list[ProductTime | None] = [None] * len(products)
+    kinds: dict[object, list[ProductTime]] = {}  # layers of a model are alike
+    for layer, of_layer in places.items():
+        kind = tuple(_kind(products[place], recipes[place]) for place in of_layer)
+        if kind not in kinds:
+            kinds[kind] = _times_of_layer([(products[p], recipes[p]) for p in of_layer], device, plan, table)
+        for place, one in zip(of_layer, kinds[kind], strict=True):
+            found[place] = one if one.layer == layer else one.of(layer)
+    return [one for one in found if one is not None]
+
+
+def _kind(product: Product, recipe: str) -> object:
+    """What makes products of several layers alike."""
+    p = product
+    sizes = p.n, p.m, p.k, p.batch, p.calls, p.macs
+    return p.gemm, p.family, p.backward, *sizes, p.precision, p.reason, p.reason_ref, p.not_run, recipe
+
+
+def _times_of_layer(
+    layer: Sequence[tuple[Product, str]], device: Device, plan: CallPlan, table: Measured | None
+) -> list[ProductTime]:
+    casts = _casts_of_layer(layer, device, table) if plan == "training" else {}
     return [
-        _time_of(product, recipe, casts.get(product.layer, {}).get(product.gemm, Cost(0.0)), device, plan, table)
-        for product, recipe in zip(products, recipes, strict=True)
+        _time_of(product, recipe, casts.get(product.gemm, Cost(0.0)), device, plan, table) for product, recipe in layer
     ]
 
 
@@ -328,7 +361,8 @@ def _time_of(
     shape = shape_of(product)
     count = calls_of(product)
     measured = None if table is None else table.high_ms(shape)
-    high = (high_ms(shape, device) if measured is None else measured) * count
+    of_model = attention_ms if product.family == "attention" else high_ms
+    high = (of_model(shape, device) if measured is None else measured) * count
     made = ProductTime(
         product.layer,
         product.gemm,
@@ -372,7 +406,7 @@ def _casts_of_layer(layer: Sequence[tuple[Product, str]], device: Device, table:
     if not low:
         return {}
     found: dict[str, Cost] = defaultdict(lambda: Cost(0.0))
-    for operand, first, directions in cast_users(low):
+    for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in low.items()}):
         product, recipe = low[first]
         device.check_recipe(recipe)
         rows, columns = operand_sizes(operand, first, shape_of(product))
@@ -392,18 +426,19 @@ def _casts_of_layer(layer: Sequence[tuple[Product, str]], device: Device, table:
     return found
 
 
-def cast_users(low: Container[str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
-    """The operands of a layer that are cast: each with the first GEMM that reads it, and whether rows and columns are
-    read.
+def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
+    """The operands of a layer that are cast: each with the first GEMM that reads it, and whether its rows and columns
+    are cast. Transformer Engine casts no columns without rows of a gradient, nor of any operand with one scale.
 
     Args:
-        low: the GEMMs of the layer that run in low precision.
+        low: the GEMMs of the layer that run in low precision, and their recipes.
     """
     for operand in get_args(OperandName):
-        readers = ROWWISE[operand], COLUMNWISE[operand]
-        first = next((gemm for gemm in readers if gemm in low), None)
+        rowwise, columnwise = ROWWISE[operand], COLUMNWISE[operand]
+        first = next((gemm for gemm in (rowwise, columnwise) if gemm in low), None)
         if first is not None:
-            yield operand, first, (readers[0] in low, readers[1] in low)
+            with_rows = rowwise in low or operand == "gradient" or low[first] in ONE_SCALE
+            yield operand, first, (with_rows, columnwise in low)
 
 
 def operand_sizes(operand: OperandName, gemm: str, shape: Shape) -> tuple[int, int]:
