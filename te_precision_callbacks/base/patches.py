@@ -33,7 +33,7 @@ def _pattern(layers: Iterable[str], others: Iterable[str]) -> str:
     for name in layers:
         forms[_form(name)].append(name)
     of_others = {_form(name) for name in others}
-    found = []
+    found: list[str] = []
     for form, names in forms.items():
         is_whole = len(names) > 1 and form not in of_others
         found += [form] if is_whole else map(re.escape, names)

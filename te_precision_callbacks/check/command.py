@@ -304,7 +304,7 @@ def _speed(checked: CheckedModel, device: Device, plan: CallPlan) -> StepSpeed:
             "No matrix product of the model could be planned, so nothing can be estimated. A --batch plans products of"
             " layers of every class."
         )
-    notes = ()
+    notes: tuple[str, ...] = ()
     if checked.not_counted:
         names = ", ".join(folded(checked.not_counted, most=8))
         notes = (f"The times of {names} are in no figure, since it is not known what their classes multiply.",)
