@@ -91,6 +91,7 @@ PARTS = (
     Part("overflow", "gpu_parts.overflow", 25, needs_transformer_engine=False),
     Part("memory", "gpu_parts.memory", 40),
     Part("bandwidth", "gpu_parts.bandwidth", 75),
+    Part("speed", "gpu_parts.speed", 60),
     Part("overhead", "gpu_parts.overhead", 100),
 )
 """What must be right comes before what it costs, for which no time may be left."""

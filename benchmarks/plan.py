@@ -5,6 +5,7 @@
   build       making the model on the meta device, which is the cost of its own code and of Transformer Engine's.
   check       planning the products, findings and features.
   rows        folding equal layers into rows, and printing them.
+  speed       what --speed adds: expected times, the waterfall and the advice, and printing them.
 The memory is what the process has grown by in check and rows, behind the imports and the model.
 """
 
@@ -23,7 +24,7 @@ from measuring import arguments, machine, progress, report
 
 from te_precision_callbacks import reference
 
-COLUMNS = ("layers", "build_s", "check_s", "rows_s", "added_mib", "lines")
+COLUMNS = ("layers", "build_s", "check_s", "rows_s", "speed_s", "added_mib", "lines")
 
 
 def case_of(layers: int, recipe: str) -> dict[str, Any]:
@@ -33,6 +34,10 @@ def case_of(layers: int, recipe: str) -> dict[str, Any]:
     from te_precision_callbacks import load_config
     from te_precision_callbacks.check import check_model
     from te_precision_callbacks.check.printing import show
+    from te_precision_callbacks.speed import device_named
+    from te_precision_callbacks.speed.estimate import estimate
+    from te_precision_callbacks.speed.printing import show_step
+    from te_precision_callbacks.speed.recorded import Step
 
     times = [time.perf_counter()]
     with torch.device("meta"):
@@ -45,12 +50,17 @@ def case_of(layers: int, recipe: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(printed):
         show(checked, "benchmarks.plan:case_of", "meta")
     times.append(time.perf_counter())
-    build, check, rows = (after - start for start, after in itertools.pairwise(times))
+    with contextlib.redirect_stdout(io.StringIO()):
+        device = device_named("b300" if recipe in ("mxfp8", "nvfp4") else "h200")
+        show_step(estimate(Step(checked.coverage, checked.recipe), device))
+    times.append(time.perf_counter())
+    build, check, rows, speed = (after - start for start, after in itertools.pairwise(times))
     return {
         "layers": layers,
         "build_s": build,
         "check_s": check,
         "rows_s": rows,
+        "speed_s": speed,
         "added_mib": peak_mib() - before,
         "lines": len(printed.getvalue().splitlines()),
     }

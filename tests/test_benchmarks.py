@@ -115,7 +115,7 @@ def test_host_of_a_whole_session() -> None:
 
 def test_plan() -> None:
     (case,) = cases_of("plan.py", "--layers", "50").values()
-    assert all(case[part] > 0 for part in ("build_s", "check_s", "rows_s"))
+    assert all(case[part] > 0 for part in ("build_s", "check_s", "rows_s", "speed_s"))
     assert case["added_mib"] >= 0
     assert case["lines"] < 40, "equal layers are one row"
 
@@ -240,6 +240,8 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert rows_of(found, "dumps")["tensors equal to those of the step, bit for bit"]["value"] == 12
     assert rows_of(found, "overflow")["host waits added to a step"]["value"] == 1
     assert rows_of(found, "overhead")["debug, every 10th step: a step"]["value"] > 0
+    assert rows_of(found, "speed")["fp8_current_scaling, 64x64x128: speed-up"]["value"] > 0
+    assert rows_of(found, "speed")["64x64x64: delayed instead of current scaling saves"]["unit"] == "ms a call"
     assert rows_of(found, "bandwidth")["8 of the tensor, bfloat16, 160 x 160: ratio"]["value"] > 0
     header, _, *table = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert "verdict" in header

@@ -6,6 +6,7 @@ Usage::
     te-precision check config.yaml --model package.module:factory --recipe mxfp8 --tokens 4096
     te-precision check config.yaml --model package.module:factory --batch package.module:another_factory
     te-precision check config.yaml --model package.module:factory --convert accelerate
+    te-precision check config.yaml --model package.module:factory --tokens 4096 --device h200 --speed
 
 The exit code is 0; 1 with findings, such as an error of the config; 2 for wrong use. ``--json`` prints one JSON object.
 """
@@ -13,6 +14,7 @@ The exit code is 0; 1 with findings, such as an error of the config; 2 for wrong
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -25,6 +27,7 @@ from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import Observe
 from te_precision_callbacks.check.accelerate_conversion import Conversion, Converted
+from te_precision_callbacks.speed.command import DeviceName, PlanName, call_plan
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +35,9 @@ if TYPE_CHECKING:
     from te_precision_callbacks.check.checked_model import CheckedModel
     from te_precision_callbacks.config import Config
     from te_precision_callbacks.config.early_steps import EarlySteps
-
+    from te_precision_callbacks.speed.devices import Device
+    from te_precision_callbacks.speed.estimate import StepSpeed
+    from te_precision_callbacks.speed.expected import CallPlan
 
 _INDENT = 2
 _AUTO = "auto"
@@ -125,6 +130,12 @@ def check_command(
             help="With --memory: quantized weights are kept over micro-batches, with is_first_microbatch.",
         ),
     ] = False,
+    speed: Annotated[
+        bool,
+        typer.Option("--speed", help="Also print what low precision saves, expected for the GPU of --device."),
+    ] = False,
+    device: DeviceName = None,
+    plan: PlanName = None,
     as_json: Json = False,
 ) -> None:
     """Check a config, and plan on a model what each of its matrix products will run in, without running it.
@@ -143,12 +154,20 @@ def check_command(
         "--allow-unmatched": allow_unmatched or None,
         "--memory": memory or None,
         "--cached-weights": cached_weights or None,
+        "--speed": speed or None,
     }
     for name, value in given.items():
         if model is None and value is not None:
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
     if cached_weights and not memory:
         raise typer.BadParameter("it is for the plan of memory; give --memory, too", param_hint="--cached-weights")
+    for name, value in (("--device", device), ("--plan", plan)):
+        if value is not None and not speed:
+            raise typer.BadParameter("it is for expected times; give --speed, too", param_hint=name)
+    if speed and tokens is None and batch is None:
+        raise typer.BadParameter("expected times need --tokens or --batch", param_hint="--speed")
+    if speed and device is None:
+        raise typer.BadParameter("expected times need a device, such as --device h200", param_hint="--device")
     if tokens is not None and tokens < 1:
         raise typer.BadParameter(
             f"{tokens} is less than 1; give the tokens of a step on one rank", param_hint="--tokens"
@@ -168,9 +187,13 @@ def check_command(
         return
     from te_precision_callbacks.check.printing import as_json as plan_as_json
     from te_precision_callbacks.check.printing import show
+    from te_precision_callbacks.speed.devices import device_named
+    from te_precision_callbacks.speed.printing import show_step
 
+    target = None if device is None else device_named(device)
+    calls = call_plan(plan, "training")
     with gathered_warnings() as more:
-        checked, device, converted = _checked(
+        checked, made_on, converted = _checked(
             model,
             loaded,
             recipe or _AUTO,
@@ -183,13 +206,20 @@ def check_command(
             allow_unmatched=allow_unmatched,
             memory=memory,
             cached_weights=cached_weights,
+            capability=None if target is None else target.capability,
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
+    expected = None if target is None else _speed(checked, target, calls)
     if as_json:
-        terminal.show_json({"config": config, "errors": [], **plan_as_json(checked, model, device, batch, converted)})
+        planned = plan_as_json(checked, model, made_on, batch, converted)
+        also = {} if expected is None else {"speed": expected.as_json()}
+        terminal.show_json({"config": config, "errors": [], **planned, **also})
     else:
         terminal.show_text(_first_line(config, loaded, len(checked.findings)))
-        show(checked, model, device, batch, converted)
+        show(checked, model, made_on, batch, converted)
+        if expected is not None:
+            typer.echo()
+            show_step(expected)
     if checked.findings:
         raise typer.Exit(1)
 
@@ -245,11 +275,16 @@ def _checked(
     allow_unmatched: bool,
     memory: bool,
     cached_weights: bool,
+    capability: tuple[int, int] | None,
 ) -> tuple[CheckedModel, str, Converted | None]:
-    """The plan, the device that the model was made on, and what was converted in it."""
+    """The plan, the device that the model was made on, and what was converted in it.
+
+    Args:
+        capability: the compute capability of the GPU that is planned for; None for that of the environment.
+    """
     from te_precision_callbacks import reference
 
-    reference.install_where_needed()
+    reference.install_where_needed(None if reference.is_installed() else _emulated(capability))
     from te_precision_callbacks.instrumentation.upstream import warn_unless_supported
 
     warn_unless_supported()
@@ -296,6 +331,35 @@ def _checked(
         return planned(on_meta=True)
     except NotOnMetaError:  # many forwards cannot run there: the CPU shows whether it is the batch's fault
         return planned(on_meta=False)
+
+
+def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
+    """What the reference backend emulates for a GPU: the latest of its compute capabilities that the GPU has; None
+    where the environment has chosen one."""
+    from te_precision_callbacks.reference import target
+
+    if capability is None or os.environ.get(target.ENVIRONMENT_VARIABLE):
+        return None
+    return max((each for each in target.ALLOWED if each <= capability), default=target.DEFAULT)
+
+
+def _speed(checked: CheckedModel, device: Device, plan: CallPlan) -> StepSpeed:
+    """What is expected of the planned step."""
+    from te_precision_callbacks.layers.folding import folded
+    from te_precision_callbacks.speed.errors import SpeedError
+    from te_precision_callbacks.speed.estimate import estimate
+    from te_precision_callbacks.speed.recorded import Step
+
+    if not checked.coverage.macs():
+        raise SpeedError(
+            "No matrix product of the model could be planned, so nothing can be estimated. A --batch plans products of"
+            " layers of every class."
+        )
+    notes: tuple[str, ...] = ()
+    if checked.not_counted:
+        names = ", ".join(folded(checked.not_counted, most=8))
+        notes = (f"The times of {names} are in no figure, since it is not known what their classes multiply.",)
+    return estimate(Step(checked.coverage, checked.recipe, notes=notes), device, plan=plan)
 
 
 def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torch.nn.Module, str, Converted | None]:

@@ -9,6 +9,7 @@ Usage::
     te-precision show logs --follow
     te-precision diagnose logs
     te-precision compare bf16 fp8 --noise bf16_again
+    te-precision speed logs --device h200
     te-precision report logs -o report.html
     te-precision dumps list logs/tensor_dumps
     te-precision features FakeQuant
@@ -35,6 +36,7 @@ from te_precision_callbacks.diagnosis.command import diagnose_command, rules_com
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
+from te_precision_callbacks.speed.command import speed_command
 from te_precision_callbacks.views.compare.command import compare_command
 from te_precision_callbacks.views.report.command import report_command
 from te_precision_callbacks.views.show.command import show_command
@@ -55,7 +57,7 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-_READERS = {"compare", "diagnose", "dumps", "features", "report", "rules", "show", "statistics"}
+_READERS = {"compare", "diagnose", "dumps", "features", "report", "rules", "show", "speed", "statistics"}
 """The commands that need no Transformer Engine."""
 
 
@@ -115,6 +117,7 @@ def run(
 
 app.command("check")(check_command)
 app.command("diagnose")(diagnose_command)
+app.command("speed")(speed_command)
 app.command("compare")(compare_command)
 app.command("show")(show_command)
 app.command("report")(report_command)

@@ -116,10 +116,13 @@ def install(
     return _installed
 
 
-def install_where_needed() -> Installation | None:
+def install_where_needed(capability: tuple[int, int] | None = None) -> Installation | None:
     """:func:`install`, unless there is a GPU and a compiled Transformer Engine that can be imported.
 
     For scripts that run on any machine. Call this before the first import of ``transformer_engine``.
+
+    Args:
+        capability: as of :func:`install`.
 
     Returns:
         The settings of the installed backend; None if the compiled Transformer Engine is used.
@@ -130,7 +133,7 @@ def install_where_needed() -> Installation | None:
         return None
     if _installed is None and torch.cuda.is_available() and compiled_extension.why_unavailable() is None:
         return None
-    return install()
+    return install(capability=capability)
 
 
 def _require_same(before: Installation, pretend_cuda: bool, capability: tuple[int, int] | None) -> None:

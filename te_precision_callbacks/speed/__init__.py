@@ -1,1 +1,48 @@
-"""What low precision costs and saves in time and memory, expected and measured."""
+"""What low precision costs and saves, expected and measured: times of matrix products, layer by layer, and memory.
+
+    from te_precision_callbacks.speed import Shape, call_cost, device_named, high_ms
+    device = device_named("b300")
+    shape = Shape.parse("15872x4096x12288")      # tokens x in_features x out_features
+    high_ms(shape, device), call_cost(shape, "fp8_current_scaling", device).low_ms
+
+docs/speed.md has the model, its constants, and how well it agrees with published times.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from te_precision_callbacks.base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.speed.costs import Cast, Cost, Shape, break_even, call_cost, cast_of, high_ms
+    from te_precision_callbacks.speed.devices import (
+        Constants,
+        Device,
+        Scatter,
+        device_named,
+        device_reported,
+        known_devices,
+    )
+    from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
+
+__all__ = [
+    "CalibrationError",
+    "Cast",
+    "Constants",
+    "Cost",
+    "Device",
+    "DeviceError",
+    "Scatter",
+    "Shape",
+    "SpeedError",
+    "break_even",
+    "call_cost",
+    "cast_of",
+    "device_named",
+    "device_reported",
+    "high_ms",
+    "known_devices",
+]
+
+__getattr__, __dir__ = lazy_names(__name__)

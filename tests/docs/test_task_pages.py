@@ -1,4 +1,4 @@
-"""docs/diverging.md, docs/high-precision.md and docs/cluster.md: their code, and what they show of its output."""
+"""Pages on one task each: their code, and what they show of its output."""
 
 from __future__ import annotations
 
@@ -86,6 +86,25 @@ def test_a_layer_in_high_precision(folder: Path, capsys: pytest.CaptureFixture[s
     code, printed = command(check)
     assert code == 1
     assert "".join(blocks(page, "text")[1].split()) in "".join(printed.split())
+
+
+def test_fp8_is_not_faster() -> None:
+    page = "docs/fp8-not-faster.md"
+    [model] = blocks(page, "python")
+    config, patch = blocks(page, "yaml")
+    Path("my_models.py").write_text(model)
+    Path("config.yaml").write_text(config)
+    check, shapes = blocks(page, "bash")
+    code, printed = command(check)
+    assert code == 0, printed
+    for number in range(3):
+        is_shown(page, printed, number)
+    assert [" ".join(line.split()) for line in patch.splitlines()[1:]] == [
+        line for line in lines(printed.partition("keep router in BF16")[2]) if line
+    ][1 : len(patch.splitlines())]
+    Path("patch.yaml").write_text(patch)
+    assert command(check.replace("config.yaml", "patch.yaml").partition(" --device")[0])[0] == 0
+    assert command(shapes)[0] == 0
 
 
 def test_a_job_that_is_preempted_and_resumed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,35 +1,46 @@
-"""docs/speed-traces.md: its code as it stands there."""
+"""docs/speed.md: its code, what it shows of the output, and its table of devices."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import transformer_engine.pytorch as te
+from typer.testing import CliRunner
 
-from te_precision_callbacks.speed.trace import MeasuredStep
-from tests.docs.pages import blocks
+from te_precision_callbacks import cli
+from te_precision_callbacks.speed import device_named, known_devices
+from tests.docs.pages import PAGES, blocks
 
-LOOP, READ, OWN = blocks("docs/speed-traces.md", "python")
+PAGE = "docs/speed.md"
 
 
-def test_the_code_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("config.yaml").write_text("{}\n")
-    model = te.Linear(32, 32)
-    names: dict[str, Any] = {
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), 1e-3),
-        "loader": [torch.randn(32, 32)] * 13,
-    }
-    exec(LOOP, names)
-    exec(READ, names)
-    assert names["step"].iterations == (10, 11, 12)
-    assert "linear" in capsys.readouterr().out
-    names["path"].rename("trace.json.gz")
-    exec(OWN, names)
-    assert isinstance(names["step"], MeasuredStep)
+def test_the_shapes_print_what_is_shown() -> None:
+    [command] = blocks(PAGE, "bash")
+    result = CliRunner().invoke(cli.app, shlex.split(command)[1:], env={"COLUMNS": "200"})
+    printed = [" ".join(line.split()) for line in result.output.splitlines()]
+    for line in blocks(PAGE, "text")[0].splitlines():
+        assert " ".join(line.split()) in printed
+
+
+def test_break_even(capsys: pytest.CaptureFixture[str]) -> None:
+    [code] = blocks(PAGE, "python")
+    exec(code, {})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["h100", "h200", "b300"]
+
+
+def test_a_device_file(tmp_path: Path) -> None:
+    [text] = blocks(PAGE, "yaml")
+    (tmp_path / "my_device.yaml").write_text(text)
+    assert device_named(str(tmp_path / "my_device.yaml")).title == "My accelerator"
+
+
+def test_the_table_of_devices_is_that_of_the_data() -> None:
+    text = PAGES[PAGE].read_text(encoding="utf-8")
+    for name, device in known_devices().items():
+        names = ", ".join(f"`{each}`" for each in (name, *device.other_names))
+        figures = [device.bf16_tflops, device.fp8_tflops, device.fp4_tflops, device.bandwidth_tbs]
+        cells = " | ".join("" if figure is None else f"{figure:g}" for figure in figures).replace("|  |", "| |")
+        shown = next(line for line in text.splitlines() if line.startswith(f"| {names} |"))
+        like = device.fitted.measured_on.removeprefix("NVIDIA ")
+        assert shown.replace("2.0", "2") == f"| {names} | {cells} | {like} |", shown

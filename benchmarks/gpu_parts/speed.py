@@ -1,0 +1,81 @@
+"""Expected times of matrix products beside measured ones, and advice that is applied and measured.
+
+The expected times are those of ``te-precision speed`` for this GPU, the measured ones those of ``--calibrate``: BF16 by
+torch, low precision by the forward of ``te.Linear``, which casts both operands. On a CPU the same code runs on the
+reference backend, and the expected times beside it are those of an H200.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_parts.rows import Rows, Settings, run_part
+from te_precision_callbacks.speed import Device, Shape, SpeedError, device_named, device_reported
+from te_precision_callbacks.speed.calibration import Calibration, calibrate
+from te_precision_callbacks.speed.expected import ProductTime, expected_shapes
+
+LARGE = ("15872x4096x12288", "15872x4096x4096", "15872x4096x16384", "15872x16384x4096", "4096x1024x256")
+"""Those of Transformer Engine's tutorial, and one that is too small to gain."""
+
+SMALL = ("64x64x128", "64x64x64")
+
+RECIPES = ("fp8_current_scaling", "fp8_delayed_scaling", "fp8_block_scaling", "mxfp8", "nvfp4")
+
+
+def check(settings: Settings, rows: Rows) -> None:
+    settings.transformer_engine()
+    device = _device(settings, rows)
+    shapes = [Shape.parse(text) for text in (SMALL if settings.small else LARGE)]
+    table: Calibration | None = None
+    found: dict[str, list[ProductTime]] = {}
+    for recipe in RECIPES:
+        try:
+            device.check_recipe(recipe)
+        except SpeedError as error:
+            rows.left_out(recipe, str(error))
+            continue
+        with rows.of(recipe):
+            expected = expected_shapes(shapes, recipe, device)
+            table = calibrate(expected, plan="benchmark", device=settings.device.type, table=table)
+            measured = expected_shapes(shapes, recipe, device, table=table)
+            found[recipe] = measured
+            _beside(rows, expected, measured, settings.backend_note)
+    _advice(rows, found)
+
+
+def _device(settings: Settings, rows: Rows) -> Device:
+    """The device that times are expected for."""
+    name = torch.cuda.get_device_name(settings.device) if settings.on_gpu else "cpu"
+    device = device_reported(name)
+    rows.measured("device", name, note="" if device else "no known device: the expected times are those of an H200")
+    return device or device_named("h200")
+
+
+def _beside(rows: Rows, expected: list[ProductTime], measured: list[ProductTime], note: str) -> None:
+    for model, one in zip(expected, measured, strict=True):
+        name = f"{one.recipe}, {one.shape}"
+        if one.source != "calibrated":
+            rows.left_out(f"{name}: measured", "the GEMM did not run")
+            continue
+        low, high = model.interval
+        inside = "inside" if low <= one.speedup <= high else "outside"
+        rows.measured(f"{name}: BF16", one.high_ms, "ms", f"expected {model.high_ms:.3f}")
+        rows.measured(f"{name}: low precision", one.low_ms, "ms", f"expected {model.low_ms:.3f}; {note}".rstrip("; "))
+        beside = f"expected {model.speedup:.2f} ({low:.2f} to {high:.2f}): {inside} of the interval"
+        rows.measured(f"{name}: speed-up", one.speedup, "times", beside)
+
+
+def _advice(rows: Rows, found: dict[str, list[ProductTime]]) -> None:
+    """What two kinds of advice save, as measured."""
+    current, delayed = (found.get(recipe, []) for recipe in ("fp8_current_scaling", "fp8_delayed_scaling"))
+    for a, b in zip(current, delayed, strict=False):
+        if a.source == b.source == "calibrated":
+            saved = a.low_ms - b.low_ms
+            rows.measured(f"{a.shape}: delayed instead of current scaling saves", saved, "ms a call")
+    for one in current:
+        if one.source == "calibrated" and one.verdict == "slower":
+            rows.measured(f"{one.shape}: kept in BF16 saves", one.low_ms - one.high_ms, "ms a call")
+
+
+if __name__ == "__main__":
+    run_part("speed", check)

@@ -1,0 +1,407 @@
+"""The constants of the speed model, fitted to published times, and how well the model then agrees with others of them.
+
+    python benchmarks/speed_model.py            # prints the tables of docs/speed.md
+    python benchmarks/speed_model.py --write    # writes constants.yaml and the tables in docs/speed.md
+
+The times are those of Transformer Engine's GEMM profiling tutorial (docs/examples/gemm_profiling, commit d0067d0): its
+benchmark_gemm.py on a B300 and on an H200 NVL, in milliseconds, at hidden 4096, intermediate 16384 and 31 x 512 tokens.
+BF16 is torch.matmul. Low precision is the forward of te.Linear, which casts both operands in each call, or a GEMM of
+operands that were quantized before. The benchmark's "dgrad" and "wgrad" are such forwards on swapped shapes.
+
+What is fitted, in this order, and to what:
+
+- the share of the peak that kernels reach: the sums of fprop, dgrad and wgrad with operands quantized before;
+- the share of the bandwidth that each recipe's casts reach, and one time of a launch for all recipes: the sums of dgrad
+  and wgrad with casts, by least squares of relative errors, with shares of at most 1;
+- how far single shapes are from the model: the spread of the three sums quantized before, of the residuals of the
+  casts, and of BF16's two measurements. A sum of four shapes spreads less than each of them; the spread of a shape is
+  that of the sum divided by the root of the sum of the squared weights.
+
+FP8 block scaling has no times quantized before: the bandwidth's share is that of current scaling, and the kernels'
+share is fitted to dgrad and wgrad. The 20 times of single shapes of the fprop on the B300 are used in no fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import speed_plans
+import yaml
+
+from te_precision_callbacks.speed.costs import Shape, call_cost, high_ms
+from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Constants, Device, Scatter, constants, device_named
+from te_precision_callbacks.speed.expected import interval
+
+TOKENS = 15872
+Shapes = tuple[Shape, ...]
+
+LAYERS = {"QKV": (4096, 12288), "attention output": (4096, 4096), "MLP up": (4096, 16384), "MLP down": (16384, 4096)}
+SHAPES: Mapping[str, Shapes] = {
+    "fprop": tuple(Shape(TOKENS, k, n) for k, n in LAYERS.values()),
+    "dgrad": tuple(Shape(TOKENS, n, k) for k, n in LAYERS.values()),
+    "wgrad": tuple(Shape(k, TOKENS, n) for k, n in LAYERS.values()),
+}
+CURRENT, DELAYED, BLOCK = "fp8_current_scaling", "fp8_delayed_scaling", "fp8_block_scaling"
+HIGH = "bf16"
+
+CELLS: Mapping[str, Sequence[float]] = {  # B300, fprop of each of LAYERS, with casts
+    HIGH: (1.071, 0.307, 1.393, 1.426),
+    CURRENT: (0.605, 0.317, 0.924, 1.033),
+    DELAYED: (0.503, 0.231, 0.850, 0.901),
+    "mxfp8": (0.579, 0.269, 0.924, 1.076),
+    "nvfp4": (0.392, 0.256, 0.635, 0.649),
+}
+SUMS: Mapping[str, Mapping[str, Mapping[str, float]]] = {  # device -> recipe -> pass -> the sum over LAYERS, with casts
+    "b300": {
+        HIGH: {"fprop": 4.196, "dgrad": 4.290, "wgrad": 4.272},
+        CURRENT: {"fprop": 2.879, "dgrad": 3.063, "wgrad": 3.205},
+        DELAYED: {"fprop": 2.486, "dgrad": 2.621, "wgrad": 2.695},
+        "mxfp8": {"fprop": 2.847, "dgrad": 3.045, "wgrad": 3.092},
+        "nvfp4": {"fprop": 1.932, "dgrad": 2.189, "wgrad": 2.331},
+    },
+    "h200_nvl": {
+        HIGH: {"fprop": 10.653, "dgrad": 10.813, "wgrad": 10.548},
+        CURRENT: {"fprop": 6.503, "dgrad": 6.795, "wgrad": 6.987},
+        DELAYED: {"fprop": 6.188, "dgrad": 6.306, "wgrad": 6.484},
+        BLOCK: {"fprop": 7.425, "dgrad": 7.636, "wgrad": 7.821},
+    },
+}
+QUANTIZED_BEFORE: Mapping[str, Mapping[str, Mapping[str, float]]] = {  # device -> kernels -> pass -> the sum
+    "b300": {
+        HIGH: {"fprop": 4.250, "dgrad": 4.434, "wgrad": 4.418},
+        "fp8": {"fprop": 2.158, "dgrad": 2.329, "wgrad": 2.325},
+        "mxfp8": {"fprop": 2.365, "dgrad": 2.397, "wgrad": 2.400},
+        "nvfp4": {"fprop": 1.254, "dgrad": 1.305, "wgrad": 1.205},
+    },
+    "h200_nvl": {
+        HIGH: {"fprop": 10.632, "dgrad": 10.747, "wgrad": 10.530},
+        "fp8": {"fprop": 5.577, "dgrad": 5.661, "wgrad": 5.547},
+    },
+}
+BANDWIDTH = {"b300": 0.84, "h200_nvl": 0.92}
+"""The share that kernels of plain memory traffic reach: torchao's roofline_utils.py, of B300 and of Hopper."""
+
+FITTED = ("dgrad", "wgrad")
+_LAUNCHES = np.linspace(0, 0.03, 601)
+_T = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31}
+"""Degrees of freedom -> the quantile of Student's t for an interval of 95 %."""
+
+BEGIN, END = "<!-- made by benchmarks/speed_model.py -->", "<!-- end of what it made -->"
+
+HERE = Path(__file__).resolve().parent
+CONSTANTS = HERE.parent / "te_precision_callbacks" / "speed" / "constants.yaml"
+PAGE = HERE.parent / "docs" / "speed.md"
+
+
+def _operations(shapes: Iterable[Shape]) -> float:
+    return sum(shape.operations for shape in shapes)
+
+
+def _concentration() -> float:
+    """How much less the sum of four shapes spreads than each of them."""
+    weights = [shape.operations / _operations(SHAPES["fprop"]) for shape in SHAPES["fprop"]]
+    return math.sqrt(sum(weight**2 for weight in weights))
+
+
+def fit(name: str) -> Constants:
+    """The constants of a device, from the published sums of it."""
+    device = device_named(name)
+    before = QUANTIZED_BEFORE[name]
+    kernel = {}
+    for kernels, sums in before.items():
+        peak = device.peak_tflops(kernels) or math.nan
+        kernel[kernels] = _operations(s for which in sums for s in SHAPES[which]) / (sum(sums.values()) * peak * 1e9)
+    recipes = [recipe for recipe in SUMS[name] if recipe != HIGH and KERNEL_OF_RECIPE[recipe] in kernel]
+    best = min((_casts(device, kernel, recipes, float(launch)) for launch in _LAUNCHES), key=lambda one: one[0])
+    _, launch, cast, of_casts = best
+    if BLOCK in SUMS[name]:
+        cast[BLOCK] = cast[CURRENT]
+        kernel["fp8_block"] = _share_of_block(device, kernel, cast, launch)
+    elif "mxfp8" in kernel:  # Blackwell emulates block scaling by MXFP8
+        cast[BLOCK], kernel["fp8_block"] = cast["mxfp8"], kernel["mxfp8"]
+    degrees = 2 * len(before)
+    spread = math.sqrt(statistics.mean(statistics.variance(_relative(sums)) for sums in before.values()))
+    left = max(1, len(of_casts) - len(cast) - 1)
+    of_cast = math.sqrt(sum(one**2 for one in of_casts) / left)
+    twice = [SUMS[name][HIGH][one] / before[HIGH][one] - 1 for one in FITTED]
+    return Constants(
+        measured_on=device.title,
+        kernel={key: round(value, 4) for key, value in kernel.items()},
+        cast={key: round(value, 4) for key, value in cast.items()},
+        launch_ms=round(launch, 5),
+        bandwidth=BANDWIDTH[name],
+        scatter=Scatter(
+            kernel=round(spread / _concentration(), 4),
+            cast=round(of_cast / _concentration(), 4),
+            run=round(math.sqrt(statistics.mean(one**2 for one in twice) / 2), 4),
+            transfer=0.0,
+            quantile=_T[degrees],
+        ),
+        source="Transformer Engine, docs/examples/gemm_profiling (commit d0067d0), by benchmarks/speed_model.py",
+    )
+
+
+def _relative(sums: Mapping[str, float]) -> list[float]:
+    mean = statistics.mean(sums.values())
+    return [one / mean for one in sums.values()]
+
+
+def _with(device: Device, **changed: object) -> Device:
+    """The device with some constants, whose scatter does not matter."""
+    given = {
+        "measured_on": device.title,
+        "bandwidth": 1.0,
+        "scatter": Scatter(kernel=0, cast=0, run=0, transfer=0, quantile=1),
+        "source": "",
+        **changed,
+    }
+    return device.model_copy(update={"constants": Constants.model_validate(given)})
+
+
+def _casts(
+    device: Device, kernel: Mapping[str, float], recipes: Sequence[str], launch: float
+) -> tuple[float, float, dict[str, float], list[float]]:
+    """The sum of squared relative errors with a launch of that time, the launch, the best shares of the casts, and the
+    errors of the time of casts alone."""
+    name = _name_of(device)
+    errors: list[float] = []
+    of_casts: list[float] = []
+    shares = {}
+    for recipe in recipes:
+        at_once = _with(device, kernel=dict(kernel), cast={recipe: 1.0}, launch_ms=launch)
+        costs = {one: [call_cost(shape, recipe, at_once) for shape in SHAPES[one]] for one in FITTED}
+        sums = np.array([SUMS[name][recipe][one] for one in FITTED])
+        rest = np.array([sum(cost.low_ms - cost.cast_ms for cost in costs[one]) for one in FITTED])
+        launches = np.array([sum(cost.launch_ms for cost in costs[one]) for one in FITTED])
+        moved = np.array([sum(cost.cast_ms for cost in costs[one]) for one in FITTED])
+        a, y = moved / sums, (sums - rest) / sums
+        slower = max(float(a @ y / (a @ a)), 1.0)
+        shares[recipe] = 1 / slower
+        errors += list(a * slower - y)
+        of_casts += list((a * slower - y) * sums / (moved * slower + launches))
+    return sum(one**2 for one in errors), launch, shares, of_casts
+
+
+def _share_of_block(device: Device, kernel: dict[str, float], cast: dict[str, float], launch: float) -> float:
+    """The share of the peak that reproduces block scaling's sums of dgrad and wgrad."""
+    at_once = _with(device, kernel={**kernel, "fp8_block": 1.0}, cast=cast, launch_ms=launch)
+    sums = SUMS[_name_of(device)][BLOCK]
+    costs = [call_cost(shape, BLOCK, at_once) for one in FITTED for shape in SHAPES[one]]
+    rest = sum(cost.low_ms - cost.kernel_ms for cost in costs)
+    return sum(cost.kernel_ms for cost in costs) / (sum(sums[one] for one in FITTED) - rest)
+
+
+def _name_of(device: Device) -> str:
+    """The key of a device among the measured ones."""
+    return next(key for key in SUMS if device_named(key).title == device.title)
+
+
+def expected(shape: Shape, recipe: str, device: Device) -> float:
+    """The model's time in the plan ``benchmark``."""
+    return high_ms(shape, device) if recipe == HIGH else call_cost(shape, recipe, device).low_ms
+
+
+def fitted() -> dict[str, Constants]:
+    """Name -> the constants of each measured device.
+
+    Both have the larger scatter of the two: the H200's single shapes are not published. The error of a transfer is that
+    of speed-ups on the H200 NVL by the constants of the B300.
+    """
+    found = {name: fit(name) for name in SUMS}
+    errors = [
+        value - 1 for name, row in transferred(found["b300"]).items() if name != HIGH for value in row["speed-up"]
+    ]
+    transfer = round(math.sqrt(statistics.mean(one**2 for one in errors)), 4)
+    scatters = [one.scatter for one in found.values()]
+    worst = {key: max(getattr(one, key) for one in scatters) for key in ("kernel", "cast", "run", "quantile")}
+    scatter = Scatter(**worst, transfer=transfer)
+    return {name: one.model_copy(update={"scatter": scatter}) for name, one in found.items()}
+
+
+def transferred(constants: Constants) -> dict[str, dict[str, list[float]]]:
+    """Recipe -> of each pass on the H200 NVL, with the constants of the B300: expected over measured times, and the
+    same of speed-ups."""
+    device = device_named("h200_nvl").model_copy(update={"constants": constants})
+    sums = SUMS["h200_nvl"]
+    found: dict[str, dict[str, list[float]]] = {}
+    for recipe in (HIGH, CURRENT, DELAYED):
+        times = [sum(expected(s, recipe, device) for s in SHAPES[one]) / sums[recipe][one] for one in SHAPES]
+        high = found[HIGH]["time"] if found else times
+        found[recipe] = {"time": times, "speed-up": [h / t for h, t in zip(high, times, strict=True)]}
+    return found
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A single shape of the fprop on the B300.
+
+    Attributes:
+        layer, recipe: which.
+        measured, expected: milliseconds.
+        measured_speedup, speedup, interval: of BF16 over it.
+    """
+
+    layer: str
+    recipe: str
+    measured: float
+    expected: float
+    measured_speedup: float
+    speedup: float
+    interval: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.expected / self.measured - 1
+
+
+def cells(constants: Constants) -> list[Cell]:
+    """The 20 cells, with what the model expects in the plan ``benchmark``."""
+    device = device_named("b300").model_copy(update={"constants": constants})
+    found = []
+    for recipe, measured in CELLS.items():
+        for name, shape, time, high in zip(LAYERS, SHAPES["fprop"], measured, CELLS[HIGH], strict=True):
+            speedup, around = 1.0, (1.0, 1.0)
+            if recipe != HIGH:
+                cost = call_cost(shape, recipe, device)
+                speedup, around = high_ms(shape, device) / cost.low_ms, interval(high_ms(shape, device), cost, device)
+            found.append(Cell(name, recipe, time, expected(shape, recipe, device), high / time, speedup, around))
+    return found
+
+
+def tables(*, plans: bool = True) -> Iterator[str]:
+    """The lines of the tables of docs/speed.md, with or without the plans of models."""
+    found = fitted()
+    yield "Constants:"
+    yield ""
+    yield from _constants(found)
+    yield ""
+    yield from _cells(cells(found["b300"]))
+    yield ""
+    yield from _transfer(found["b300"])
+    yield ""
+    yield from _order(found["b300"])
+    if not plans:
+        return
+    yield ""
+    yield "Plans of five models, plan `training`: how many times as fast as in BF16 a step's products are expected:"
+    yield ""
+    yield from speed_plans.table()
+
+
+def _constants(found: Mapping[str, Constants]) -> Iterator[str]:
+    yield "| measured on | kernels, share of the peak | casts, share of the bandwidth | a launch of a cast, ms |"
+    yield "|---|---|---|---|"
+    for one in found.values():
+        kernel = ", ".join(f"{name} {value:.2f}" for name, value in one.kernel.items())
+        cast = ", ".join(f"{name} {value:.2f}" for name, value in one.cast.items())
+        yield f"| {one.measured_on} | {kernel} | {cast} | {one.launch_ms:.4f} |"
+    scatter = next(iter(found.values())).scatter
+    yield ""
+    yield (
+        f"Relative standard deviations: of a shape's kernel {scatter.kernel:.3f}, of its casts {scatter.cast:.3f}, of a"
+        f" run {scatter.run:.3f}, of a transfer {scatter.transfer:.3f}; the quantile is {scatter.quantile}."
+    )
+
+
+def _cells(found: Sequence[Cell]) -> Iterator[str]:
+    yield "The 20 cells that no constant was fitted to, B300, plan `benchmark`: expected / measured ms, and the error:"
+    yield ""
+    yield f"| shape | {' | '.join(CELLS)} |"
+    yield "|---" * (1 + len(CELLS)) + "|"
+    for layer, shape in zip(LAYERS, SHAPES["fprop"], strict=True):
+        row = [one for one in found if one.layer == layer]
+        texts = (f"{one.expected:.3f} / {one.measured:.3f}, {100 * one.error:+.0f} %" for one in row)
+        yield f"| {layer} {shape} | {' | '.join(texts)} |"
+    errors = [abs(one.error) for one in found]
+    low = [one for one in found if one.recipe != HIGH]
+    inside = sum(one.interval[0] <= one.measured_speedup <= one.interval[1] for one in low)
+    worst = max(found, key=lambda one: abs(one.error))
+    yield ""
+    yield (
+        f"The median error is {100 * statistics.median(errors):.1f} %, the worst {100 * max(errors):.1f} %"
+        f" ({worst.layer}, {worst.recipe}). The interval includes the measured speed-up in {inside} of {len(low)}"
+        " cells."
+    )
+    yield ""
+    yield from _gains_nothing(low)
+
+
+def _gains_nothing(low: Sequence[Cell]) -> Iterator[str]:
+    yield '"Gains nothing" over the cells in low precision. Measured, a cell gains nothing if it is at most as fast:'
+    yield ""
+    yield "| said of a cell if | said of | of these right (precision) | found of those that gain nothing (recall) |"
+    yield "|---|---|---|---|"
+    truth = [one.measured_speedup <= 1 for one in low]
+    for text, said in (
+        ("the expected speed-up is at most 1", [one.speedup <= 1 for one in low]),
+        ("the interval is below 1 (slower)", [one.interval[1] < 1 for one in low]),
+        ("the interval includes 1 (not resolved), or is below", [one.interval[0] <= 1 for one in low]),
+        ("its own times are measured (calibrated)", truth),
+    ):
+        right = sum(a and b for a, b in zip(truth, said, strict=True))
+        precision = f"{right} of {sum(said)}" if any(said) else "never said"
+        yield f"| {text} | {sum(said)} of {len(low)} | {precision} | {right} of {sum(truth)} |"
+    one = next(each for each in low if each.layer == "attention output" and each.recipe == CURRENT)
+    yield ""
+    yield (
+        f"The attention output with current scaling: measured {one.measured_speedup:.2f}, expected {one.speedup:.2f}"
+        f" ({one.interval[0]:.2f} to {one.interval[1]:.2f})."
+    )
+
+
+def _transfer(constants: Constants) -> Iterator[str]:
+    yield "The H200 NVL, with the constants of the B300: expected over measured, per layer:"
+    yield ""
+    yield f"| recipe | {' | '.join(f'{one}, {what}' for what in ('time', 'speed-up') for one in SHAPES)} |"
+    yield "|---" * 7 + "|"
+    for recipe, row in transferred(constants).items():
+        times = (f"{100 * (value - 1):+.1f} %" for value in row["time"])
+        speedups = (f"{100 * (value - 1):+.1f} %" if recipe != HIGH else "" for value in row["speed-up"])
+        yield f"| {recipe} | {' | '.join(times)} | {' | '.join(speedups)} |"
+
+
+def _order(constants: Constants) -> Iterator[str]:
+    device = device_named("b300").model_copy(update={"constants": constants})
+    sums = SUMS["b300"]
+    measured = {recipe: sum(sums[recipe].values()) for recipe in sums}
+    found = {recipe: sum(expected(s, recipe, device) for one in SHAPES for s in SHAPES[one]) for recipe in sums}
+
+    def in_order(times: Mapping[str, float]) -> str:
+        return ", ".join(f"{name} {times[name]:.2f}" for name in sorted(times, key=lambda name: times[name]))
+
+    yield (
+        f"Order of the recipes by a layer's total on the B300, ms: measured {in_order(measured)}; expected"
+        f" {in_order(found)}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the constants, and the tables of docs/speed.md")
+    options = parser.parse_args()
+    if options.write:
+        CONSTANTS.write_text(constants_text(), encoding="utf-8")
+        constants.cache_clear()  # what follows reads the new ones
+        page = PAGE.read_text(encoding="utf-8")
+        before, _, rest = page.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text("\n".join([before + BEGIN, "", *tables(), "", END]) + after, encoding="utf-8")
+    else:
+        print("\n".join(tables()))
+
+
+def constants_text() -> str:
+    """The text of constants.yaml."""
+    text = yaml.safe_dump({name: one.model_dump() for name, one in fitted().items()}, sort_keys=False, width=110)
+    return f"# Made by benchmarks/speed_model.py --write, whose docstring says from what.\n{text}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""What one matrix product costs: operations, bytes, launches, and from them milliseconds.
+
+    shape = Shape.parse("15872x4096x12288")       # tokens x in x out: m, k and n
+    device = device_named("b300")
+    high_ms(shape, device)                        # in BF16
+    cost = call_cost(shape, "fp8_current_scaling", device)      # a forward that casts both operands
+    cost.kernel_ms, cost.cast_ms, cost.launch_ms, cost.low_ms
+
+A kernel takes the time of its operations at a share of the peak, or that of its bytes at a share of the bandwidth,
+whichever is longer, and at least a launch. A cast takes the time of its bytes, and a launch for each of its kernels.
+The shares and the launch are :class:`~te_precision_callbacks.speed.devices.Constants`.
+
+The bytes of a cast, for an element of two bytes. A direction is rowwise or columnwise; codes of one scale are needed
+once where the GPU multiplies every layout (Blackwell), and otherwise once for each direction.
+
+=================== ================================ ============================= =====================================
+recipe              read                             written for each direction    kernels
+=================== ================================ ============================= =====================================
+fp8_delayed_scaling 2                                1                             cast, which also finds the amax
+fp8_current_scaling 2 (amax), 2 (cast)               1                             zero, amax, scale, cast
+fp8_block_scaling   2                                1 + 4/128 (weights 4/128^2)   cast
+mxfp8               2                                1 + 1/32                      cast; swizzles of the scales
+nvfp4               2 (amax), 2 (cast); columnwise   1/2 + 1/16                    zero, amax, cast; Hadamard cast of
+                    activations and gradients 2 more                               activations and gradients; swizzles
+=================== ================================ ============================= =====================================
+
+A swizzle reads and writes a direction's scales. Blackwell emulates block scaling by MXFP8, whose casts count there.
+
+Read from Transformer Engine 2.20.2: ``pytorch/csrc/quantizer.cpp``,
+``common/gemm/cublaslt_gemm.cu``, and ``pytorch/module/linear.py`` for the directions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, rules, takes_any_layout
+from te_precision_callbacks.base.vocabulary import ONE_SCALE, OperandName
+from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
+from te_precision_callbacks.speed.errors import SpeedError
+
+_HIGH_BYTES = 2
+"""Of an element in BF16."""
+
+_LEAST_MS = 0.002
+"""The time of the smallest kernel: torchao's ``roofline_utils.py``, measured on an H100."""
+
+_BYTES_OF_KERNEL = {HIGH: 2.0, "fp8": 1.0, "fp8_block": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+"""Kernels -> the bytes that they read for an element of an operand."""
+
+_LARGEST = 2**31
+"""No dimension of a GEMM is larger."""
+
+
+class Shape(NamedTuple):
+    """The shape of a GEMM in the notation of Transformer Engine's benchmark, MxKxN: the result has m rows of n
+    elements, each a sum of k products. For a forward m are tokens, k in_features, and n out_features.
+
+    Attributes:
+        batch: how many such products a call makes.
+    """
+
+    m: int
+    k: int
+    n: int
+    batch: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """The shape of ``15872x4096x12288``: m, k and n.
+
+        Raises:
+            SpeedError: the text is no shape.
+        """
+        match = re.fullmatch(r"\s*(\d+)x(\d+)x(\d+)\s*", text)
+        sizes = tuple(map(int, match.groups())) if match and len(text) <= 100 else ()
+        if not sizes or not all(0 < size < _LARGEST for size in sizes):
+            raise SpeedError(
+                f"{text[:100]!r} is no shape. Write MxKxN, tokens x in_features x out_features, such as"
+                " 15872x4096x12288; several with commas between them."
+            )
+        return cls(*sizes)
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.m * self.k * self.n * self.batch
+
+    def __str__(self) -> str:
+        times = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{times}{self.m}x{self.k}x{self.n}"
+
+
+class Cast(NamedTuple):
+    """A cast of one operand.
+
+    Attributes:
+        bytes: what it reads and writes.
+        kernels: how many kernels it launches.
+    """
+
+    bytes: float
+    kernels: int
+
+
+NO_CAST = Cast(0.0, 0)
+
+
+class Cost(NamedTuple):
+    """The time of a product in low precision, in milliseconds.
+
+    Attributes:
+        kernel_ms: the GEMM.
+        cast_ms: the casts of its operands: their bytes.
+        padding_ms: what rows and columns that fill a shape up to a size that works add to the GEMM.
+        launch_ms: the launches of the casts.
+    """
+
+    kernel_ms: float
+    cast_ms: float = 0.0
+    padding_ms: float = 0.0
+    launch_ms: float = 0.0
+
+    @property
+    def low_ms(self) -> float:
+        """All of it."""
+        return sum(self)
+
+    def times(self, count: float) -> Cost:
+        """That of several calls."""
+        return Cost(*(part * count for part in self))
+
+    def plus(self, other: Cost) -> Cost:
+        """That of both."""
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def cast_of(
+    recipe: str,
+    operand: OperandName,
+    elements: int,
+    capability: tuple[int, int],
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Cast:
+    """What the cast of an operand reads, writes and launches.
+
+    Args:
+        recipe: one of :data:`~te_precision_callbacks.base.vocabulary.RECIPES`.
+        operand: a weight has blocks in two dimensions, and no Hadamard transform.
+        elements: its elements, of two bytes each.
+        capability: the compute capability of the GPU.
+        rowwise: whether a GEMM reads its rows.
+        columnwise: whether a GEMM reads its columns.
+    """
+    directions = int(rowwise) + int(columnwise)
+    if not directions or not elements:
+        return NO_CAST
+    if recipe == "fp8_block_scaling" and capability >= (10, 0):
+        recipe = "mxfp8"  # which emulates it there
+    if recipe in ONE_SCALE:
+        written = 1 if takes_any_layout(capability) else directions
+        reads, kernels = (2, 4) if recipe == "fp8_current_scaling" else (1, 1)
+        return Cast(elements * (_HIGH_BYTES * reads + written), kernels)
+    if recipe == "fp8_block_scaling":
+        scales = 4 / 128**2 if operand == "weight" else 4 / 128
+        return Cast(elements * (_HIGH_BYTES + directions * (1 + scales)), 1)
+    if recipe == "mxfp8":
+        swizzle = 2 / 32
+        return Cast(elements * (_HIGH_BYTES + directions * (1 + 1 / 32 + swizzle)), 1 + directions)
+    hadamard = columnwise and operand != "weight"
+    reads = 2 + int(hadamard and rowwise)
+    swizzle = 2 / 16
+    return Cast(
+        elements * (_HIGH_BYTES * reads + directions * (0.5 + 1 / 16 + swizzle)),
+        3 + int(hadamard and rowwise) + directions,
+    )
+
+
+def cast_ms(cast: Cast, recipe: str, device: Device) -> tuple[float, float]:
+    """The time of a cast's bytes, and that of its launches."""
+    fitted = device.fitted
+    return cast.bytes / (device.bandwidth_tbs * 1e9 * fitted.cast[recipe]), cast.kernels * fitted.launch_ms
+
+
+@functools.cache
+def _kernel_ms(shape: Shape, kernel: str, peak: float, share: float, bandwidth: float) -> float:
+    read = shape.batch * (shape.m * shape.k + shape.k * shape.n) * _BYTES_OF_KERNEL[kernel]
+    written = shape.batch * shape.m * shape.n * _HIGH_BYTES
+    return max(shape.operations / (peak * 1e9 * share), (read + written) / (bandwidth * 1e9), _LEAST_MS)
+
+
+def kernel_ms(shape: Shape, kernel: str, device: Device) -> float:
+    """The time of a GEMM whose operands are there.
+
+    Args:
+        shape: its shape.
+        kernel: ``bf16``, or one of the values of :data:`~te_precision_callbacks.speed.devices.KERNEL_OF_RECIPE`.
+        device: the device.
+    """
+    if not shape.operations:
+        return 0.0
+    fitted = device.fitted
+    peak = device.peak_tflops(kernel)
+    if peak is None:
+        raise SpeedError(f"{device.title} has no {kernel} kernels.")
+    return _kernel_ms(shape, kernel, peak, fitted.kernel[kernel], device.bandwidth_tbs * fitted.bandwidth)
+
+
+def high_ms(shape: Shape, device: Device) -> float:
+    """The time of a GEMM in BF16."""
+    return kernel_ms(shape, HIGH, device)
+
+
+def attention_ms(shape: Shape, device: Device) -> float:
+    """The time of a product of attention in BF16: that of its operations alone, since fused kernels keep the scores on
+    the chip; at the share of the peak that linear layers reach."""
+    return shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH])
+
+
+def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
+    """The shape with each dimension filled up to a size that the recipe's GEMM takes."""
+    # The table has cuBLAS's terms: its m are the columns of the result, its n the rows.
+    of = {"m": "n", "n": "m", "k": "k", "lda": "k", "ldb": "k"}
+    sizes = shape._asdict()
+    for rule in rules(SCALING_OF_RECIPE[recipe], capability):
+        name = of[rule.size]
+        sizes[name] = math.ceil(sizes[name] / rule.multiple) * rule.multiple
+    return Shape(**sizes)
+
+
+def gemm_cost(shape: Shape, recipe: str, device: Device) -> Cost:
+    """The time of a GEMM whose operands are there in low precision, with its padding."""
+    kernel = KERNEL_OF_RECIPE[recipe]
+    plain = kernel_ms(shape, kernel, device)
+    return Cost(plain, padding_ms=kernel_ms(padded(shape, recipe, device.capability), kernel, device) - plain)
+
+
+def call_cost(shape: Shape, recipe: str, device: Device) -> Cost:
+    """The time of a forward that casts both operands, as Transformer Engine's benchmark_gemm.py measures: its input in
+    both directions, for a later wgrad, its weight rowwise alone, since the input needs no gradient."""
+    cost = gemm_cost(shape, recipe, device)
+    for operand, elements, columnwise in (
+        ("activation", shape.m * shape.k, True),
+        ("weight", shape.k * shape.n, False),
+    ):
+        cast = cast_of(recipe, operand, elements * shape.batch, device.capability, columnwise=columnwise)  # type: ignore[arg-type]
+        of_bytes, of_launches = cast_ms(cast, recipe, device)
+        cost = cost.plus(Cost(0.0, of_bytes, 0.0, of_launches))
+    return cost
+
+
+def break_even(device: Device, recipe: str = "fp8_current_scaling", *, products: int = 3) -> float:
+    """The size at which low precision saves as much as its casts take: a lower bound, without launches and without what
+    small shapes lose.
+
+    Args:
+        device: the device, at its own shares of peak and bandwidth.
+        recipe: the recipe.
+        products: 3 for a linear layer that casts its input, weight and gradient once each: the bound is one for
+            1/(1/m + 1/n + 1/k); 1 for a product that casts both operands: the bound is one for 1/(1/m + 1/n).
+
+    With ``c`` bytes an element, a product takes 2mnk/P and its casts take c(mk + kn)/B. What is saved is
+    2mnk(1/P16 - 1/P8). Both are equal where 1/m + 1/n is 2(1/P16 - 1/P8)B/c.
+    """
+    fitted = device.fitted
+    kernel = KERNEL_OF_RECIPE[recipe]
+    peak = device.peak_tflops(kernel) or math.nan
+    saved = products * 2 * (1 / (device.bf16_tflops * fitted.kernel[HIGH]) - 1 / (peak * fitted.kernel[kernel]))
+    both = cast_of(recipe, "activation", 1, device.capability).bytes
+    return both / (saved * device.bandwidth_tbs * fitted.cast[recipe])

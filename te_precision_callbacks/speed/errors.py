@@ -1,0 +1,23 @@
+"""The exceptions of speed models::
+
+PrecisionDebugError
+    SpeedError                   what was asked cannot be estimated: a shape, a recipe, a run without products
+        DeviceError              a device that is not known, or a device file that cannot be used
+        CalibrationError         measured times that cannot be used, or cannot be measured here
+"""
+
+from __future__ import annotations
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+
+
+class SpeedError(PrecisionDebugError, ValueError):
+    """What was asked cannot be estimated: a shape, a recipe that the device does not run, a run without products."""
+
+
+class DeviceError(SpeedError):
+    """A device that is not known, or a device file that cannot be used."""
+
+
+class CalibrationError(SpeedError):
+    """A table of measured times that cannot be used, or times that cannot be measured on this machine."""

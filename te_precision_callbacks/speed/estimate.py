@@ -1,0 +1,114 @@
+"""All that is expected of a step's speed: its products, the waterfall, and what to do.
+
+speed = estimate(step_of_run(open_run("logs")), device_named("h200"))
+speed.times, speed.waterfall, speed.advice, speed.notes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.speed.advice import Advice, advise
+from te_precision_callbacks.speed.devices import Device
+from te_precision_callbacks.speed.expected import CallPlan, Measured, ProductTime, Total, expected, total
+from te_precision_callbacks.speed.recorded import Step
+from te_precision_callbacks.speed.waterfall import Waterfall, waterfall
+
+_ON_MANY = ("fp8_current_scaling", "fp8_delayed_scaling")
+"""The recipes of which times on two devices are published."""
+
+
+@dataclass(frozen=True)
+class StepSpeed:
+    """What is expected of a step.
+
+    Attributes:
+        device: the device.
+        plan: how often operands are cast.
+        times: the products, in their order.
+        total: all of them together.
+        waterfall: from the ideal to the expected step.
+        advice: what to do, what saves most first.
+        notes: what the reader has to know about the figures.
+    """
+
+    device: Device
+    plan: CallPlan
+    times: tuple[ProductTime, ...]
+    total: Total
+    waterfall: Waterfall
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """As ``te-precision speed --json`` has it."""
+        return {
+            "device": self.device.title,
+            "plan": self.plan,
+            "products": [one.as_json() for one in self.times],
+            "total": self.total.as_json(),
+            "waterfall": self.waterfall.as_json(),
+            "advice": [one.as_json() for one in self.advice],
+            "notes": list(self.notes),
+        }
+
+
+def estimate(
+    step: Step, device: Device, *, plan: CallPlan = "training", recipe: str = "", table: Measured | None = None
+) -> StepSpeed:
+    """What is expected of a step.
+
+    Args:
+        step: the step.
+        device: the device, which need not be here.
+        plan: how often operands are cast.
+        recipe: what layers in high precision could run in; the default is the recipe of most others.
+        table: measured times, which come before those of the model.
+
+    Raises:
+        SpeedError: the device does not run a recipe.
+    """
+    times = expected(step.coverage, step.recipes, device, plan=plan, table=table)
+    return StepSpeed(
+        device,
+        plan,
+        tuple(times),
+        total(times, device),
+        waterfall(step, device, plan=plan, recipe=recipe, times=times, table=table),
+        tuple(advise(step, device, plan=plan, recipe=recipe, times=times, table=table)),
+        (*step.notes, *notes_of(times, device)),
+    )
+
+
+def notes_of(times: Sequence[ProductTime], device: Device) -> list[str]:
+    """What the reader of expected times has to know about their source."""
+    notes = []
+    measured_on = device.fitted.measured_on
+    modelled = [one for one in times if one.cost is not None and one.source == "model"]
+    recipes = sorted({one.recipe for one in modelled})
+    if recipes and not device.is_measured:
+        notes.append(
+            f"The constants were measured on {measured_on}, not on {device.title}: intervals are wider for that."
+            " --calibrate measures on the GPU itself."
+        )
+        alone = [recipe for recipe in recipes if recipe not in _ON_MANY]
+        if alone:
+            notes.append(
+                f"{' and '.join(alone)}: published times are of {measured_on} alone. Whether they hold on other devices"
+                " has not been tested."
+            )
+    if "fp8_block_scaling" in recipes and device.capability >= (10, 0):
+        notes.append("fp8_block_scaling: emulated by MXFP8 on Blackwell, and priced as MXFP8; no time is published.")
+    unknown = sum(1 for one in times if one.recipe and one.cost is None)
+    if unknown:
+        notes.append(
+            f"The cost of {many(unknown, 'product')} in low precision is unknown: attention and products without a"
+            " weight, or FP8 of a recipe that is not known. They are in no total."
+        )
+    wide = sum(1 for one in times if not one.recipe and one.precision not in ("bf16", "fp16", ""))
+    if wide:
+        notes.append(f"{many(wide, 'product')} wider than 16 bits count as if in BF16: their own time is longer.")
+    return notes

@@ -1,0 +1,526 @@
+"""Expected times of products: in BF16, and as they run, with an interval for the speed-up.
+
+    times = expected(products, recipes, device)            # a plan or a run, in the plan of a training
+    times = expected_shapes([Shape.parse("15872x4096x4096")], "fp8_current_scaling", device)     # one call each
+    for one in times:
+        one.layer, one.gemm, one.high_ms, one.low_ms, one.speedup, one.interval, one.verdict
+    total(times, device).speedup
+
+Two plans of calls. ``training``: the input, the weight and the gradient of a layer are cast once for its three GEMMs,
+each in the directions that its GEMMs in low precision read; the weight once an optimizer step, as with
+``is_first_microbatch``, and the others in each micro-batch. A cast counts with the first GEMM that reads it: the input
+and the weight with fprop, the gradient with dgrad. ``benchmark``: each product is a forward that casts both operands,
+as Transformer Engine's benchmark_gemm.py measures.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, get_args
+
+from te_precision_callbacks.base.vocabulary import COLUMNWISE, GEMMS, ONE_SCALE, RECIPES, ROWWISE, GemmName, OperandName
+from te_precision_callbacks.coverage.coverage import Product, Reason
+from te_precision_callbacks.speed.costs import (
+    Cost,
+    Shape,
+    attention_ms,
+    call_cost,
+    cast_ms,
+    cast_of,
+    gemm_cost,
+    high_ms,
+)
+from te_precision_callbacks.speed.devices import Device
+
+CallPlan = Literal["training", "benchmark"]
+CALL_PLANS: tuple[CallPlan, ...] = get_args(CallPlan)
+
+Source = Literal["model", "calibrated", "measured"]
+"""Where a time comes from: the cost model; times of the same shapes that were measured before; a trace of the run."""
+
+Verdict = Literal["faster", "slower", "not resolved", "unknown", ""]
+
+_NORMAL = 1.96
+"""The quantile of a normal distribution for an interval of 95 %."""
+
+UNKNOWN = "unknown"
+"""The recipe of a product in low precision whose recipe is not known."""
+
+
+class Measured(Protocol):
+    """Times that were measured on a device, in milliseconds; None for what was not measured."""
+
+    def high_ms(self, shape: Shape) -> float | None:
+        """A GEMM in BF16."""
+        ...
+
+    def gemm(self, shape: Shape, recipe: str) -> Cost | None:
+        """A GEMM of operands that were quantized before."""
+        ...
+
+    def call(self, shape: Shape, recipe: str) -> Cost | None:
+        """A forward that casts both operands."""
+        ...
+
+    def cast(
+        self, recipe: str, operand: OperandName, rows: int, columns: int, directions: tuple[bool, bool]
+    ) -> Cost | None:
+        """The cast of an operand: rowwise, columnwise or both."""
+        ...
+
+    def spread(self, shape: Shape, recipe: str) -> float:
+        """The relative standard deviation of a speed-up."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """The expected time of a product in a step, over its calls.
+
+    Attributes:
+        layer, gemm, family, backward: as in :class:`~te_precision_callbacks.coverage.coverage.Product`.
+        shape: of one call.
+        calls: the calls in a step.
+        recipe: the recipe that it runs in; empty for high precision, :data:`UNKNOWN` if that is not known.
+        high_ms: in BF16.
+        cost: as it runs in low precision; None where it does not, or where the cost is not known.
+        interval: the interval of 95 % of the speed-up; (nan, nan) without a cost.
+        source: where the times come from.
+        reason: why it does not run in low precision; None if it does.
+        why: the same in words.
+        precision: the precision of the product as it runs.
+    """
+
+    layer: str
+    gemm: str
+    family: str
+    backward: bool
+    shape: Shape
+    calls: int
+    recipe: str
+    high_ms: float
+    cost: Cost | None
+    interval: tuple[float, float] = (math.nan, math.nan)
+    source: Source = "model"
+    reason: Reason | None = None
+    why: str = ""
+    precision: str = ""
+
+    def of(self, layer: str) -> ProductTime:
+        """That of the same product of another layer."""
+        made = object.__new__(ProductTime)  # replace() takes ten times as long, and models have many alike layers
+        vars(made).update(vars(self), layer=layer)
+        return made
+
+    @property
+    def low_ms(self) -> float:
+        """The time as it runs: in high precision if it does not run in low precision; nan if that is not known."""
+        if self.cost is not None:
+            return self.cost.low_ms
+        return math.nan if self.recipe else self.high_ms
+
+    @property
+    def cast_ms(self) -> float:
+        """Casts with their launches; 0 in high precision."""
+        return 0.0 if self.cost is None else self.cost.cast_ms + self.cost.launch_ms
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as in BF16 it is."""
+        return self.high_ms / self.low_ms if self.low_ms else math.nan
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether low precision makes it faster; empty for a product in high precision."""
+        if not self.recipe:
+            return ""
+        return verdict_of(self.interval)
+
+    def as_json(self) -> dict[str, object]:
+        """As ``te-precision speed --json`` has it; m, n and k as :class:`Shape` has them."""
+        is_low = self.cost is not None
+        return {
+            "layer": self.layer,
+            "gemm": self.gemm,
+            "m": self.shape.m,
+            "n": self.shape.n,
+            "k": self.shape.k,
+            "recipe": self.recipe or None,
+            "high_ms": self.high_ms,
+            "low_ms": self.low_ms if is_low else None,
+            "cast_ms": self.cast_ms if is_low else None,
+            "speedup": self.speedup if is_low else None,
+            "speedup_low": self.interval[0] if is_low else None,
+            "speedup_high": self.interval[1] if is_low else None,
+            "source": self.source,
+        }
+
+
+@dataclass(frozen=True)
+class Total:
+    """The time of several products. Attributes and units are those of :class:`ProductTime`; a product in high precision
+    counts with its time in BF16 on both sides.
+
+    Attributes:
+        unknown: products in low precision whose cost is not known; they are in no figure.
+        known: the others.
+        is_low: whether any of those runs in low precision.
+    """
+
+    high_ms: float
+    low_ms: float
+    cast_ms: float
+    interval: tuple[float, float]
+    source: Source = "model"
+    unknown: int = 0
+    known: int = 0
+    is_low: bool = False
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as in BF16 all of them are."""
+        return self.high_ms / self.low_ms if self.low_ms else math.nan
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether low precision makes them faster."""
+        return verdict_of(self.interval)
+
+    def as_json(self) -> dict[str, object]:
+        """As ``te-precision speed --json`` has it."""
+        return {
+            "high_ms": self.high_ms,
+            "low_ms": self.low_ms,
+            "cast_ms": self.cast_ms,
+            "speedup": self.speedup,
+            "speedup_low": self.interval[0],
+            "speedup_high": self.interval[1],
+            "source": self.source,
+            "unknown": self.unknown,
+        }
+
+
+def verdict_of(interval: tuple[float, float]) -> Verdict:
+    """What an interval of a speed-up says: ``not resolved`` if it includes 1."""
+    if math.isnan(interval[0]):
+        return "unknown"
+    return "faster" if interval[0] > 1 else "slower" if interval[1] < 1 else "not resolved"
+
+
+def recipe_of_product(product: Product, given: str = "") -> str:
+    """The recipe of a product: as its operands' formats tell, or as it is given.
+
+    Args:
+        product: the product.
+        given: the recipe under which its layer ran, as ``GemmPrecision.recipe`` has it; empty if it is not known.
+
+    Returns:
+        One of :data:`RECIPES`; empty in high precision; :data:`UNKNOWN` where FP8 of one scale is of no known recipe.
+    """
+    if not product.is_low:
+        return ""
+    return _recipe_of_formats(tuple(product.operands.values()), given.rpartition("->")[2].strip())
+
+
+@functools.cache
+def _recipe_of_formats(formats: tuple[str, ...], given: str) -> str:
+    if given in RECIPES:
+        return given
+    found = {text.rpartition("->")[2].strip() for text in formats}
+    for name in ("mxfp8", "nvfp4", "fp8_block_scaling"):
+        if all(text.startswith(RECIPES[name].format) for text in found):
+            return name
+    return UNKNOWN
+
+
+def shape_of(product: Product) -> Shape:
+    """The shape of a product, in this part's notation: its m are the rows of the result, Product's n."""
+    return Shape(product.n, product.k, product.m, product.batch)
+
+
+def recipes_of(products: Iterable[Product], recipes: Mapping[str, str] | str) -> list[str]:
+    """The recipe of each product; the recipes are given as to :func:`expected`."""
+    return [
+        recipe_of_product(product, recipes if isinstance(recipes, str) else recipes.get(product.layer, ""))
+        for product in products
+    ]
+
+
+def counted(products: Iterable[Product]) -> list[Product]:
+    """The products that have a time: those that run, without look-ups and what is not counted."""
+    return [product for product in products if product.macs and product.gemm != "lookup"]
+
+
+def expected(
+    products: Iterable[Product],
+    recipes: Mapping[str, str] | str,
+    device: Device,
+    *,
+    plan: CallPlan = "training",
+    table: Measured | None = None,
+) -> list[ProductTime]:
+    """The expected times of the products of a step that run, without look-ups and what is not counted.
+
+    Args:
+        products: of a coverage, a plan or a recorded run; sizes are local to the rank.
+        recipes: layer -> its recipe, or one for all; needed for FP8 with one scale, where formats do not tell.
+        device: the device, which need not be here.
+        plan: how often operands are cast.
+        table: times that were measured on the device, which come before those of the model.
+
+    Raises:
+        SpeedError: the device does not run the recipe of a product.
+    """
+    found = counted(products)
+    return timed(found, recipes_of(found, recipes), device, plan=plan, table=table)
+
+
+def timed(
+    products: Sequence[Product],
+    recipes: Sequence[str],
+    device: Device,
+    *,
+    plan: CallPlan = "training",
+    table: Measured | None = None,
+) -> list[ProductTime]:
+    """The expected times of products if each runs in its recipe.
+
+    Args:
+        products: products that have a time.
+        recipes: the recipe of each; empty for high precision.
+        device, plan, table: as of :func:`expected`.
+
+    Raises:
+        SpeedError: the device does not run a recipe.
+    """
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, product in enumerate(products):
+        places[product.layer].append(place)
+    found: list[ProductTime | None] = [None] * len(products)
+    kinds: dict[object, list[ProductTime]] = {}  # layers of a model are alike
+    for layer, of_layer in places.items():
+        kind = tuple(_kind(products[place], recipes[place]) for place in of_layer)
+        if kind not in kinds:
+            kinds[kind] = _times_of_layer([(products[p], recipes[p]) for p in of_layer], device, plan, table)
+        for place, one in zip(of_layer, kinds[kind], strict=True):
+            found[place] = one if one.layer == layer else one.of(layer)
+    return [one for one in found if one is not None]
+
+
+def _kind(product: Product, recipe: str) -> object:
+    """What makes products of several layers alike."""
+    p = product
+    sizes = p.n, p.m, p.k, p.batch, p.calls, p.macs
+    return p.gemm, p.family, p.backward, *sizes, p.precision, p.reason, p.reason_ref, p.not_run, recipe
+
+
+def _times_of_layer(
+    layer: Sequence[tuple[Product, str]], device: Device, plan: CallPlan, table: Measured | None
+) -> list[ProductTime]:
+    casts = _casts_of_layer(layer, device, table) if plan == "training" else {}
+    return [
+        _time_of(product, recipe, casts.get(product.gemm, Cost(0.0)), device, plan, table) for product, recipe in layer
+    ]
+
+
+def products_of_shapes(shapes: Sequence[Shape], recipe: str) -> list[Product]:
+    """A forward of one call for each shape, named after it."""
+    kind = RECIPES[recipe].format
+    operands = {"activation": kind, "weight": kind}
+    return [
+        Product(str(shape), "te", "fprop", False, shape.m, shape.n, shape.k, 1, 1, shape.operations // 2, operands)
+        for shape in shapes
+    ]
+
+
+def expected_shapes(
+    shapes: Sequence[Shape],
+    recipe: str,
+    device: Device,
+    *,
+    plan: CallPlan = "benchmark",
+    table: Measured | None = None,
+) -> list[ProductTime]:
+    """The expected times of forwards, one call of each shape.
+
+    Raises:
+        SpeedError: there is no such recipe, or the device does not run it.
+    """
+    device.check_recipe(recipe)
+    products = products_of_shapes(list(dict.fromkeys(shapes)), recipe)
+    return expected(products, recipe, device, plan=plan, table=table)
+
+
+def _time_of(
+    product: Product, recipe: str, casts: Cost, device: Device, plan: CallPlan, table: Measured | None
+) -> ProductTime:
+    shape = shape_of(product)
+    count = calls_of(product)
+    measured = None if table is None else table.high_ms(shape)
+    of_model = attention_ms if product.family == "attention" else high_ms
+    high = (of_model(shape, device) if measured is None else measured) * count
+    made = ProductTime(
+        product.layer,
+        product.gemm,
+        product.family,
+        product.backward,
+        shape,
+        product.calls,
+        recipe,
+        high,
+        None,
+        source="model" if measured is None else "calibrated",
+        reason=product.reason,
+        why=product.why,
+        precision=product.precision,
+    )
+    if not recipe:
+        return made
+    if recipe == UNKNOWN or product.gemm not in GEMMS:
+        return replace(made, recipe=UNKNOWN, source="model")
+    device.check_recipe(recipe)
+    of_call = None if table is None else (table.call if plan == "benchmark" else table.gemm)(shape, recipe)
+    if table is not None and measured is not None and of_call is not None:
+        cost = of_call.times(count).plus(casts)
+        width = _NORMAL * table.spread(shape, recipe)
+        speedup = high / cost.low_ms
+        return replace(made, cost=cost, interval=(speedup * math.exp(-width), speedup * math.exp(width)))
+    one = call_cost(shape, recipe, device) if plan == "benchmark" else gemm_cost(shape, recipe, device)
+    cost = one.times(count).plus(casts)
+    high = high_ms(shape, device) * count  # both sides from one source
+    return replace(made, high_ms=high, cost=cost, interval=interval(high, cost, device), source="model")
+
+
+def calls_of(product: Product) -> float:
+    """How often the product of the shape of its first call runs in a step: calls may differ in size."""
+    return product.macs / (product.n * product.m * product.k * product.batch)
+
+
+def _casts_of_layer(layer: Sequence[tuple[Product, str]], device: Device, table: Measured | None) -> dict[str, Cost]:
+    """GEMM -> the casts that count with it in a step."""
+    low = {product.gemm: (product, recipe) for product, recipe in layer if recipe in RECIPES and product.gemm in GEMMS}
+    if not low:
+        return {}
+    found: dict[str, Cost] = defaultdict(lambda: Cost(0.0))
+    for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in low.items()}):
+        product, recipe = low[first]
+        device.check_recipe(recipe)
+        rows, columns = operand_sizes(operand, first, shape_of(product))
+        cost = None if table is None else table.cast(recipe, operand, rows, columns, directions)
+        if cost is None:
+            cast = cast_of(
+                recipe,
+                operand,
+                rows * columns * product.batch,
+                device.capability,
+                rowwise=directions[0],
+                columnwise=directions[1],
+            )
+            of_bytes, of_launches = cast_ms(cast, recipe, device)
+            cost = Cost(0.0, of_bytes, 0.0, of_launches)
+        found[first] = found[first].plus(cost.times(1.0 if operand == "weight" else calls_of(product)))
+    return found
+
+
+def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
+    """The operands of a layer that are cast: each with the first GEMM that reads it, and whether its rows and columns
+    are cast. Transformer Engine casts no columns without rows of a gradient, nor of any operand with one scale.
+
+    Args:
+        low: the GEMMs of the layer that run in low precision, and their recipes.
+    """
+    for operand in get_args(OperandName):
+        rowwise, columnwise = ROWWISE[operand], COLUMNWISE[operand]
+        first = next((gemm for gemm in (rowwise, columnwise) if gemm in low), None)
+        if first is not None:
+            with_rows = rowwise in low or operand == "gradient" or low[first] in ONE_SCALE
+            yield operand, first, (with_rows, columnwise in low)
+
+
+def operand_sizes(operand: OperandName, gemm: str, shape: Shape) -> tuple[int, int]:
+    """The rows and columns of an operand in memory, from the shape of a GEMM that reads it."""
+    m, k, n = shape.m, shape.k, shape.n
+    sizes = {
+        ("activation", "fprop"): (m, k),
+        ("weight", "fprop"): (n, k),
+        ("weight", "dgrad"): (k, n),
+        ("gradient", "dgrad"): (m, k),
+        ("gradient", "wgrad"): (k, m),
+        ("activation", "wgrad"): (k, n),
+    }
+    return sizes[operand, gemm]
+
+
+def interval(high: float, cost: Cost, device: Device) -> tuple[float, float]:
+    """The interval of 95 % of a speed-up, from how far published times of shapes are from the model.
+
+    Errors of kernels and casts are independent, and relative; those of a run are its own. The interval is symmetric in
+    the logarithm. A device whose constants were measured on another one has the error of that transfer, too.
+    """
+    low = cost.low_ms
+    if not low or not high:
+        return (math.nan, math.nan)
+    scatter = device.fitted.scatter
+    kernel = (cost.kernel_ms + cost.padding_ms) / low
+    casts = (cost.cast_ms + cost.launch_ms) / low
+    variance = scatter.kernel**2 * (1 + kernel**2) + (scatter.cast * casts) ** 2
+    return _around(high / low, variance, device)
+
+
+def _around(speedup: float, variance: float, device: Device) -> tuple[float, float]:
+    scatter = device.fitted.scatter
+    variance += 2 * scatter.run**2 + (0 if device.is_measured else scatter.transfer**2)
+    width = scatter.quantile * math.sqrt(variance)
+    return speedup * math.exp(-width), speedup * math.exp(width)
+
+
+def total(times: Iterable[ProductTime], device: Device) -> Total:
+    """The time of several products together.
+
+    Products of one shape and recipe err together, and those of different ones apart. Products of which the cost is not
+    known are in no figure.
+    """
+    known = 0
+    unknown = 0
+    high = low = casts = 0.0
+    of_kind: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    measured = 0.0
+    sources = set()
+    for one in times:
+        if one.recipe and one.cost is None:
+            unknown += 1
+            continue
+        known += 1
+        high += one.high_ms
+        low += one.low_ms
+        casts += one.cast_ms
+        if one.cost is None:
+            continue
+        sources.add(one.source)
+        if one.source == "calibrated":
+            measured += (one.low_ms * math.log(one.interval[1] / one.interval[0]) / 2 / _NORMAL) ** 2
+        else:
+            sums = of_kind[one.shape, one.recipe, one.source]
+            sums[0] += one.high_ms
+            sums[1] += one.cost.kernel_ms + one.cost.padding_ms
+            sums[2] += one.cast_ms
+    if not known or not low:
+        return Total(high, low, casts, (math.nan, math.nan), unknown=unknown, known=known)
+    source: Source = "calibrated" if sources == {"calibrated"} else "model"
+    if not sources:
+        return Total(high, low, casts, (1.0, 1.0), source, unknown, known)
+    if not of_kind:
+        width, speedup = _NORMAL * math.sqrt(measured) / low, high / low
+        around = speedup * math.exp(-width), speedup * math.exp(width)
+        return Total(high, low, casts, around, source, unknown, known, is_low=True)
+    scatter = device.fitted.scatter
+    variance = sum(
+        (scatter.kernel * h / high) ** 2 + (scatter.kernel * k / low) ** 2 + (scatter.cast * c / low) ** 2
+        for h, k, c in of_kind.values()
+    )
+    variance += measured / low**2
+    return Total(high, low, casts, _around(high / low, variance, device), source, unknown, known, is_low=True)

@@ -1,0 +1,134 @@
+"""Prints expected times: tables for the terminal.
+
+show_step(speed)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.speed.advice import Advice
+from te_precision_callbacks.speed.devices import Device
+from te_precision_callbacks.speed.estimate import StepSpeed
+from te_precision_callbacks.speed.expected import CallPlan, ProductTime, Total, total
+from te_precision_callbacks.speed.waterfall import Waterfall
+
+_MOST_ROWS = 60
+_MOST_NAMES = 4
+
+
+def milliseconds(value: float) -> str:
+    """A time in milliseconds with three digits."""
+    return "unknown" if math.isnan(value) else f"{value:.3f}" if value < 100 else f"{value:,.0f}"
+
+
+def times_faster(speedup: float, interval: tuple[float, float]) -> str:
+    """A speed-up with its interval: ``1.47 (1.20 to 1.80)``."""
+    if math.isnan(speedup):
+        return "unknown"
+    return f"{speedup:.2f}" + ("" if math.isnan(interval[0]) else f" ({interval[0]:.2f} to {interval[1]:.2f})")
+
+
+def show_times(times: Sequence[ProductTime], whole: Total, device: Device, plan: CallPlan) -> None:
+    """Print a row for each layer: alike layers are one row, and the GEMMs of a layer share its casts."""
+    terminal.show_text(f"{device.title}, plan {plan}. Times are expected ones, in milliseconds of a step.")
+    table = terminal.table(
+        "layer", "MxKxN", "recipe", "BF16", "as it runs", "of it casts", "times as fast", "verdict, or why not low"
+    )
+    rows = list(_alike(times).values())
+    for layers in rows[:_MOST_ROWS]:
+        one = total(layers[0], device)
+        table.add_row(
+            terminal.cell_lines(folded([each[0].layer for each in layers], most=_MOST_NAMES)),
+            terminal.cell(layers[0][0].shape),
+            terminal.cell(_recipes(layers[0])),
+            terminal.cell(milliseconds(one.high_ms * len(layers))),
+            terminal.cell(milliseconds(one.low_ms * len(layers)) if one.known else "unknown"),
+            terminal.cell(milliseconds(one.cast_ms * len(layers)) if one.is_low else ""),
+            terminal.cell(times_faster(one.speedup, one.interval) if one.is_low else ""),
+            terminal.cell_lines(dict.fromkeys([*([one.verdict] if one.is_low else []), *_why(layers[0])])),
+        )
+    terminal.show(table)
+    if rows[_MOST_ROWS:]:
+        left = sum(len(layers) for layers in rows[_MOST_ROWS:])
+        terminal.show_text(
+            f"and {many(len(rows) - _MOST_ROWS, 'more row')} with {many(left, 'layer')}, which --json has."
+        )
+    terminal.show_text(
+        f"All products: {milliseconds(whole.high_ms)} ms in BF16, {milliseconds(whole.low_ms)} ms as they run:"
+        f" {times_faster(whole.speedup, whole.interval)} times as fast"
+        + (f", {whole.verdict}." if whole.is_low else ", since none runs in low precision.")
+    )
+
+
+def _alike(times: Sequence[ProductTime]) -> dict[object, list[list[ProductTime]]]:
+    """The products of layers, of which each is like the others under one key."""
+    of_layer: dict[str, list[ProductTime]] = defaultdict(list)
+    for one in times:
+        of_layer[one.layer].append(one)
+    alike: dict[object, list[list[ProductTime]]] = defaultdict(list)
+    for found in of_layer.values():
+        key = tuple((p.gemm, p.backward, p.shape, p.calls, p.recipe, p.source, p.why) for p in found)
+        alike[key].append(found)
+    return alike
+
+
+def _recipes(products: Sequence[ProductTime]) -> str:
+    """The recipe of a layer, or those of its GEMMs."""
+    found = {product.recipe or "none" for product in products}
+    if len(found) == 1:
+        return found.pop()
+    return ", ".join(f"{product.gemm} {product.recipe or 'none'}" for product in products)
+
+
+def _why(products: Sequence[ProductTime]) -> list[str]:
+    return [product.why for product in products if not product.recipe and product.why]
+
+
+def show_step(speed: StepSpeed) -> None:
+    """Print what is expected of a step: its products, the waterfall, what to do, and notes."""
+    show_times(speed.times, speed.total, speed.device, speed.plan)
+    _show_waterfall(speed.waterfall)
+    _show_advice(speed.advice)
+    terminal.show_notes(speed.notes)
+
+
+def _show_waterfall(fall: Waterfall) -> None:
+    table = terminal.table("from the ideal to the expected step", "ms", "so far", "")
+    so_far = 0.0
+    for part in fall.parts:
+        if part.kind == "unknown":
+            cells = (part.name, "unknown", "", part.why)
+        else:
+            so_far += part.ms
+            marked = "estimate: " if part.kind == "estimate" else ""
+            cells = (part.name, milliseconds(part.ms), milliseconds(so_far), f"{marked}{part.why}")
+        table.add_row(*map(terminal.cell, cells))
+    terminal.show(table)
+    text = (
+        f"The step: {milliseconds(fall.high_ms)} ms in BF16, {milliseconds(fall.expected_ms)} ms expected"
+        f" ({fall.speedup:.2f} times as fast), {milliseconds(fall.ideal_ms)} ms in the ideal"
+        f" ({fall.ideal_speedup:.2f})."
+    )
+    if math.isfinite(fall.ceiling):
+        text += f" The rest of the step allows {fall.ceiling:.2f} at most."
+    if fall.unknown:
+        text += f" Unknown, and in no figure: {', '.join(part.name for part in fall.unknown)}."
+    terminal.show_text(text)
+
+
+def _show_advice(advice: Sequence[Advice]) -> None:
+    terminal.show_text("")
+    if not advice:
+        terminal.show_text("Nothing to do is found that saves time.")
+    for one in advice:
+        low, high = (milliseconds(value) if math.isfinite(value) else "unknown" for value in one.interval)
+        note = f"; {one.note}" if one.note else ""
+        terminal.show_text(f"{one.text}: saves {milliseconds(one.saves_ms)} ms ({low} to {high}){note}", hanging=2)
+        for line in one.patch.splitlines():
+            terminal.show_text(line, indent=4)

@@ -1,0 +1,118 @@
+"""The products of a recorded run, with their recipes, and the device that it ran on.
+
+step = step_of_run(open_run("logs"))
+step.coverage, step.recipes, step.device_name
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, StateRow
+from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.tables import at_the_end
+from te_precision_callbacks.speed.devices import Device, device_named, device_reported
+from te_precision_callbacks.speed.errors import DeviceError, SpeedError
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a training: what its time is estimated from.
+
+    Attributes:
+        coverage: its products, and what is kept in which type.
+        recipes: layer -> the recipe under which it ran; or one for all.
+        world: the number of ranks; None if it is not known.
+        notes: what the reader of its times has to know.
+    """
+
+    coverage: Coverage
+    recipes: Mapping[str, str] | str
+    world: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def step_of_run(run: RecordedRun) -> Step:
+    """The step at the end of a run.
+
+    Raises:
+        SpeedError: the run has no products.
+    """
+    formats: dict[int, dict[str, str]] = defaultdict(dict)
+    for row in at_the_end(run.operands).to_pylist():
+        formats[row["gemm_id"]][row["tensor"]] = row["format"] or ""
+    rows = at_the_end(run.gemms).to_pylist()
+    scopes = {row["scope"] or "" for row in rows if row["macs"]}
+    products, recipes = [], {}
+    for row in rows:
+        name = f"{row['scope']}: {row['layer']}" if len(scopes) > 1 and row["scope"] else row["layer"]
+        products.append(_product(row, name, formats.get(row["gemm_id"], {})))
+        if row["recipe"]:
+            recipes[name] = row["recipe"]
+    if not any(product.macs for product in products):
+        raise SpeedError(
+            f"The run {run.run_id} has no matrix products with sizes, so nothing can be estimated. They are recorded"
+            " with a session's own coverage, from the first step on; a log of nvidia-dlfw-inspect has none."
+        )
+    notes = []
+    if len(scopes) > 1:
+        notes.append(
+            f"The run has layers of {len(scopes)} scopes, such as pipeline stages, which run on different ranks. The"
+            " total is the sum over all of them, and not the time of a step."
+        )
+    state = tuple(
+        StateRow(row["subject"], row["dtype"], row["count"] or 0, row["bytes"] or 0) for row in run.states.to_pylist()
+    )
+    world = run.segments[-1].world if run.segments else None
+    return Step(Coverage(products, state=state), recipes, world, tuple(notes))
+
+
+def device_of_run(run: RecordedRun, name: str | None) -> Device:
+    """The device that times are expected for: the named one, or that of the run.
+
+    Raises:
+        DeviceError: the run names no GPU, one that is not known, or several.
+    """
+    if name is not None:
+        return device_named(name)
+    found = list(dict.fromkeys(segment.facts.get("gpu") for segment in run.segments))
+    if len(found) > 1:
+        names = ", ".join(str(gpu or "no GPU") for gpu in found)
+        raise DeviceError(f"The run {run.run_id} ran on several devices: {names}. Choose one with --device.")
+    reported = found[0] if found else None
+    if not reported:
+        raise DeviceError(
+            f"The run {run.run_id} ran without a GPU. Choose the device that times are expected for, such as"
+            " --device h200."
+        )
+    device = device_reported(str(reported))
+    if device is None:
+        raise DeviceError(
+            f"Nothing is known of the speed of {reported!r}, on which the run {run.run_id} ran. Describe it in a file"
+            " for --device, as docs/speed.md shows, or choose a known device."
+        )
+    return device
+
+
+def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> Product:
+    reason = row["reason"]
+    return Product(
+        name,
+        row["family"] or "functional",
+        row["gemm"],
+        bool(row["backward"]),
+        row["n"] or 0,
+        row["m"] or 0,
+        row["k"] or 0,
+        row["batch"] or 1,
+        row["calls"] or 0,
+        row["macs"] or 0,
+        operands,
+        row["runs"] or "seen",
+        row["not_run"] or "",
+        Reason[reason] if reason in Reason.__members__ else Reason.UNKNOWN if reason else None,
+        row["reason_ref"] or "",
+    )

@@ -1,0 +1,89 @@
+"""Measured times: on the reference backend, by the code that measures on a GPU, and in the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_precision_callbacks.speed import CalibrationError, device_named
+from te_precision_callbacks.speed.calibration import Calibration, Time, calibrate
+from te_precision_callbacks.speed.costs import Shape
+from te_precision_callbacks.speed.expected import CALL_PLANS, CallPlan, expected
+from tests.capability import any_capability, stand_for
+from tests.speed.test_expected import layer
+
+FORMATS = {
+    "fp8_delayed_scaling": "9",
+    "fp8_current_scaling": "9",
+    "fp8_block_scaling": "9",
+    "mxfp8": "10",
+    "nvfp4": "10",
+}
+
+
+@pytest.mark.parametrize("plan", CALL_PLANS)
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_everything_that_is_needed_is_measured(recipe: str, plan: CallPlan) -> None:
+    """As the same code does it on a GPU: each time then comes from the table."""
+    capability = (int(FORMATS[recipe]), 0)
+    device = device_named("h200" if capability == (9, 0) else "b300").model_copy(update={"title": "cpu"})
+    with any_capability():
+        stand_for(capability)
+        products = layer("fc", 128, (64, 96))
+        table = calibrate(expected(products, recipe, device, plan=plan), plan=plan, device="cpu")
+    kinds = {key.split()[0] for key in table.times}
+    assert kinds == {"high", "gemm", "call" if plan == "benchmark" else "cast"}
+    times = expected(products, recipe, device, plan=plan, table=table)
+    assert {one.source for one in times} == {"calibrated"}
+    for one in times:
+        assert one.high_ms == table.high_ms(one.shape)
+        assert one.low_ms > 0
+    table.check_device(device)
+    assert calibrate(times, plan=plan, device="cpu", table=table).times is table.times, "nothing is measured twice"
+
+
+def test_what_is_refused_is_left_to_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    device = device_named("h200").model_copy(update={"title": "cpu"})
+    times = expected(layer("fc", 7, (30, 10), low=("fprop",)), "fp8_current_scaling", device, plan="benchmark")
+    table = calibrate(times, plan="benchmark", device="cpu")
+    assert "was not measured, so the model's time is taken" in caplog.text
+    again = expected(
+        layer("fc", 7, (30, 10), low=("fprop",)), "fp8_current_scaling", device, plan="benchmark", table=table
+    )
+    assert again[0].source == "model"
+    assert again[0].high_ms == times[0].high_ms, "both sides of a speed-up come from one source"
+
+
+def test_the_file(tmp_path: Path) -> None:
+    table = Calibration("NVIDIA H200", {"torch": torch.__version__}, {"high 1x2x3": Time(0.5, 0.01)})
+    table.write(tmp_path / "table.json")
+    assert Calibration.read(tmp_path / "table.json") == table
+    assert table.high_ms(Shape(1, 2, 3)) == 0.5
+    assert table.high_ms(Shape(1, 2, 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "cannot be read"),
+        ("[]", "is no table of measured times"),
+        (json.dumps({"version": 1, "device": "x", "versions": {}, "times": {"a": 3}}), "is no table"),
+        (json.dumps({"version": 7, "device": "x", "versions": {}, "times": {}}), "has version 7"),
+        (
+            json.dumps({"version": 1, "device": "x", "versions": {}, "times": {"a": {"ms": -1, "spread": 0}}}),
+            "of 'a' is",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(content)
+    with pytest.raises(CalibrationError, match=said):
+        Calibration.read(tmp_path / "table.json")
+
+
+def test_a_table_of_another_device() -> None:
+    with pytest.raises(CalibrationError, match="Choose another file"):
+        calibrate([], device="cpu", table=Calibration("NVIDIA H200"))

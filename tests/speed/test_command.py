@@ -1,0 +1,248 @@
+"""te-precision speed and te-precision check --speed: what they print of runs, shapes and plans, and refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.runs import RunWriter
+from te_precision_callbacks.speed.calibration import Calibration, Time, call_key, high_key
+from te_precision_callbacks.speed.costs import Shape
+
+KEYS = {
+    "layer", "gemm", "m", "n", "k", "recipe", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high",
+    "source",
+}  # fmt: skip
+OUTPUT = "15872x4096x4096"
+
+MODEL = """
+import torch
+import transformer_engine.pytorch as te
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.big = te.Linear(8192, 8192, params_dtype=torch.bfloat16)
+        self.small = te.Linear(1024, 256, params_dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(256, 32000, dtype=torch.bfloat16)
+
+class Other(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(64, 64))
+
+build, other = Net, Other
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("speed_models.py").write_text(MODEL)
+    Path("empty.yaml").write_text("stats: {enabled: False, layers: {layer_types: [big]}, transformer_engine: {}}\n")
+    yield tmp_path
+    sys.modules.pop("speed_models", None)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
+
+
+def read(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def write(gpus: list[str | None], *, recipe: str = "fp8_current_scaling", macs: int | None = None) -> str:
+    """A run of a linear layer, with a segment for each GPU."""
+    run_id = None
+    for number, gpu in enumerate(gpus):
+        with RunWriter.begin("logs", run_id=run_id, first_iteration=10 * number, gpu=gpu, world=1) as writer:
+            run_id = writer.run_id
+            sizes = {"fprop": (8192, 4096, 1024), "dgrad": (8192, 1024, 4096), "wgrad": (4096, 1024, 8192)}
+            gemms = []
+            for gemm_id, (gemm, (n, m, k)) in enumerate(sizes.items()):
+                gemms.append(
+                    {
+                        "gemm_id": gemm_id, "layer_id": 0, "scope": "", "layer": "fc", "gemm": gemm, "family": "te",
+                        "backward": gemm != "fprop", "n": n, "m": m, "k": k, "batch": 1, "calls": 1,
+                        "macs": n * m * k if macs is None else macs, "runs": "seen", "precision": "fp8",
+                        "recipe": recipe, "since": 10 * number,
+                    }
+                )  # fmt: skip
+            operands = [
+                {
+                    "gemm_id": n,
+                    "layer": "fc",
+                    "gemm": gemm,
+                    "tensor": tensor,
+                    "format": "FP8 E4M3",
+                    "since": 10 * number,
+                }
+                for n, gemm in enumerate(sizes)
+                for tensor in ("a", "b")
+            ]
+            writer.put_facts("layers", [{"layer_id": 0, "layer": "fc", "since": 10 * number}])
+            writer.put_facts("gemms", gemms)
+            writer.put_facts("operands", operands)
+            writer.add_step(10 * number)
+    return str(run_id)
+
+
+def test_shapes() -> None:
+    found = read(
+        "speed", "--shapes", f"{OUTPUT},15872x4096x12288", "--recipe", "fp8_current_scaling", "--device", "b300"
+    )
+    assert found["plan"] == "benchmark"
+    assert [set(one) for one in found["products"]] == [KEYS, KEYS]
+    first = found["products"][0]
+    assert (first["m"], first["k"], first["n"], first["source"]) == (15872, 4096, 4096, "model")
+    assert first["speedup_low"] < 1 < first["speedup"] < first["speedup_high"], "not resolved: measured is 0.97"
+    assert found["total"]["low_ms"] == pytest.approx(sum(one["low_ms"] for one in found["products"]))
+    text = run("speed", "--shapes", OUTPUT, "--recipe", "fp8_current_scaling", "--device", "b300").output
+    assert "not resolved" in text
+
+
+def test_a_calibrated_shape_has_its_measured_speed_up() -> None:
+    """The attention output of Transformer Engine's tutorial: 0.307 ms in BF16, 0.317 in current scaling."""
+    shape = Shape.parse(OUTPUT)
+    table = Calibration("NVIDIA B300 SXM6 AC")
+    table.times = {high_key(shape): Time(0.307, 0.002), call_key(shape, "fp8_current_scaling"): Time(0.317, 0.002)}
+    table.write(Path("table.json"))
+    arguments = ("speed", "--shapes", OUTPUT, "--recipe", "fp8_current_scaling", "--table", "table.json", "--device")
+    [one] = read(*arguments, "b300")["products"]
+    assert one["source"] == "calibrated"
+    assert one["speedup"] == pytest.approx(0.307 / 0.317)
+    assert one["speedup_high"] < 1
+    assert "slower" in run(*arguments, "b300").output
+    with pytest.raises(
+        PrecisionDebugError, match="are of 'NVIDIA B300 SXM6 AC', and times are expected for NVIDIA H200"
+    ):
+        raise_of(*arguments, "h200")
+
+
+def raise_of(*arguments: str) -> None:
+    exception = run(*arguments).exception
+    assert exception is not None
+    raise exception
+
+
+def test_a_run() -> None:
+    write(["NVIDIA H200"])
+    found = read("speed", "logs")
+    assert found["device"] == "NVIDIA H200 SXM"
+    assert [(one["gemm"], one["recipe"]) for one in found["products"]] == [
+        (gemm, "fp8_current_scaling") for gemm in ("fprop", "dgrad", "wgrad")
+    ]
+    assert found["waterfall"]["expected_ms"] == pytest.approx(found["total"]["low_ms"])
+    text = " ".join(run("speed", "logs", "--device", "h100").output.split())
+    assert "NVIDIA H100 SXM, plan training" in text
+    assert "Unknown, and in no figure: norms and activations, optimizer" in text
+    assert "fp8_delayed_scaling instead of fp8_current_scaling" in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        ([None], "ran without a GPU. Choose the device"),
+        (["NVIDIA H200", "NVIDIA B200"], "ran on several devices: NVIDIA H200, NVIDIA B200. Choose one with --device"),
+        (["AMD Instinct MI300X"], "Nothing is known of the speed of 'AMD Instinct MI300X'"),
+    ],
+)
+def test_the_device_of_a_run(gpus: list[str | None], said: str) -> None:
+    write(gpus)
+    with pytest.raises(PrecisionDebugError) as raised:
+        raise_of("speed", "logs")
+    assert said in str(raised.value)
+    assert read("speed", "logs", "--device", "h200")["device"] == "NVIDIA H200 SXM"
+
+
+def test_a_recipe_of_a_run_that_is_not_known_is_no_number() -> None:
+    write(["NVIDIA H200"], recipe="MyRecipe")
+    found = read("speed", "logs")
+    assert {one["recipe"] for one in found["products"]} == {"unknown"}
+    assert {one["low_ms"] for one in found["products"]} == {None}
+    assert found["total"]["unknown"] == 3
+    assert "The cost of 3 products in low precision is unknown" in run("speed", "logs").output.replace("\n  ", " ")
+
+
+def test_a_run_without_products() -> None:
+    write(["NVIDIA H200"], macs=0)
+    with pytest.raises(PrecisionDebugError, match="has no matrix products with sizes"):
+        raise_of("speed", "logs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--shapes", "1x2", "--recipe", "mxfp8", "--device", "b300"), "'1x2' is no shape"),
+        (("--shapes", OUTPUT, "--recipe", "mxfp9", "--device", "b300"), "Did you mean 'mxfp8'"),
+        (("--shapes", OUTPUT, "--recipe", "nvfp4", "--device", "h100"), "does not run nvfp4"),
+        (("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b3000"), "Did you mean 'b300'"),
+        (
+            ("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--plan", "trainings"),
+            "Did you mean 'training'",
+        ),
+        (("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--table", "none.json"), "cannot be read"),
+        (("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--calibrate"), "torch finds none here"),
+    ],
+)
+def test_what_cannot_be_asked(arguments: tuple[str, ...], said: str) -> None:
+    with pytest.raises(PrecisionDebugError) as raised:
+        raise_of("speed", *arguments)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("speed",), "give either the log folder of a run or"),
+        (("speed", "logs", "--shapes", OUTPUT), "give either the log folder of a run or"),
+        (("speed", "--shapes", OUTPUT, "--recipe", "mxfp8"), "shapes need a device"),
+        (("speed", "--shapes", OUTPUT, "--device", "b300"), "shapes need a recipe"),
+        (("check", "empty.yaml", "--speed"), "give --model, too"),
+        (("check", "empty.yaml", "--device", "h200"), "give --speed, too"),
+        (("check", "empty.yaml", "--model", "speed_models:build", "--tokens", "64", "--speed"), "need a device"),
+        (("check", "empty.yaml", "--model", "speed_models:build", "--speed", "--device", "h200"), "need --tokens or"),
+    ],
+)
+def test_wrong_use(arguments: tuple[str, ...], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
+
+
+PLAN = ("check", "empty.yaml", "--model", "speed_models:build", "--recipe", "fp8_current_scaling", "--tokens", "8192")
+
+
+def test_a_plan_and_its_patch() -> None:
+    found = read(*PLAN, "--speed", "--device", "h200")["speed"]
+    assert {one["layer"] for one in found["products"]} == {"big", "small", "head"}
+    assert {one["recipe"] for one in found["products"] if one["layer"] == "head"} == {None}
+    keep = next(one for one in found["advice"] if one["text"].startswith("keep small in BF16"))
+    Path("patched.yaml").write_text(keep["patch"])
+    again = run("check", "patched.yaml", *PLAN[2:], "--json")
+    assert again.exit_code == 0, "no finding"
+    [row] = [row for row in json.loads(again.stdout)["plan"] if row["layers"] == ["small"]]
+    assert row["gemms"]["fprop"]["precision"] == "bf16"
+    patched = read("check", "patched.yaml", *PLAN[2:], "--speed", "--device", "h200")["speed"]
+    assert found["total"]["low_ms"] - patched["total"]["low_ms"] == pytest.approx(keep["saves_ms"])
+    assert "keep small in BF16: no loss of time: saves" in run(*PLAN, "--speed", "--device", "h200").output
+
+
+def test_a_model_that_cannot_be_planned() -> None:
+    with pytest.raises(PrecisionDebugError, match="No matrix product of the model could be planned"):
+        raise_of(
+            "check", "empty.yaml", "--model", "speed_models:other", "--tokens", "64", "--speed", "--device", "h200"
+        )

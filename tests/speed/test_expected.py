@@ -1,0 +1,256 @@
+"""Expected times of a step's products, the waterfall and the advice, against sums that are counted by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_precision_callbacks.config import load_config
+from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, StateRow
+from te_precision_callbacks.coverage.planned_products import gemm_sizes
+from te_precision_callbacks.speed.advice import advise
+from te_precision_callbacks.speed.costs import Shape, call_cost, cast_of, high_ms, kernel_ms
+from te_precision_callbacks.speed.devices import device_named
+from te_precision_callbacks.speed.estimate import estimate
+from te_precision_callbacks.speed.expected import expected, recipe_of_product, total
+from te_precision_callbacks.speed.recorded import Step
+from te_precision_callbacks.speed.waterfall import waterfall
+
+B300, H200 = device_named("b300"), device_named("h200")
+CURRENT = "fp8_current_scaling"
+LOW = {"fprop": ("E4M3", "E4M3"), "dgrad": ("E5M2", "E4M3"), "wgrad": ("E5M2", "E4M3")}
+
+
+def layer(
+    name: str,
+    tokens: int,
+    sizes: tuple[int, int],
+    *,
+    low: tuple[str, ...] = ("fprop", "dgrad", "wgrad"),
+    family: str = "te",
+    calls: int = 1,
+    reason: Reason = Reason.SECTION,
+) -> list[Product]:
+    """The products of a linear layer of ``sizes``: in_features and out_features."""
+    found = []
+    for gemm, (n, m, k) in gemm_sizes(tokens, *sizes).items():
+        formats = [f"FP8 {text}" for text in LOW[gemm]] if gemm in low else ["BF16", "BF16"]
+        found.append(
+            Product(
+                name, family, gemm, gemm != "fprop", n, m, k, 1, calls, n * m * k * calls,  # type: ignore[arg-type]
+                dict(zip("ab", formats, strict=True)), reason=None if gemm in low else reason,
+            )
+        )  # fmt: skip
+    return found
+
+
+def test_the_input_the_weight_and_the_gradient_are_cast_once() -> None:
+    """A layer of 8192 tokens, 4096 x 1024, in four micro-batches."""
+    products = layer("fc", 8192, (4096, 1024), calls=4)
+    fprop, dgrad, wgrad = expected(products, CURRENT, H200)
+    # On Hopper in both directions: 6 bytes an element; the weight once a step
+    moved = {"activation": 4 * 6 * 8192 * 4096, "weight": 6 * 4096 * 1024, "gradient": 4 * 6 * 8192 * 1024}
+    rate = H200.bandwidth_tbs * 1e9 * H200.fitted.cast[CURRENT]
+    launch = H200.fitted.launch_ms
+    assert fprop.cost is not None
+    assert dgrad.cost is not None
+    assert fprop.cost.cast_ms == pytest.approx((moved["activation"] + moved["weight"]) / rate)
+    assert fprop.cost.launch_ms == pytest.approx((4 * 4 + 4) * launch)
+    assert dgrad.cost.cast_ms == pytest.approx(moved["gradient"] / rate)
+    assert wgrad.cast_ms == 0
+    for one in (fprop, dgrad, wgrad):
+        assert one.high_ms == pytest.approx(4 * 2 * 8192 * 4096 * 1024 / (989e9 * H200.fitted.kernel["bf16"]))
+
+
+@pytest.mark.parametrize(
+    ("low", "bytes_of"),
+    [
+        (("fprop",), {"fprop": 5 * 2**20 * (1 + 2)}),
+        (("dgrad",), {"dgrad": (5 * 2 + 6 * 2) * 2**20}),  # the weight with rows, too
+        (("wgrad",), {"wgrad": 6 * 2**20 * (1 + 2)}),  # both with rows that no GEMM reads
+        (("fprop", "wgrad"), {"fprop": (6 * 1 + 5 * 2) * 2**20, "wgrad": 6 * 2 * 2**20}),
+    ],
+)
+def test_only_directions_that_are_read_are_written(low: tuple[str, ...], bytes_of: Mapping[str, int]) -> None:
+    """1024 tokens, 1024 in, 2048 out: 2^20 elements of the input, twice as many of the weight and the gradient."""
+    times = {one.gemm: one for one in expected(layer("fc", 1024, (1024, 2048), low=low), CURRENT, H200)}
+    rate = H200.bandwidth_tbs * 1e9 * H200.fitted.cast[CURRENT]
+    found = {gemm: one.cost.cast_ms * rate for gemm, one in times.items() if one.cost is not None}
+    assert {gemm: value for gemm, value in found.items() if value} == pytest.approx(bytes_of)
+
+
+def test_the_plan_of_the_benchmark() -> None:
+    fprop, dgrad, _ = expected(layer("fc", 15872, (4096, 12288)), CURRENT, B300, plan="benchmark")
+    assert fprop.low_ms == pytest.approx(call_cost(Shape(15872, 4096, 12288), CURRENT, B300).low_ms)
+    assert dgrad.low_ms == pytest.approx(call_cost(Shape(15872, 12288, 4096), CURRENT, B300).low_ms)
+
+
+def test_a_product_that_two_layers_of_each_kind_have() -> None:
+    """Bytes and operations of a linear layer, an expert's and a convolution's, counted by hand."""
+    linear = Shape(2048, 512, 256)
+    expert = Shape(128, 512, 1024)
+    convolution = Shape(196, 768, 64, batch=2)
+    assert [shape.operations for shape in (linear, expert, convolution)] == [536870912, 134217728, 38535168]
+    assert cast_of(CURRENT, "activation", 2048 * 512, (9, 0)).bytes == 6291456
+    assert cast_of("mxfp8", "weight", 512 * 1024, (10, 0)).bytes == 524288 * 4 + 524288 * 2 * 3 / 32
+    assert high_ms(convolution, H200) == pytest.approx(
+        2 * (2 * 196 * 768 + 2 * 768 * 64 + 2 * 196 * 64) / (4.8e9 * 0.92), abs=2e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("formats", "given", "recipe"),
+    [
+        (("FP8 E4M3", "FP8 E4M3"), "", "unknown"),
+        (("FP8 E4M3", "FP8 E4M3"), "fp8_delayed_scaling", "fp8_delayed_scaling"),
+        (("FP8 E4M3", "FP8 E4M3"), "mxfp8 -> fp8_current_scaling", "fp8_current_scaling"),
+        (("MXFP8 E4M3", "MXFP8 E4M3"), "", "mxfp8"),
+        (("FP8 block E4M3", "FP8 block E4M3"), "", "fp8_block_scaling"),
+        (("NVFP4 E2M1", "NVFP4 E2M1"), "Mine", "nvfp4"),
+        (("FP8 E4M3", "BF16"), CURRENT, ""),
+    ],
+)
+def test_the_recipe_of_a_product(formats: tuple[str, str], given: str, recipe: str) -> None:
+    product = replace(layer("fc", 16, (16, 16))[0], operands=dict(zip("ab", formats, strict=True)))
+    assert recipe_of_product(product, given) == recipe
+
+
+def test_what_is_not_known_is_in_no_figure() -> None:
+    attention = Product(
+        "core", "attention", "qk", False, 512, 512, 64, 32, 1, 512 * 512 * 64 * 32, {"q": "FP8 E4M3", "k": "FP8 E4M3"}
+    )
+    products = [*layer("fc", 4096, (4096, 4096)), attention]
+    alone = estimate(Step(Coverage(products[:3]), CURRENT), B300)
+    both = estimate(Step(Coverage(products), CURRENT), B300)
+    assert both.total.low_ms == alone.total.low_ms
+    assert both.total.unknown == 1
+    assert any("1 product in low precision is unknown" in note for note in both.notes)
+    assert both.as_json()["products"][3]["low_ms"] is None
+    unknown = estimate(Step(Coverage(products[:3]), ""), B300)
+    assert unknown.total.unknown == 3
+    assert math.isnan(unknown.times[0].low_ms)
+    assert unknown.waterfall.expected_ms == 0
+
+
+def test_the_interval_of_many_shapes_is_narrower() -> None:
+    one = total(expected(layer("fc", 8192, (4096, 4096)), CURRENT, B300), B300)
+    more = total(
+        expected([p for k in range(1, 9) for p in layer(f"fc{k}", 8192, (4096, 1024 * k))], CURRENT, B300), B300
+    )
+    alike = total(expected([p for k in range(8) for p in layer(f"fc{k}", 8192, (4096, 4096))], CURRENT, B300), B300)
+    assert alike.interval == pytest.approx(one.interval), "layers of one shape err together"
+    assert math.log(more.interval[1] / more.interval[0]) < math.log(one.interval[1] / one.interval[0])
+
+
+PRODUCTS = st.lists(
+    st.tuples(
+        st.sampled_from([16, 1000, 4096, 100000]),
+        st.sampled_from([64, 1024, 4096]),
+        st.sampled_from([48, 1024, 16384]),
+        st.sampled_from([("fprop", "dgrad", "wgrad"), ("fprop",), ()]),
+        st.sampled_from(list(Reason)),
+        st.integers(1, 4),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(PRODUCTS, st.sampled_from(["training", "benchmark"]), st.sampled_from(["h100", "h200_nvl", "b300"]))
+def test_the_waterfall_adds_up(
+    found: list[tuple[int, int, int, tuple[str, ...], Reason, int]], plan: str, name: str
+) -> None:
+    products = []
+    for number, (tokens, k, n, low, reason, calls) in enumerate(found):
+        products += layer(f"l{number}", tokens, (k, n), low=low, reason=reason, calls=calls)
+    device = device_named(name)
+    speed = estimate(Step(Coverage(products), CURRENT), device, plan=plan)  # type: ignore[arg-type]
+    fall = speed.waterfall
+    assert fall.expected_ms == pytest.approx(sum(one.low_ms for one in speed.times), rel=1e-9)
+    assert fall.high_ms == pytest.approx(sum(one.high_ms for one in speed.times), rel=1e-9)
+    assert fall.ideal_ms <= fall.expected_ms * (1 + 1e-9) or fall.recipe == "" or any(p.ms < 0 for p in fall.parts)
+    assert speed.total.low_ms == pytest.approx(fall.expected_ms, rel=1e-9)
+
+
+def test_the_rest_of_a_step() -> None:
+    """A model of 1e9 parameters in BF16 with master weights and two states, 8 ranks, 10 norms of 32 MiB."""
+    state = (
+        StateRow("parameter", "bfloat16", 10, 2_000_000_000),
+        StateRow("gradient", "bfloat16", 10, 2_000_000_000),
+        StateRow("master_weight", "float32", 10, 4_000_000_000),
+        StateRow("optimizer_state", "float32", 20, 8_000_000_000),
+        StateRow("reduce", "bfloat16", 1, 2_000_000_000),
+        StateRow("norm", "bfloat16", 10, 0),
+        StateRow("residual", "bfloat16", 4, 4 * 2**25),
+    )
+    fall = waterfall(Step(Coverage(layer("fc", 4096, (4096, 4096)), state=state), CURRENT, world=8), H200)
+    ms = {part.name: part.ms for part in fall.parts}
+    rate = 4.8e9 * H200.fitted.bandwidth
+    assert ms["optimizer"] == pytest.approx((2 * 8 + 2 * 4 + 2 + 2) * 1e9 / rate)
+    assert ms["norms outside of Transformer Engine"] == pytest.approx(5 * 10 * 2**25 / rate)
+    assert ms["reduction of gradients"] == pytest.approx(2 * 7 / 8 * 2e9 / 450e6)
+    assert fall.unknown == ()
+    assert fall.ceiling == pytest.approx(fall.high_ms / fall.rest_ms)
+    assert fall.ceiling > fall.ideal_speedup > fall.speedup
+
+
+def test_without_types_the_rest_is_unknown() -> None:
+    fall = waterfall(Step(Coverage(layer("fc", 4096, (4096, 4096))), CURRENT), H200)
+    assert [part.name for part in fall.unknown] == ["norms and activations", "optimizer", "communication"]
+    assert fall.ceiling == math.inf
+    one_rank = waterfall(Step(Coverage(layer("fc", 4096, (4096, 4096))), CURRENT, world=1), H200)
+    assert "communication" not in [part.name for part in one_rank.unknown]
+
+
+def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
+    products = [
+        *layer("big", 8192, (8192, 8192), calls=2),
+        *layer("small.0", 2048, (1024, 256), calls=2),
+        *layer("head", 8192, (8192, 32000), low=(), family="torch", reason=Reason.NOT_TE, calls=2),
+    ]
+    step = Step(Coverage(products), CURRENT)
+    found = advise(step, B300)
+    saved = [one.saves_ms for one in found]
+    assert saved == sorted(saved, reverse=True)
+    texts = {one.text: one for one in found}
+    kept = next(one for text, one in texts.items() if text.startswith("keep small.0 in BF16"))
+    (tmp_path / "patch.yaml").write_text(kept.patch)
+    assert [section.name for section in load_config(tmp_path / "patch.yaml").sections] == ["keep_in_high_precision"]
+    assert "small\\\\.0" in kept.patch
+    before, after = (
+        estimate(step, B300),
+        estimate(
+            Step(
+                Coverage([*products[:3], *layer("small.0", 2048, (1024, 256), low=(), calls=2), *products[6:]]), CURRENT
+            ),
+            B300,
+        ),
+    )
+    assert kept.saves_ms == pytest.approx(before.total.low_ms - after.total.low_ms)
+    assert kept.interval[0] < kept.saves_ms < kept.interval[1]
+    assert "fp8_delayed_scaling instead of fp8_current_scaling" in texts
+    assert "2 micro-batches in one" in texts
+    assert "make head Transformer Engine layers, such as te.Linear" in texts
+    delayed = texts["fp8_delayed_scaling instead of fp8_current_scaling"]
+    other = estimate(Step(Coverage(products), "fp8_delayed_scaling"), B300)
+    assert delayed.saves_ms == pytest.approx(before.total.low_ms - other.total.low_ms)
+
+
+def test_sizes_that_are_refused_are_padded() -> None:
+    products = layer("fc", 8192, (8192, 8200), low=(), reason=Reason.SHAPE)
+    [advice] = [one for one in advise(Step(Coverage(products), ""), H200, recipe=CURRENT) if "sizes" in one.text]
+    assert "padded from" in advice.text
+    assert "8200 to 8208" in advice.text
+
+
+def test_kernels_are_not_counted_twice() -> None:
+    [one, *_] = expected(layer("fc", 4096, (4096, 4096)), "fp8_delayed_scaling", B300)
+    assert one.cost is not None
+    assert one.cost.kernel_ms == pytest.approx(kernel_ms(Shape(4096, 4096, 4096), "fp8", B300))
