@@ -230,7 +230,7 @@ class _Planner:
         quantizers = list(quantizers_of_layers(forward, backward, len(layers)))
         weights = _weights(module, layers)
         is_mlp = "LayerNormMLP" in names
-        fsdp2 = bool(module.is_fsdp2)
+        fsdp2 = _is_fsdp2(module)
         linears = []
         for number, (layer, sizes) in enumerate(zip(layers, layer_features(module), strict=True)):
             weight = weights[layer]
@@ -529,6 +529,15 @@ def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Seq
     if first is None:
         raise UnknownMemoryError("its weight is no parameter of it, as where FSDP keeps all parameters flat.")
     return {layer: weights or first for layer, weights in found.items()}
+
+
+def _is_fsdp2(module: Any) -> bool:
+    """Whether FSDP2 shards a module, which keeps the first answer: not ours, since a plan may come before FSDP2."""
+    is_known = "_is_fsdp2" in vars(module)
+    found = bool(module.is_fsdp2)
+    if not is_known:
+        del module._is_fsdp2
+    return found
 
 
 def _saves_unknown(module: torch.nn.Module) -> bool:

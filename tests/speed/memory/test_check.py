@@ -121,6 +121,8 @@ def test_many_layers_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         from transformer_engine.common.recipe import MXFP8BlockScaling
 
         model = torch.nn.ModuleList(te.Linear(64, 64, params_dtype=BF16, device="meta") for _ in range(200))
+        before = {name: set(vars(module)) for name, module in model.named_modules()}
         memory = plan_memory(model, named_te_modules(model), MXFP8BlockScaling(), tokens=128)
+        assert {name: set(vars(module)) for name, module in model.named_modules()} == before, "nothing of it changes"
     assert len(memory.layers) == 200
     assert made == ["quantizers", "bytes", "bytes", "bytes"]
