@@ -1,32 +1,68 @@
 """What low precision costs and buys: expected and calibrated times of matrix products, layer by layer.
 
-    from te_precision_callbacks.speed import Shape, call_cost, device_named, high_ms
+    from te_precision_callbacks.speed import Shape, call_cost, device_named, estimate_step, high_ms, step_of_run
     device = device_named("b300")
     shape = Shape.parse("15872x4096x12288")      # tokens x in_features x out_features
     high_ms(shape, device), call_cost(shape, "fp8_current_scaling", device).low_ms
+    speed = estimate_step(step_of_run(open_run("logs")), device)
+    speed.times, speed.waterfall, speed.advice
 
 docs/speed.md has the model, its constants, and how well it agrees with published times.
 """
 
-from te_precision_callbacks.speed.costs import Cast, Cost, Shape, break_even, call_cost, cast_of, high_ms
-from te_precision_callbacks.speed.devices import Constants, Device, Scatter, device_named, device_reported, devices
-from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from te_precision_callbacks.base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.speed.advice import Advice
+    from te_precision_callbacks.speed.calibration import Calibration, Time, calibrate
+    from te_precision_callbacks.speed.costs import Cast, Cost, Shape, break_even, call_cost, cast_of, high_ms
+    from te_precision_callbacks.speed.devices import (
+        Constants,
+        Device,
+        Scatter,
+        device_named,
+        device_reported,
+        known_devices,
+    )
+    from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
+    from te_precision_callbacks.speed.estimate import StepSpeed, estimate_step
+    from te_precision_callbacks.speed.expected import ProductTime, Total
+    from te_precision_callbacks.speed.recorded import Step, step_of_run
+    from te_precision_callbacks.speed.waterfall import Part, Waterfall
 
 __all__ = [
+    "Advice",
+    "Calibration",
     "CalibrationError",
     "Cast",
     "Constants",
     "Cost",
     "Device",
     "DeviceError",
+    "Part",
+    "ProductTime",
     "Scatter",
     "Shape",
     "SpeedError",
+    "Step",
+    "StepSpeed",
+    "Time",
+    "Total",
+    "Waterfall",
     "break_even",
+    "calibrate",
     "call_cost",
     "cast_of",
     "device_named",
     "device_reported",
-    "devices",
+    "estimate_step",
     "high_ms",
+    "known_devices",
+    "step_of_run",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__)

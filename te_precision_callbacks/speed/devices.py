@@ -174,7 +174,7 @@ def _why_not(recipe: str, capability: tuple[int, int]) -> str:
 
 
 @functools.cache
-def devices() -> Mapping[str, Device]:
+def known_devices() -> Mapping[str, Device]:
     """Name -> device, of all that come with this package."""
     return {name: Device.model_validate(fields) for name, fields in _read("devices.yaml").items()}
 
@@ -194,7 +194,7 @@ def device_named(name: str) -> Device:
     if name.endswith((".yaml", ".yml")):
         return _from_file(Path(name).expanduser())
     word = name.lower().replace("-", "_").replace(" ", "_").removeprefix("nvidia_")
-    known = devices()
+    known = known_devices()
     if word in known:
         return known[word]
     found = next((device for device in known.values() if word in device.other_names), None)
@@ -211,7 +211,7 @@ def device_named(name: str) -> Device:
 
 def device_reported(name: str) -> Device | None:
     """The device of a name that ``torch.cuda.get_device_name`` gives; None if it is not known."""
-    return next((device for device in devices().values() if name in device.reported_as), None)
+    return next((device for device in known_devices().values() if name in device.reported_as), None)
 
 
 def _from_file(path: Path) -> Device:
