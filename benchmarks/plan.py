@@ -35,7 +35,7 @@ def case_of(layers: int, recipe: str) -> dict[str, Any]:
     from te_precision_callbacks.check import check_model
     from te_precision_callbacks.check.printing import show
     from te_precision_callbacks.speed import device_named
-    from te_precision_callbacks.speed.estimate import estimate
+    from te_precision_callbacks.speed.estimate import estimate_step
     from te_precision_callbacks.speed.printing import show_step
     from te_precision_callbacks.speed.recorded import Step
 
@@ -52,7 +52,7 @@ def case_of(layers: int, recipe: str) -> dict[str, Any]:
     times.append(time.perf_counter())
     with contextlib.redirect_stdout(io.StringIO()):
         device = device_named("b300" if recipe in ("mxfp8", "nvfp4") else "h200")
-        show_step(estimate(Step(checked.coverage, checked.recipe), device))
+        show_step(estimate_step(Step(checked.coverage, checked.recipe), device))
     times.append(time.perf_counter())
     build, check, rows, speed = (after - start for start, after in itertools.pairwise(times))
     return {

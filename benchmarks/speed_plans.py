@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.speed import SpeedError, device_named
-from te_precision_callbacks.speed.estimate import StepSpeed, estimate
+from te_precision_callbacks.speed.estimate import StepSpeed, estimate_step
 from te_precision_callbacks.speed.recorded import Step
 
 DEVICES = ("h100_sxm", "h200_sxm", "h200_nvl", "b200", "b300")
@@ -106,7 +106,7 @@ def speed(model: Model, recipe: str, device: str) -> StepSpeed:
     """
     found = device_named(device)
     found.check_recipe(recipe)
-    return estimate(Step(Coverage(model.products(recipe)), recipe), found)
+    return estimate_step(Step(Coverage(model.products(recipe)), recipe), found)
 
 
 def table() -> Iterator[str]:

@@ -121,6 +121,7 @@ WITHOUT_SESSION = (
     "coverage",
     "speed",
     "check",
+    "speed",
     "cli.doctor",
 )
 
@@ -145,6 +146,7 @@ def test_readers_load_neither_the_session_nor_transformer_engine() -> None:
     code = (
         "import sys, te_precision_callbacks.dumps, te_precision_callbacks.sinks, te_precision_callbacks.debug_utils\n"
         "import te_precision_callbacks.views.compare.comparison, te_precision_callbacks.views.show.view\n"
+        "import te_precision_callbacks.speed.estimate, te_precision_callbacks.speed.calibration\n"
         "loaded = [name for name in sys.modules if name.startswith(('te_precision_callbacks.session',"
         " 'te_precision_callbacks.config', 'te_precision_callbacks.features', 'transformer_engine.', 'nvdlfw'))]\n"
         "assert not loaded, loaded"

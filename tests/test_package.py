@@ -259,6 +259,8 @@ import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
 sys.path.insert(0, {str(tmp_path / "site")!r})
 import te_precision_callbacks.features, te_precision_callbacks.cli
+from te_precision_callbacks.speed import known_devices
+assert all(device.fitted for device in known_devices().values())
 print(te_precision_callbacks.features.__file__)"""
     assert python(code).startswith(str(tmp_path / "site"))
 

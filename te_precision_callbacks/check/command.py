@@ -27,7 +27,7 @@ from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import Observe
 from te_precision_callbacks.check.accelerate_conversion import Conversion, Converted
-from te_precision_callbacks.speed.command import DeviceName, PlanName, call_plan
+from te_precision_callbacks.speed.command import Calibrate, DeviceName, PlanName, TableFile, call_plan, speed_of_step
 
 if TYPE_CHECKING:
     import torch
@@ -136,6 +136,8 @@ def check_command(
     ] = False,
     device: DeviceName = None,
     plan: PlanName = None,
+    calibrate: Calibrate = False,
+    table: TableFile = None,
     as_json: Json = False,
 ) -> None:
     """Check a config, and plan on a model what each of its matrix products will run in, without running it.
@@ -161,8 +163,9 @@ def check_command(
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
     if cached_weights and not memory:
         raise typer.BadParameter("it is for the plan of memory; give --memory, too", param_hint="--cached-weights")
-    for name, value in (("--device", device), ("--plan", plan)):
-        if value is not None and not speed:
+    of_speed = {"--device": device, "--plan": plan, "--calibrate": calibrate or None, "--table": table}
+    for name, each in of_speed.items():
+        if each is not None and not speed:
             raise typer.BadParameter("it is for expected times; give --speed, too", param_hint=name)
     if speed and tokens is None and batch is None:
         raise typer.BadParameter("expected times need --tokens or --batch", param_hint="--speed")
@@ -209,7 +212,7 @@ def check_command(
             capability=None if target is None else target.capability,
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
-    expected = None if target is None else _speed(checked, target, calls)
+    expected = None if target is None else _speed(checked, target, calls, calibrate=calibrate, table=table)
     if as_json:
         planned = plan_as_json(checked, model, made_on, batch, converted)
         also = {} if expected is None else {"speed": expected.as_json()}
@@ -343,11 +346,10 @@ def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
     return max((each for each in target.ALLOWED if each <= capability), default=target.DEFAULT)
 
 
-def _speed(checked: CheckedModel, device: Device, plan: CallPlan) -> StepSpeed:
+def _speed(checked: CheckedModel, device: Device, plan: CallPlan, *, calibrate: bool, table: Path | None) -> StepSpeed:
     """What is expected of the planned step."""
     from te_precision_callbacks.layers.folding import folded
     from te_precision_callbacks.speed.errors import SpeedError
-    from te_precision_callbacks.speed.estimate import estimate
     from te_precision_callbacks.speed.recorded import Step
 
     if not checked.coverage.macs():
@@ -359,7 +361,8 @@ def _speed(checked: CheckedModel, device: Device, plan: CallPlan) -> StepSpeed:
     if checked.not_counted:
         names = ", ".join(folded(checked.not_counted, most=8))
         notes = (f"The times of {names} are in no figure, since it is not known what their classes multiply.",)
-    return estimate(Step(checked.coverage, checked.recipe, notes=notes), device, plan=plan)
+    step = Step(checked.coverage, checked.recipe, notes=notes)
+    return speed_of_step(step, device, plan=plan, recipe=None, calibrate=calibrate, table=table)
 
 
 def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torch.nn.Module, str, Converted | None]:

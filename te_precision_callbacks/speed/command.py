@@ -169,11 +169,11 @@ def speed_of_step(
     """What is expected of a step, with measured times if a command has been asked for them.
 
     Raises:
-        SpeedError: as from :func:`~te_precision_callbacks.speed.estimate.estimate`.
+        SpeedError: as from :func:`~te_precision_callbacks.speed.estimate.estimate_step`.
         CalibrationError: the table cannot be used, or nothing can be measured here.
     """
     from te_precision_callbacks.speed import calibration
-    from te_precision_callbacks.speed.estimate import estimate
+    from te_precision_callbacks.speed.estimate import estimate_step
     from te_precision_callbacks.speed.expected import expected
 
     file = table if table is not None or not calibrate else calibration.DEFAULT_FILE
@@ -186,7 +186,7 @@ def speed_of_step(
         measured.write(file)
     if measured is not None:
         measured.check_device(device)
-    return estimate(step, device, plan=plan, recipe=recipe or "", table=measured)
+    return estimate_step(step, device, plan=plan, recipe=recipe or "", table=measured)
 
 
 def _progress(what: str, number: int, of: int) -> None:

@@ -1,6 +1,6 @@
 """All that is expected of a step's speed: its products, the waterfall, and what to do.
 
-speed = estimate(step_of_run(open_run("logs")), device_named("h200"))
+speed = estimate_step(step_of_run(open_run("logs")), device_named("h200"))
 speed.times, speed.waterfall, speed.advice, speed.notes
 """
 
@@ -56,7 +56,7 @@ class StepSpeed:
         }
 
 
-def estimate(
+def estimate_step(
     step: Step, device: Device, *, plan: CallPlan = "training", recipe: str = "", table: Measured | None = None
 ) -> StepSpeed:
     """What is expected of a step.

@@ -1,17 +1,19 @@
-"""The products of a recorded run, with their recipes, and the device that it ran on.
+"""The products of a step, with their recipes: of a recorded run or of a session, and the device that a run ran on.
 
 step = step_of_run(open_run("logs"))
-step.coverage, step.recipes, step.device_name
+step = Step.of(session.coverage(), session.precision)
+step.coverage, step.recipes, step.world
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, StateRow
+from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.speed.devices import Device, device_named, device_reported
@@ -33,6 +35,11 @@ class Step:
     recipes: Mapping[str, str] | str
     world: int | None = None
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, coverage: Coverage, precision: Iterable[GemmPrecision], *, world: int | None = None) -> Step:
+        """The step of a session: its coverage, and the recipes of its ``precision``."""
+        return cls(coverage, {one.layer: one.recipe for one in precision if one.recipe}, world)
 
 
 def step_of_run(run: RecordedRun) -> Step:

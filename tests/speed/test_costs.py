@@ -118,7 +118,7 @@ def test_break_even(name: str, linear: float, product: float) -> None:
     assert break_even(device, products=1) == pytest.approx(product, rel=0.04)
 
 
-def test_the_devices() -> None:
+def test_the_known_devices() -> None:
     for name, device in known_devices().items():
         assert device.fp8_tflops == pytest.approx(2 * device.bf16_tflops, rel=0.002), name
         assert device.bandwidth_tbs < 10, "not in GB/s"

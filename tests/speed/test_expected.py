@@ -17,7 +17,7 @@ from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.speed.advice import advise
 from te_precision_callbacks.speed.costs import Shape, call_cost, cast_of, high_ms, kernel_ms
 from te_precision_callbacks.speed.devices import device_named
-from te_precision_callbacks.speed.estimate import estimate
+from te_precision_callbacks.speed.estimate import estimate_step
 from te_precision_callbacks.speed.expected import expected, recipe_of_product, total
 from te_precision_callbacks.speed.recorded import Step
 from te_precision_callbacks.speed.waterfall import waterfall
@@ -126,13 +126,13 @@ def test_what_is_not_known_is_in_no_figure() -> None:
         "core", "attention", "qk", False, 512, 512, 64, 32, 1, 512 * 512 * 64 * 32, {"q": "FP8 E4M3", "k": "FP8 E4M3"}
     )
     products = [*layer("fc", 4096, (4096, 4096)), attention]
-    alone = estimate(Step(Coverage(products[:3]), CURRENT), B300)
-    both = estimate(Step(Coverage(products), CURRENT), B300)
+    alone = estimate_step(Step(Coverage(products[:3]), CURRENT), B300)
+    both = estimate_step(Step(Coverage(products), CURRENT), B300)
     assert both.total.low_ms == alone.total.low_ms
     assert both.total.unknown == 1
     assert any("1 product in low precision is unknown" in note for note in both.notes)
     assert both.as_json()["products"][3]["low_ms"] is None
-    unknown = estimate(Step(Coverage(products[:3]), ""), B300)
+    unknown = estimate_step(Step(Coverage(products[:3]), ""), B300)
     assert unknown.total.unknown == 3
     assert math.isnan(unknown.times[0].low_ms)
     assert unknown.waterfall.expected_ms == 0
@@ -171,7 +171,7 @@ def test_the_waterfall_adds_up(
     for number, (tokens, k, n, low, reason, calls) in enumerate(found):
         products += layer(f"l{number}", tokens, (k, n), low=low, reason=reason, calls=calls)
     device = device_named(name)
-    speed = estimate(Step(Coverage(products), CURRENT), device, plan=plan)  # type: ignore[arg-type]
+    speed = estimate_step(Step(Coverage(products), CURRENT), device, plan=plan)  # type: ignore[arg-type]
     fall = speed.waterfall
     assert fall.expected_ms == pytest.approx(sum(one.low_ms for one in speed.times), rel=1e-9)
     assert fall.high_ms == pytest.approx(sum(one.high_ms for one in speed.times), rel=1e-9)
@@ -225,8 +225,8 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
     assert [section.name for section in load_config(tmp_path / "patch.yaml").sections] == ["keep_in_high_precision"]
     assert "small\\\\.0" in kept.patch
     before, after = (
-        estimate(step, B300),
-        estimate(
+        estimate_step(step, B300),
+        estimate_step(
             Step(
                 Coverage([*products[:3], *layer("small.0", 2048, (1024, 256), low=(), calls=2), *products[6:]]), CURRENT
             ),
@@ -239,7 +239,7 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
     assert "2 micro-batches in one" in texts
     assert "make head Transformer Engine layers, such as te.Linear" in texts
     delayed = texts["fp8_delayed_scaling instead of fp8_current_scaling"]
-    other = estimate(Step(Coverage(products), "fp8_delayed_scaling"), B300)
+    other = estimate_step(Step(Coverage(products), "fp8_delayed_scaling"), B300)
     assert delayed.saves_ms == pytest.approx(before.total.low_ms - other.total.low_ms)
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
 from typer.testing import CliRunner
 
-from te_precision_callbacks import cli
+from te_precision_callbacks import InspectSession, cli
 from te_precision_callbacks.speed import device_named, known_devices
+from te_precision_callbacks.speed.estimate import estimate_step
+from te_precision_callbacks.speed.recorded import Step
 from tests.docs.pages import PAGES, blocks
 
 PAGE = "docs/speed.md"
@@ -24,9 +30,39 @@ def test_the_shapes_print_what_is_shown() -> None:
 
 
 def test_break_even(capsys: pytest.CaptureFixture[str]) -> None:
-    [code] = blocks(PAGE, "python")
-    exec(code, {})
+    exec(blocks(PAGE, "python")[1], {})
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["h100", "h200", "b300"]
+
+
+@pytest.mark.slow
+def test_a_session_and_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of a session is that of its run."""
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(te.Linear(64, 128), te.LayerNormMLP(128, 256), torch.nn.Linear(128, 32))
+    session = InspectSession(None)
+    session.start(log_dir=Path("logs")).attach(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            y = model(torch.randn(64, 64))
+        y.sum().backward()
+        optimizer.step()
+        session.step()
+    live = estimate_step(Step.of(session.coverage(), session.precision, world=1), device_named("h200"))
+    session.stop()
+    capsys.readouterr()
+    names: dict[str, Any] = {}
+    exec(blocks(PAGE, "python")[0], names)
+    speed = names["speed"]
+    assert [one.as_json() for one in speed.times] == [one.as_json() for one in live.times]
+    assert speed.waterfall == live.waterfall
+    assert {one.recipe for one in speed.times} == {"fp8_current_scaling", ""}
+    parts = {part.name: part.kind for part in speed.waterfall.parts}
+    assert parts["optimizer"] == "estimate"
+    assert "communication" not in parts, "one rank"
+    assert "keep" in capsys.readouterr().out
 
 
 def test_a_device_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import sys
 from collections.abc import Iterator
@@ -16,9 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def model() -> Iterator[ModuleType]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    import speed_model
-
-    yield speed_model
+    yield importlib.import_module("speed_model")
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
