@@ -16,6 +16,7 @@ import transformer_engine.pytorch as te
 
 from examples.byte_lm import ByteLanguageModel
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.instrumentation.profiler import StepProfiler, export, profiler_runs
 from te_precision_callbacks.options import ProfileChoice, SessionOptions, read_profile
@@ -133,6 +134,59 @@ def test_a_profile_is_the_iterations_that_were_asked_for(tmp_path: Path) -> None
     assert gemms["head", "fprop"].format == "fp32"
     assert "layers.0.layernorm_mlp.fc1" in describe(step_)
     assert not profiler_runs()
+
+
+class OtherLayers(torch.nn.Module):
+    """Operations, experts, a wgrad that runs later than its backward, and layers of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = te.ops.Sequential(te.ops.Linear(64, 64), te.ops.GELU(), te.ops.Linear(64, 64))
+        self.experts = te.GroupedLinear(2, 64, 64)
+        self.late = te.Linear(64, 64, delay_wgrad_compute=True)
+        self.compiled = torch.nn.Linear(64, 64)
+        self.compiled.compile(backend="eager")
+        self.conv = torch.nn.Conv1d(1, 4, 3, padding=1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True):
+            rows = self.late(self.experts(self.operations(rows), [32, 32]))
+        rows = self.compiled(rows)
+        return rows + self.conv(rows.unsqueeze(1)).mean(1)
+
+
+def test_other_layers_have_their_gemms_too(tmp_path: Path) -> None:
+    model = OtherLayers()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    hooked = []
+
+    def step() -> None:
+        hooked.append(len(model.compiled._forward_pre_hooks))
+        model(torch.randn(64, 64)).square().mean().backward()
+        model.late.backward_dw()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    coverage = trained(tmp_path, step, model, profile="1-2")
+    measured = measure(read_trace(only_trace(tmp_path)), coverage)
+    found = {(row.layer, row.gemm): row.format for row in measured.products if row.kind == "gemm"}
+    layers = ("operations.0", "operations.2", "experts.gemm_0", "experts.gemm_1", "late")
+    assert {key: found.get(key) for key in ((layer, gemm) for layer in layers for gemm in GEMMS)} == {
+        (layer, gemm): "fp8" for layer in layers for gemm in GEMMS
+    }
+    convolutions = {(row.layer, row.gemm, row.of_pass) for row in measured.products if row.kind == "convolution"}
+    assert convolutions == {("conv", "fprop", "forward"), ("conv", "", "backward")}  # both of the backward in one
+    assert measured.without_layer_share == 0
+    assert len({*hooked[1:]}) == 1, "a hook would compile the module again"
+
+
+def test_rank_0_is_profiled_unless_all_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling_module, "own_rank", lambda: 1)
+    for number, (value, count) in enumerate([("1", 0), ("1, all", 1)]):
+        model, step = byte_lm()
+        trained(tmp_path / str(number), step, model, steps=2, profile=value)
+        (run,) = list_runs(tmp_path / str(number))
+        assert len(traces_of(tmp_path / str(number) / FOLDER / run)) == count
 
 
 def test_nothing_is_there_before_a_profile_and_nothing_is_left_of_it(tmp_path: Path) -> None:
