@@ -96,7 +96,7 @@ class ProfileChoice(NamedTuple):
 
 
 def read_profile(profile: object) -> ProfileChoice | None:
-    """The value of ``profile=``: an iteration, or several and perhaps the ranks, such as ``"10-12, all"``.
+    """The value of ``profile=``: an iteration, or several and perhaps the ranks, such as ``"11-13, all"``.
 
     Raises:
         OptionError: it is none.
@@ -110,8 +110,8 @@ def read_profile(profile: object) -> ProfileChoice | None:
         if match is not None and int(match[1]) <= int(match[2] or match[1]):
             return ProfileChoice(int(match[1]), int(match[2] or match[1]), match[3] is not None)
     raise OptionError(
-        'profile= must be an iteration, such as 10, or a text with the first and the last one, such as "10-12", or'
-        f' "10-12, all" for a trace of each rank, not {profile!r}.'
+        'profile= must be an iteration, such as 11, or a text with the first and the last one, such as "11-13", or'
+        f' "11-13, all" for a trace of each rank, not {profile!r}.'
     )
 
 
@@ -230,8 +230,8 @@ class SessionOptions:
         on_finding: what happens when a rule finds something: ``"warn"``, once for each finding; ``"stop"`` raises a
             PrecisionFindingError on all ranks together, for errors and warnings, or for severities or rules, such as
             ``"stop: nonfinite, dead-gradient"``; or a function of the finding. See docs/diagnosis.md.
-        profile: the iterations that torch's profiler records, with ranges around layers, such as ``10`` or
-            ``"10-12"``; ``"10-12, all"`` on all ranks instead of rank 0 alone. The trace is written beside the records
+        profile: the iterations that torch's profiler records, with ranges around layers, such as ``11`` or
+            ``"11-13"``; ``"11-13, all"`` on all ranks instead of rank 0 alone. The trace is written beside the records
             of the run. Choose iterations after the first ones, in which no statistic is due. See docs/speed-traces.md.
         quiet: leaves out the lines with the verdict that are printed to stderr when the run ends. So does the
             environment variable TE_PRECISION_QUIET=1.

@@ -49,7 +49,7 @@ class _Hook:
     _open = _Open()
 
     def __init__(self, name: str) -> None:
-        self._name = LayerRange(name).name
+        self._name = LayerRange(name).name if name else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, ("",)
@@ -57,6 +57,8 @@ class _Hook:
     @outside_of_dynamo
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
         """Before a forward."""
+        if not self._name:
+            return
         around = record_function(self._name)
         around.__enter__()  # type: ignore[no-untyped-call]
         self._open.ranges.append((self, around))

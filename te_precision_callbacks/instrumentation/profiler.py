@@ -93,6 +93,8 @@ class StepProfiler:
             own = getattr(self._profile, "profiler", None)
             if own is not None and profiler is not own:
                 self.given_up = True
+                if not self.runs:  # what has only been warmed up is the other one's from now on
+                    self._profile = None
                 self.stop()
             return upstream(profiler, *arguments, **keywords)
 

@@ -31,7 +31,7 @@ from te_precision_callbacks.instrumentation.fused import NotFused, choose, paths
 from te_precision_callbacks.instrumentation.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.folding import in_sentence
-from te_precision_callbacks.layers.naming import Model, named_roots
+from te_precision_callbacks.layers.naming import Model, compiled_call, named_roots
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.watched_modules import watched_modules
 from te_precision_callbacks.session.model_changes import ModelChanges
@@ -233,7 +233,7 @@ class ObservedModel:
         names, roots = self.layers.paths(self._model), tuple(named_roots(self._model) or ())
         whole = {id(root) for _, root in roots}
         for _, module in watched_modules(roots):
-            if id(module) in names and id(module) not in whole:
+            if id(module) in names and id(module) not in whole and compiled_call(module) is None:
                 yield names[id(module)], module
 
     def holds(self, *modules: torch.nn.Module | None) -> bool:

@@ -16,6 +16,7 @@ import transformer_engine.pytorch as te
 
 from examples.byte_lm import ByteLanguageModel
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.instrumentation.profiler import StepProfiler, export, profiler_runs
 from te_precision_callbacks.options import ProfileChoice, SessionOptions, read_profile
@@ -135,6 +136,59 @@ def test_a_profile_is_the_iterations_that_were_asked_for(tmp_path: Path) -> None
     assert not profiler_runs()
 
 
+class OtherLayers(torch.nn.Module):
+    """Operations, experts, a wgrad that runs later than its backward, and layers of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = te.ops.Sequential(te.ops.Linear(64, 64), te.ops.GELU(), te.ops.Linear(64, 64))
+        self.experts = te.GroupedLinear(2, 64, 64)
+        self.late = te.Linear(64, 64, delay_wgrad_compute=True)
+        self.compiled = torch.nn.Linear(64, 64)
+        self.compiled.compile(backend="eager")
+        self.conv = torch.nn.Conv1d(1, 4, 3, padding=1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True):
+            rows = self.late(self.experts(self.operations(rows), [32, 32]))
+        rows = self.compiled(rows)
+        return rows + self.conv(rows.unsqueeze(1)).mean(1)
+
+
+def test_other_layers_have_their_gemms_too(tmp_path: Path) -> None:
+    model = OtherLayers()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    hooked = []
+
+    def step() -> None:
+        hooked.append(len(model.compiled._forward_pre_hooks))
+        model(torch.randn(64, 64)).square().mean().backward()
+        model.late.backward_dw()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    coverage = trained(tmp_path, step, model, profile="1-2")
+    measured = measure(read_trace(only_trace(tmp_path)), coverage)
+    found = {(row.layer, row.gemm): row.format for row in measured.products if row.kind == "gemm"}
+    layers = ("operations.0", "operations.2", "experts.gemm_0", "experts.gemm_1", "late")
+    assert {key: found.get(key) for key in ((layer, gemm) for layer in layers for gemm in GEMMS)} == {
+        (layer, gemm): "fp8" for layer in layers for gemm in GEMMS
+    }
+    convolutions = {(row.layer, row.gemm, row.of_pass) for row in measured.products if row.kind == "convolution"}
+    assert convolutions == {("conv", "fprop", "forward"), ("conv", "", "backward")}  # both of the backward in one
+    assert measured.without_layer_share == 0
+    assert len({*hooked[1:]}) == 1, "a hook would compile the module again"
+
+
+def test_rank_0_is_profiled_unless_all_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling_module, "own_rank", lambda: 1)
+    for number, (value, count) in enumerate([("1", 0), ("1, all", 1)]):
+        model, step = byte_lm()
+        trained(tmp_path / str(number), step, model, steps=2, profile=value)
+        (run,) = list_runs(tmp_path / str(number))
+        assert len(traces_of(tmp_path / str(number) / FOLDER / run)) == count
+
+
 def test_nothing_is_there_before_a_profile_and_nothing_is_left_of_it(tmp_path: Path) -> None:
     model, step = byte_lm()
     runs, hooks = [], []
@@ -225,19 +279,26 @@ def test_without_records_the_trace_is_in_the_log_folder(tmp_path: Path) -> None:
     ]
 
 
-def test_a_profile_that_is_given_up_leaves_the_other_one_whole(tmp_path: Path) -> None:
-    for warm in (True, False):
-        first = StepProfiler()
-        assert first.warm_up()
-        if not warm:
-            assert first.start()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as other:
-            torch.ones(3).add(1)
-        assert first.given_up
-        assert not first.start()
-        assert first.stop() is None
-        export(other, tmp_path / "other.json.gz")
-        assert len(read_trace(tmp_path / "other.json.gz").host)
+@pytest.mark.parametrize("when", ["it has warmed up", "it runs", "the other one has warmed up"])
+def test_a_profile_that_is_given_up_leaves_the_other_one_whole(when: str, tmp_path: Path) -> None:
+    first = StepProfiler()
+    other = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    if when == "the other one has warmed up":
+        other.prepare_trace()
+    assert first.warm_up()
+    if when == "it runs":
+        assert first.start()
+    if when != "the other one has warmed up":
+        other.prepare_trace()
+    other.start_trace()
+    assert first.given_up
+    assert not first.start()
+    torch.ones(3).add(1)
+    assert first.stop() is None
+    other.stop_trace()
+    export(other, tmp_path / "other.json.gz")
+    trace = read_trace(tmp_path / "other.json.gz")
+    assert "aten::add" in trace.names
 
 
 @pytest.fixture(autouse=True)
@@ -263,5 +324,5 @@ def test_what_profile_takes(value: Any, choice: ProfileChoice | None) -> None:
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, "", "12-10", "10-", "a", "10, some", [10]])
 def test_what_profile_does_not_take(value: Any) -> None:
-    with pytest.raises(OptionError, match=r"profile= must be an iteration, such as 10, or a text"):
+    with pytest.raises(OptionError, match=r"profile= must be an iteration, such as 11, or a text"):
         SessionOptions.from_keywords(None, profile=value)

@@ -24,11 +24,11 @@ def test_the_code_of_the_page(
     names: dict[str, Any] = {
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), 1e-3),
-        "loader": [torch.randn(32, 32)] * 13,
+        "loader": [torch.randn(32, 32)] * 14,
     }
     exec(LOOP, names)
     exec(READ, names)
-    assert names["step"].iterations == (10, 11, 12)
+    assert names["step"].iterations == (11, 12, 13)
     assert "linear" in capsys.readouterr().out
     names["path"].rename("trace.json.gz")
     exec(OWN, names)

@@ -34,10 +34,18 @@ def assign(calls: Sequence[Call], contexts: Contexts, products: Iterable[Product
     forward = [product for product in run if not product.backward]
     backward = [product for product in run if product.backward]
     _within_ranges(calls, run, batches)
-    _in_order([call for call in calls if call.of_pass in ("forward", "") and not call.layer], forward, batches)
+    left = [call for call in calls if call.of_pass in ("forward", "") and not call.layer]
+    _in_order(left, _without(forward, calls), batches)
     _again(calls, forward, batches)
     _by_link(calls, contexts, backward, batches)
-    _in_order([call for call in calls if call.of_pass == "backward" and not call.layer], backward, batches)
+    left = [call for call in calls if call.of_pass == "backward" and not call.layer]
+    _in_order(left, _without(backward, calls), batches)
+
+
+def _without(products: Sequence[Product], calls: Sequence[Call]) -> list[Product]:
+    """The products of layers that no call is known to be of, in the pass of the products."""
+    known = {(call.layer, call.of_pass == "backward") for call in calls}
+    return [product for product in products if (product.layer, product.backward) not in known]
 
 
 def _take(call: Call, product: Product, *, inferred: bool = True) -> None:
@@ -51,8 +59,12 @@ def _within_ranges(calls: Sequence[Call], run: Sequence[Product], batches: int) 
     for product in run:
         by_layer[product.layer, product.backward].append(product)
     alone: dict[tuple[str, Pass], list[Call]] = defaultdict(list)
+    of_experts: dict[tuple[str, str, Pass], list[Call]] = defaultdict(list)
     for call in calls:
         if not call.layer:
+            continue
+        if call.gemm and (call.layer, call.of_pass == "backward") not in by_layer:
+            of_experts[call.layer, call.gemm, call.of_pass].append(call)
             continue
         backward = call.of_pass == "backward"
         call.layer = _known_layer(call.layer, by_layer, backward=backward)
@@ -67,6 +79,25 @@ def _within_ranges(calls: Sequence[Call], run: Sequence[Product], batches: int) 
             alone[call.layer, call.of_pass].append(call)
     for (layer, of_pass), of_layer_alone in alone.items():
         _in_order(of_layer_alone, by_layer[layer, of_pass == "backward"], batches)
+    for (layer, gemm, _), together in of_experts.items():
+        _of_experts(together, [product for product in run if product.gemm == gemm and is_part(product.layer, layer)])
+
+
+def is_part(layer: str, module: str) -> bool:
+    """Whether a layer is one of several of a module: an expert, or a half of an MLP."""
+    return layer.rpartition(".")[0] == module
+
+
+def _of_experts(calls: Sequence[Call], experts: Sequence[Product]) -> None:
+    """Give each GEMM of a module its expert: they run one after the other, unless one kernel runs all of them."""
+    if not experts:
+        return
+    one_each = len(calls) % len(experts) == 0
+    for number, call in enumerate(calls):
+        if one_each:
+            _take(call, experts[number % len(experts)])
+        else:
+            call.product = experts[0]
 
 
 def _known_layer(layer: str, known: Mapping[tuple[str, bool], object], *, backward: bool) -> str:
@@ -157,9 +188,10 @@ def _by_link(calls: Sequence[Call], contexts: Contexts, backward: Sequence[Produ
         if expected:
             by_order = any(call.inferred for call in at_node) or any(call.sizes is None for call in of_unit)
             _align(of_unit, _each_call(expected, batches, of_unit), inferred=by_order)
-        elif len({call.layer for call in at_node}) == 1:  # the run has not counted it
+        if len({call.layer for call in at_node}) == 1:  # what the run has not counted, or a kernel of two products
             for call in of_unit:
-                call.layer, call.inferred = at_node[0].layer, at_node[0].inferred
+                if not call.layer:
+                    call.layer, call.inferred = at_node[0].layer, at_node[0].inferred
 
 
 def _is_backward_of(product: Product, forward: set[tuple[str, str]]) -> bool:

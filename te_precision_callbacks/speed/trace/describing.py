@@ -104,7 +104,8 @@ def _layers(step: MeasuredStep, most: int) -> list[str]:
         rows.append([f"{len(layers) - most} more layers", f"{rest:.3f}", ""])
     if "" in gemms:
         rows.append(["(no layer)", f"{sum(gemms[''].values()):.3f}", _parts(gemms[""])])
-    stars = ["* inferred from order and shape; no range says it."] if inferred else []
+    starred = inferred.intersection(list(layers)[:most])
+    stars = ["* inferred from order and shape; no range says it."] if starred else []
     return [*_table(["layer", "ms", "of which"], rows), *stars]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import in_sentence
-from te_precision_callbacks.speed.trace.assigning import UnitLayer, assign, layers_of_units
+from te_precision_callbacks.speed.trace.assigning import UnitLayer, assign, is_part, layers_of_units
 from te_precision_callbacks.speed.trace.calls import Call, calls_of
 from te_precision_callbacks.speed.trace.contexts import Pass, contexts_of
 from te_precision_callbacks.speed.trace.errors import TraceError
@@ -138,9 +138,14 @@ def _format(trace: Trace, each: Work, call: Call) -> str:
         return each.known.format
     number = NOTHING if call.operator == NOTHING else trace.host.operands[call.operator]
     by_run = "" if call.product is None else call.product.precision
-    if call.of_te and by_run:
+    if call.product is not None and call.product.family in ("te", "te_ops"):
         return by_run  # a backend without the device's types computes with others
     return (format_of_types(trace.operands[number].types) if number != NOTHING else "") or by_run
+
+
+def _ranged(trace: Trace) -> set[str]:
+    """The layers, or modules of experts, whose GEMMs have ranges."""
+    return {read.layer for name in trace.names if (read := read_layer(name)) is not None and read.gemm}
 
 
 def _require_own(trace: Trace, run: Sequence[Product]) -> None:
@@ -149,9 +154,8 @@ def _require_own(trace: Trace, run: Sequence[Product]) -> None:
     Raises:
         TraceError: none of its layers with GEMMs is one of the run's.
     """
-    found = {read.layer for name in trace.names if (read := read_layer(name)) is not None and read.gemm}
-    own = {product.layer for product in run}
-    if run and found and not found & own:
+    found, own = _ranged(trace), {product.layer for product in run}
+    if run and found and not found & {*own, *(layer.rpartition(".")[0] for layer in own)}:
         raise TraceError(
             f"{trace.path} is a trace of another run: its ranges name {in_sentence(*sorted(found), most=2)}, and the"
             f" run has {in_sentence(*sorted(own), most=2)}. Give the trace of this run, or the run of this trace."
@@ -180,9 +184,7 @@ def _notes(
         yield f"{without} of {len(calls)} GEMMs and attentions fit no product of the run: their layer is unknown."
     elif without:
         yield f"{without} of {len(calls)} GEMMs and attentions have no layer. Give the run, or profile with ranges."
-    other = sorted(
-        {read.layer for name in trace.names if (read := read_layer(name)) is not None and read.gemm}
-        - {product.layer for product in run}
-    )
+    own = {product.layer for product in run}
+    other = sorted(layer for layer in _ranged(trace) - own if not any(is_part(part, layer) for part in own))
     if run and other:
         yield f"The run has no layer {in_sentence(*other, most=2)}, which the trace has ranges of."
