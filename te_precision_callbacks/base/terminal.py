@@ -153,6 +153,12 @@ def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False
     )
 
 
+def show_as_it_is(text: str, indent: int = 0) -> None:
+    """Print lines that are copied or aligned, such as YAML and tables of a fixed width: they are not wrapped."""
+    for line in text.splitlines():
+        typer.echo(" " * indent + visible(line))
+
+
 def show_notes(notes: Iterable[str]) -> None:
     """Print notes, each as its own paragraph; one of several lines has each of them on a line."""
     for note in notes:

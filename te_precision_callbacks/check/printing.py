@@ -60,8 +60,7 @@ def show(
         terminal.show_text(f"The forward does not reach these: {names}.")
     if checked.memory is not None:
         typer.echo()
-        for line in describe(checked.memory).splitlines():
-            typer.echo(terminal.visible(line))
+        terminal.show_as_it_is(describe(checked.memory))
     terminal.show_notes(checked.notes)
     if checked.findings:
         typer.echo(f"\n{len(checked.findings)} finding{'s' if len(checked.findings) > 1 else ''}")

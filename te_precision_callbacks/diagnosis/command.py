@@ -158,5 +158,4 @@ def _show_finding(finding: Finding) -> None:
             terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
     if finding.patch:
         terminal.show_text("config:", indent=_INDENT)
-        for line in finding.patch.splitlines():
-            terminal.show_text(line, indent=2 * _INDENT)
+        terminal.show_as_it_is(finding.patch, indent=2 * _INDENT)

@@ -33,3 +33,11 @@ def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, la
 def traces_of(run: Path) -> list[Path]:
     """The traces of a run that is recorded in a folder, by segment, rank and iteration."""
     return sorted(path for path in (run / _TRACES).glob(f"*{_SUFFIX}") if not path.name.startswith("."))
+
+
+def own_traces(given: Path, run_id: str) -> list[Path]:
+    """The traces of a run, given the path that it was read from: the log folder, that of all records, or its own."""
+    for folder in (given / FOLDER / run_id, given / run_id, given):
+        if found := traces_of(folder):
+            return found
+    return []

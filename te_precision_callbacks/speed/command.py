@@ -1,8 +1,9 @@
-"""``te-precision speed``: what low precision costs and buys, expected for a device that need not be here.
+"""``te-precision speed``: what low precision costs and buys, expected for a device that need not be here, and measured.
 
 Usage::
 
     te-precision speed RUN --device h200
+    te-precision speed RUN --trace trace.json.gz
     te-precision speed --shapes 15872x4096x12288,15872x4096x4096 --recipe fp8_current_scaling --device b300
     te-precision speed RUN --calibrate
     te-precision speed RUN --table speed_calibration.json --json
@@ -21,6 +22,8 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json, Run
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from te_precision_callbacks.speed.devices import Device
     from te_precision_callbacks.speed.estimate import StepSpeed
     from te_precision_callbacks.speed.expected import CallPlan
@@ -92,52 +95,74 @@ def speed_command(
     plan: PlanName = None,
     calibrate: Calibrate = False,
     table: TableFile = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="A trace of torch.profiler of the run, whose times are shown beside the expected ones. The default is"
+            " the last one that the run has made itself with profile=.",
+        ),
+    ] = None,
     run: Run = None,
     as_json: Json = False,
 ) -> None:
     """Show where low precision saves time, where it does not, and what to do: for a GPU that need not be here."""
     if (path is None) == (shapes is None):
         raise typer.BadParameter("give either the log folder of a run or --shapes", param_hint="RUN")
+    if path is None and trace is not None:
+        raise typer.BadParameter("a trace is of a run; give its log folder", param_hint="--trace")
+    calls = call_plan(plan, "training" if shapes is None else "benchmark")
+
+    def expect(step: Step, chosen: Device) -> StepSpeed:
+        return speed_of_step(step, chosen, plan=calls, recipe=recipe, calibrate=calibrate, table=table)
+
+    if path is None:
+        _show_shapes(str(shapes), recipe, device, expect, as_json=as_json)
+        return
+    from te_precision_callbacks.runs.choosing import chosen_run
+    from te_precision_callbacks.speed.printing import show_run
+    from te_precision_callbacks.speed.run_speed import run_speed
+
+    recorded, told = chosen_run(path, run)
+    if told:
+        terminal.show_text(told, err=as_json)
+    known = run_speed(recorded, expect, device=device, trace=trace)
+    if as_json:
+        terminal.show_json(known.as_json())
+    else:
+        show_run(known)
+
+
+def _show_shapes(
+    shapes: str,
+    recipe: str | None,
+    device: str | None,
+    expect: Callable[[Step, Device], StepSpeed],
+    *,
+    as_json: bool,
+) -> None:
+    """Print what is expected of shapes, without a run."""
+    if device is None:
+        raise typer.BadParameter("shapes need a device, such as --device h200", param_hint="--device")
+    if recipe is None:
+        raise typer.BadParameter("shapes need a recipe, such as --recipe fp8_current_scaling", param_hint="--recipe")
     from te_precision_callbacks.coverage.coverage import Coverage
-    from te_precision_callbacks.speed import printing
     from te_precision_callbacks.speed.costs import Shape
     from te_precision_callbacks.speed.devices import device_named
     from te_precision_callbacks.speed.expected import products_of_shapes
-    from te_precision_callbacks.speed.recorded import Step, device_of_run, step_of_run
+    from te_precision_callbacks.speed.printing import show_times
+    from te_precision_callbacks.speed.recorded import Step
 
-    if path is not None:
-        from te_precision_callbacks.runs.choosing import chosen_run
-
-        recorded, told = chosen_run(path, run)
-        if told:
-            terminal.show_text(told, err=as_json)
-        chosen = device_of_run(recorded, device)
-        step = step_of_run(recorded)
-    else:
-        if device is None:
-            raise typer.BadParameter("shapes need a device, such as --device h200", param_hint="--device")
-        if recipe is None:
-            raise typer.BadParameter(
-                "shapes need a recipe, such as --recipe fp8_current_scaling", param_hint="--recipe"
-            )
-        chosen = device_named(device)
-        chosen.check_recipe(recipe)
-        parsed = dict.fromkeys(Shape.parse(text) for text in str(shapes).split(","))
-        step = Step(Coverage(products_of_shapes(list(parsed), recipe)), dict.fromkeys(map(str, parsed), recipe))
-    speed = speed_of_step(
-        step,
-        chosen,
-        plan=call_plan(plan, "training" if shapes is None else "benchmark"),
-        recipe=recipe,
-        calibrate=calibrate,
-        table=table,
-    )
+    chosen = device_named(device)
+    chosen.check_recipe(recipe)
+    parsed = dict.fromkeys(Shape.parse(text) for text in shapes.split(","))
+    products = Coverage(products_of_shapes(list(parsed), recipe))
+    speed = expect(Step(products, dict.fromkeys(map(str, parsed), recipe)), chosen)
     if as_json:
         terminal.show_json(speed.as_json())
-    elif shapes is None:
-        printing.show_step(speed)
     else:
-        printing.show_times(speed.times, speed.total, speed.device, speed.plan)
+        show_times(speed.times, speed.total, speed.device, speed.plan)
         terminal.show_notes(speed.notes)
 
 

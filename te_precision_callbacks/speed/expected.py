@@ -39,8 +39,8 @@ from te_precision_callbacks.speed.devices import Device
 CallPlan = Literal["training", "benchmark"]
 CALL_PLANS: tuple[CallPlan, ...] = get_args(CallPlan)
 
-Source = Literal["model", "calibrated", "measured"]
-"""Where a time comes from: the cost model; times of the same shapes that were measured before; a trace of the run."""
+Source = Literal["model", "calibrated"]
+"""Where a time comes from: the cost model, or times of the same shapes that were measured before."""
 
 Verdict = Literal["faster", "slower", "not resolved", "unknown", ""]
 

@@ -16,6 +16,9 @@ from te_precision_callbacks.speed.advice import Advice
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.estimate import StepSpeed
 from te_precision_callbacks.speed.expected import CallPlan, ProductTime, Total, total
+from te_precision_callbacks.speed.memory.printing import describe_rows
+from te_precision_callbacks.speed.run_speed import RunSpeed
+from te_precision_callbacks.speed.trace import describe
 from te_precision_callbacks.speed.waterfall import Waterfall
 
 _MOST_ROWS = 60
@@ -98,6 +101,48 @@ def show_step(speed: StepSpeed) -> None:
     terminal.show_notes(speed.notes)
 
 
+def show_run(known: RunSpeed) -> None:
+    """Print what is known of a run: expected times, measured ones beside them, and memory."""
+    if known.expected is not None:
+        show_step(known.expected)
+        if known.is_comparable:
+            terminal.show_text("")
+            _show_beside(known, known.expected.times)
+    if known.measured is not None:
+        terminal.show_text("")
+        terminal.show_text("Measured in the trace")
+        terminal.show_as_it_is(describe(known.measured))
+    if known.memory:
+        terminal.show_text("")
+        terminal.show_text("Memory of the layers of a rank, and what they save for the backward")
+        terminal.show_as_it_is("\n".join(describe_rows(known.memory)))
+    terminal.show_notes(known.notes)
+
+
+def _show_beside(known: RunSpeed, times: Sequence[ProductTime]) -> None:
+    """Print what GEMMs are expected to take, and what they took; alike layers are one row."""
+    table = terminal.table("layer", "GEMM", "expected", "measured", "ratio")
+    for layers in list(_alike(times).values())[:_MOST_ROWS]:
+        for alike in zip(*layers, strict=True):
+            measured = [known.gemm_ms(one) for one in alike]
+            took = sum(ms for ms in measured if ms is not None)
+            expected = sum(_gemm_ms(one) for one, ms in zip(alike, measured, strict=True) if ms is not None)
+            seen = any(ms is not None for ms in measured)
+            table.add_row(
+                terminal.cell_lines(folded([one.layer for one in alike], most=_MOST_NAMES)),
+                terminal.cell(alike[0].gemm),
+                terminal.cell(milliseconds(expected if seen else sum(map(_gemm_ms, alike)))),
+                terminal.cell(milliseconds(took) if seen else "not in the trace"),
+                terminal.cell(f"{took / expected:.2f}" if seen and expected > 0 else ""),
+            )
+    terminal.show(table)
+
+
+def _gemm_ms(one: ProductTime) -> float:
+    """What the GEMM alone of a product is expected to take."""
+    return one.low_ms - one.cast_ms
+
+
 def _show_waterfall(fall: Waterfall) -> None:
     table = terminal.table("from the ideal to the expected step", "ms", "so far", "")
     so_far = 0.0
@@ -115,10 +160,12 @@ def _show_waterfall(fall: Waterfall) -> None:
         f" ({fall.speedup:.2f} times as fast), {milliseconds(fall.ideal_ms)} ms in the ideal"
         f" ({fall.ideal_speedup:.2f})."
     )
-    if math.isfinite(fall.ceiling):
-        text += f" The rest of the step allows {fall.ceiling:.2f} at most."
     if fall.unknown:
-        text += f" Unknown, and in no figure: {', '.join(part.name for part in fall.unknown)}."
+        names = ", ".join(part.name for part in fall.unknown)
+        text += f" Unknown, and in no figure: {names}."
+        text += " So what the rest of the step allows at most is not known either."
+    elif math.isfinite(fall.ceiling):
+        text += f" The rest of the step allows {fall.ceiling:.2f} at most."
     terminal.show_text(text)
 
 
@@ -130,5 +177,4 @@ def _show_advice(advice: Sequence[Advice]) -> None:
         low, high = (milliseconds(value) if math.isfinite(value) else "unknown" for value in one.interval)
         note = f"; {one.note}" if one.note else ""
         terminal.show_text(f"{one.text}: saves {milliseconds(one.saves_ms)} ms ({low} to {high}){note}", hanging=2)
-        for line in one.patch.splitlines():
-            terminal.show_text(line, indent=4)
+        terminal.show_as_it_is(one.patch, indent=4)

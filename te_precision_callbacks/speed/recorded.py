@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, StateRow
@@ -18,6 +18,7 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.speed.devices import Device, device_named, device_reported
 from te_precision_callbacks.speed.errors import DeviceError, SpeedError
+from te_precision_callbacks.speed.memory.rows import MemoryRow
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ def step_of_run(run: RecordedRun) -> Step:
     )
     world = run.segments[-1].world if run.segments else None
     return Step(Coverage(products, state=state), recipes, world, tuple(notes))
+
+
+def memory_of_step(run: RecordedRun) -> list[MemoryRow]:
+    """What the layers of a rank keep and save for the backward, as it was last; empty where that was not recorded."""
+    return [MemoryRow(**row) for row in run.memory.select([field.name for field in fields(MemoryRow)]).to_pylist()]
 
 
 def device_of_run(run: RecordedRun, name: str | None) -> Device:

@@ -6,11 +6,23 @@ print(describe(memory))
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from te_precision_callbacks.base.counts import size
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.speed.memory.rows import KINDS, LIVES, SAVED, Bytes, Lives, Memory
+from te_precision_callbacks.speed.memory.rows import (
+    KINDS,
+    LIVES,
+    SAVED,
+    Bytes,
+    Kind,
+    Lives,
+    Memory,
+    MemoryRow,
+    by_kind,
+    total,
+)
 from te_precision_callbacks.speed.memory.why import MemoryReason, break_even_tokens, reasons
 
 _MOST_NAMES = 4
@@ -19,8 +31,7 @@ _MOST_REASONS = 8
 
 def describe(memory: Memory) -> str:
     """The bytes by kind beside high precision, the break-even, and why they are not fewer."""
-    lines = [_heading(memory), "", *_table(memory), ""]
-    lines += [_balance(memory, lives) for lives in LIVES if any(memory.of(lives=lives))]
+    lines = [_heading(memory), "", *describe_rows(memory.rows)]
     tokens = break_even_tokens(memory)
     if tokens is not None:
         lines.append(
@@ -34,6 +45,15 @@ def describe(memory: Memory) -> str:
         lines += ["", f"Not planned: {layers}: {why}"]
     lines += [text for note in memory.notes for text in ("", f"Note: {note}")]
     return "\n".join(lines)
+
+
+def describe_rows(rows: Sequence[MemoryRow]) -> list[str]:
+    """The bytes by kind beside high precision, and what low precision adds or saves while what is there, in lines."""
+    return [
+        *_table(by_kind(rows), total(rows)),
+        "",
+        *(_balance([row for row in rows if row.lives == lives], lives) for lives in LIVES if _has(rows, lives)),
+    ]
 
 
 def as_json(memory: Memory) -> dict[str, Any]:
@@ -71,11 +91,14 @@ def _heading(memory: Memory) -> str:
     )
 
 
-def _table(memory: Memory) -> list[str]:
-    found = memory.by_kind()
+def _has(rows: Iterable[MemoryRow], lives: Lives) -> bool:
+    return any(row.lives == lives for row in rows)
+
+
+def _table(found: Mapping[Kind, Bytes], whole: Bytes) -> list[str]:
     cells = [("", "planned", "in high precision", "added")]
     cells += [(KINDS[kind], *_cells(found[kind])) for kind in found]
-    cells.append(("all on the device", *_cells(memory.bytes())))
+    cells.append(("all on the device", *_cells(whole)))
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in (1, 2, 3))]).rstrip()
@@ -87,8 +110,8 @@ def _cells(found: Bytes) -> tuple[str, str, str]:
     return size(found.low), size(found.high), f"{'+' if found.added > 0 else ''}{size(found.added)}"
 
 
-def _balance(memory: Memory, lives: Lives) -> str:
-    added = memory.added(lives=lives)
+def _balance(rows: Sequence[MemoryRow], lives: Lives) -> str:
+    added = total(rows).added
     does = "adds nothing" if not added else f"adds {size(added)}" if added > 0 else f"saves {size(-added)}"
     return f"Low precision {does} {LIVES[lives]}."
 

@@ -177,11 +177,16 @@ class Memory:
 
     def by_kind(self) -> dict[Kind, Bytes]:
         """The kinds that there are, in the order of :data:`KINDS`."""
-        found: dict[Kind, list[MemoryRow]] = {}
-        for row in self.rows:
-            found.setdefault(row.kind, []).append(row)
-        kinds: tuple[Kind, ...] = get_args(Kind)
-        return {kind: total(found[kind], host=kind == "init_value") for kind in kinds if kind in found}
+        return by_kind(self.rows)
+
+
+def by_kind(rows: Iterable[MemoryRow]) -> dict[Kind, Bytes]:
+    """The bytes of each kind that rows have, in the order of :data:`KINDS`."""
+    found: dict[Kind, list[MemoryRow]] = {}
+    for row in rows:
+        found.setdefault(row.kind, []).append(row)
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    return {kind: total(found[kind], host=kind == "init_value") for kind in kinds if kind in found}
 
 
 def total(rows: Iterable[MemoryRow], *, host: bool = False) -> Bytes:

@@ -1,0 +1,131 @@
+"""All that is known of a recorded run's speed and memory: expected times, measured ones, and bytes.
+
+    known = run_speed(open_run("logs"), device="h200")
+    known.expected, known.measured, known.memory, known.notes
+
+Expected and measured times stand beside each other and are not mixed: the errors of the model are largely the same in
+BF16 and in low precision, so they cancel in an expected speed-up, and would not in one of which one side is measured.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.trace_files import own_traces
+from te_precision_callbacks.speed.devices import Device
+from te_precision_callbacks.speed.errors import DeviceError
+from te_precision_callbacks.speed.estimate import StepSpeed
+from te_precision_callbacks.speed.expected import ProductTime
+from te_precision_callbacks.speed.memory.rows import MemoryRow, by_kind, total
+from te_precision_callbacks.speed.recorded import Step, device_of_run, memory_of_step, step_of_run
+from te_precision_callbacks.speed.trace import MeasuredStep, TraceError, measure, read_trace
+from te_precision_callbacks.speed.trace.describing import as_json as measured_as_json
+
+_GEMMS = ("gemm", "convolution")
+
+Expect = Callable[[Step, Device], StepSpeed]
+
+
+@dataclass(frozen=True)
+class RunSpeed:
+    """What is known of a run's speed and memory.
+
+    Attributes:
+        expected: expected times; None for a run without a GPU, if no device was named.
+        measured: what a step took in a trace; None without one.
+        memory: what the layers keep, and save for the backward; empty where it was not recorded.
+        notes: what is not known, and why.
+    """
+
+    expected: StepSpeed | None
+    measured: MeasuredStep | None
+    memory: tuple[MemoryRow, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the measured times are of the device that times are expected for."""
+        if self.expected is None or self.measured is None:
+            return False
+        device = self.expected.device
+        return self.measured.device in (device.title, *device.reported_as)
+
+    def gemm_ms(self, one: ProductTime) -> float | None:
+        """What the kernels of a product's GEMM took, in milliseconds of a step; None if that was not measured, or not
+        on the device that times are expected for."""
+        return self._measured_gemms().get((one.layer, one.gemm, one.backward)) if self.is_comparable else None
+
+    def as_json(self) -> dict[str, Any]:
+        """As ``te-precision speed RUN --json`` has it."""
+        found: dict[str, Any] = {"device": None, "plan": None, "products": [], "total": None, "waterfall": None}
+        found |= {"advice": [], "notes": []}
+        if self.expected is not None:
+            found = self.expected.as_json()
+            gemms = [self.gemm_ms(one) for one in self.expected.times]
+            found["products"] = [
+                {**row, "measured_gemm_ms": ms} for row, ms in zip(found["products"], gemms, strict=True)
+            ]
+        found["notes"] = [*found["notes"], *self.notes]
+        found["measured"] = None if self.measured is None else measured_as_json(self.measured)
+        kinds = {kind: bytes_._asdict() for kind, bytes_ in by_kind(self.memory).items()}
+        found["memory"] = {"kinds": kinds, "total": total(self.memory)._asdict()} if self.memory else None
+        return found
+
+    def _measured_gemms(self) -> dict[tuple[str, str, bool], float]:
+        sums: dict[tuple[str, str, bool], float] = defaultdict(float)
+        for row in () if self.measured is None else self.measured.products:
+            if row.kind in _GEMMS and row.of_pass != "recompute":
+                sums[row.layer, row.gemm, row.of_pass == "backward"] += row.ms
+        return sums
+
+
+def run_speed(run: RecordedRun, expect: Expect, *, device: str | None = None, trace: Path | None = None) -> RunSpeed:
+    """What is known of a run's speed and memory.
+
+    Args:
+        run: the run.
+        expect: estimates a step for a device.
+        device: the device that times are expected for; None for the run's own GPU.
+        trace: a trace of the run; None for the last one that the run has made itself with ``profile=``.
+
+    Raises:
+        SpeedError: the run has no products, or the device does not run a recipe.
+        DeviceError: the device is not known; or the run has no GPU, and no trace either.
+        TraceError: the given trace cannot be read, or is of another run.
+    """
+    step = step_of_run(run)
+    measured, notes = _measured(run, step, trace)
+    try:
+        chosen = device_of_run(run, device)
+    except DeviceError as error:
+        if measured is None or device is not None:
+            raise
+        notes.append(f"No times are expected: {error}")
+        expected = None
+    else:
+        expected = expect(step, chosen)
+    found = RunSpeed(expected, measured, tuple(memory_of_step(run)), tuple(notes))
+    if expected is None or measured is None or found.is_comparable:
+        return found
+    note = (
+        f"The trace is of {measured.device}, and times are expected for {expected.device.title}: they are not compared."
+    )
+    return RunSpeed(expected, measured, found.memory, (*notes, note))
+
+
+def _measured(run: RecordedRun, step: Step, trace: Path | None) -> tuple[MeasuredStep | None, list[str]]:
+    """What a trace says of a step, and what is wrong with the run's own one."""
+    if trace is not None:
+        return measure(read_trace(trace), step.coverage), []
+    own = own_traces(run.path, run.run_id)
+    if not own:
+        return None, []
+    try:
+        return measure(read_trace(own[-1]), step.coverage), []
+    except TraceError as error:
+        return None, [f"The run's own trace is left out: {error}"]

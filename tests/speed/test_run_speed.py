@@ -1,0 +1,116 @@
+"""te-precision speed RUN with a trace of the run: measured times beside expected ones, and memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.runs import RunWriter
+from te_precision_callbacks.speed.trace import TraceError
+from tests.speed.planted import Planted, products
+
+H100 = "NVIDIA H100 80GB HBM3"
+LONG = "a_module_with_a_name_that_is_far_longer_than_a_terminal_is_wide_and_has_no_place_to_break"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def show(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ("speed", "logs", *arguments), env={"COLUMNS": "80"})
+
+
+def read(*arguments: str) -> dict[str, Any]:
+    result = show(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def write(gpu: str | None, *, inside: str = "") -> Path:
+    """The run of the planted model, and where its traces lie."""
+    with RunWriter.begin("logs", gpu=gpu, world=1) as writer:
+        gemms, operands = [], []
+        for number, one in enumerate(products()):
+            layer = f"{inside}.{one.layer}" if inside else one.layer
+            sizes = {"n": one.n, "m": one.m, "k": one.k, "batch": 1, "calls": one.calls, "macs": one.macs}
+            gemms.append(
+                {
+                    "gemm_id": number, "scope": "", "layer": layer, "gemm": one.gemm, "family": one.family,
+                    "backward": one.backward, **sizes, "runs": "seen", "precision": one.precision, "since": 0,
+                    "recipe": "fp8_current_scaling" if one.is_low else "",
+                }
+            )  # fmt: skip
+            operands += [
+                {"gemm_id": number, "layer": layer, "gemm": one.gemm, "tensor": tensor, "format": text, "since": 0}
+                for tensor, text in one.operands.items()
+            ]
+        writer.put_facts("gemms", gemms)
+        writer.put_facts("operands", operands)
+        row = {"layer": "head", "what": "weight", "lives": "always", "counted": None}
+        writer.put_facts("memory", [{**row, "kind": "high_weight", "low": 2048, "high": 2048}])
+        writer.add_step(0)
+    traces = Path("logs/precision_records") / writer.run_id / "traces"
+    traces.mkdir()
+    return traces / "seg-000.rank-00000.iterations-000007-000007.json.gz"
+
+
+def test_measured_gemms_stand_beside_expected_ones() -> None:
+    planted = Planted()
+    planted.write(write(H100))
+    found = read()
+    truth = {(one.layer, one.gemm, one.of_pass == "backward"): 0.0 for one in planted.truth if one.kind == "gemm"}
+    for one in planted.truth:
+        if one.kind == "gemm":
+            truth[one.layer, one.gemm, one.of_pass == "backward"] += one.us / 1e3
+    backward = [one.backward for one in products()]
+    for row, is_backward in zip(found["products"], backward, strict=True):
+        expected = truth.get((row["layer"], row["gemm"], is_backward))
+        assert row["measured_gemm_ms"] == (None if expected is None else pytest.approx(expected))
+    assert sum(row["measured_gemm_ms"] is not None for row in found["products"]) > 20
+    assert found["measured"]["device"] == H100
+    assert found["memory"]["total"] == {"low": 2048, "high": 2048}
+    text = show().output
+    for words in ("ratio", "Measured in the trace", "Memory of the layers of a rank"):
+        assert words in text
+
+
+def test_a_trace_of_another_device_is_not_compared() -> None:
+    Planted().write(write(None))
+    found = read("--device", "h200")
+    assert {row["measured_gemm_ms"] for row in found["products"]} == {None}
+    assert any("they are not compared" in note for note in found["notes"])
+    found = read()
+    assert found["products"] == [], "no device is known, so nothing is expected"
+    assert found["measured"]["wall_ms"] > 0
+
+
+def test_a_damaged_trace_is_left_out_where_it_was_not_asked_for() -> None:
+    trace = write(H100)
+    trace.write_bytes(b"not a trace")
+    found = read()
+    assert found["measured"] is None
+    assert any("own trace is left out" in note for note in found["notes"])
+    with pytest.raises(TraceError):
+        raise show("--trace", str(trace)).exception or AssertionError
+
+
+def test_a_patch_can_be_copied() -> None:
+    write(H100, inside=LONG)
+    lines = show().output.splitlines()
+    [begin, *_] = [number for number, line in enumerate(lines) if line.strip() == "keep_in_high_precision:"]
+    patch = []
+    for line in lines[begin:]:
+        if line.strip() and not line.startswith("    "):
+            break
+        patch.append(line)
+    assert LONG in yaml.safe_load("\n".join(patch))["keep_in_high_precision"]["layers"]["layer_name_regex_pattern"]
