@@ -47,6 +47,8 @@ class LayerFacts:
         reasons: GEMM -> the name of the reason why it is not in low precision, and what exactly.
         low: the GEMMs that run in low precision.
         never: GEMM -> why it did not run, for those that the step left out.
+        rows: n of its forward product, the rows of its input in a call; 0 where they are not known.
+        calls: the calls of its forward product in a step.
     """
 
     name: str
@@ -60,6 +62,8 @@ class LayerFacts:
     reasons: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     low: frozenset[str] = frozenset()
     never: Mapping[str, str] = field(default_factory=dict)
+    rows: int = 0
+    calls: int = 1
 
     @property
     def is_explicit(self) -> bool:
@@ -86,6 +90,7 @@ class Settings:
             :func:`~te_precision_callbacks.coverage.recipe_arguments.ignored_arguments`.
         amaxes: over which ranks amaxes are reduced, rows of
             :func:`~te_precision_callbacks.coverage.recipe_arguments.amax_reductions`.
+        gpu: what ``torch.cuda.get_device_name`` says of the GPU; empty without one.
     """
 
     loss_is_scaled: bool = False
@@ -94,13 +99,16 @@ class Settings:
     alike: bool = True
     ignored: Sequence[Row] = ()
     amaxes: Sequence[Row] = ()
+    gpu: str = ""
 
     @classmethod
     def from_run(cls, run: Mapping[str, Any]) -> Settings | None:
-        """Those of a ``run.json``; None if it has none, as of an earlier version."""
+        """Those of ``settings`` in a ``run.json``, with its ``gpu``; None if it has none, as of an earlier version."""
         found = run.get("settings")
-        known = {each.name for each in fields(cls)}
-        return None if found is None else cls(**{name: value for name, value in found.items() if name in known})
+        known = {each.name for each in fields(cls)} - {"gpu"}
+        if found is None:
+            return None
+        return cls(**{name: found[name] for name in known & found.keys()}, gpu=run.get("gpu") or "")
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,7 @@ class Facts:
             if row["format"]:
                 formats[row["layer"]].setdefault(row["tensor"], row["format"])
         shapes: dict[str, tuple[int, ...]] = {}
+        rows_of: dict[str, tuple[int, int]] = {}
         recipes: dict[str, str] = {}
         reasons: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
         low: dict[str, set[str]] = defaultdict(set)
@@ -144,6 +153,7 @@ class Facts:
             name, gemm = row["layer"], row["gemm"]
             if gemm == "fprop":
                 shapes[name] = (row["m"], row["k"])
+                rows_of[name] = row.get("n") or 0, row["calls"] or 1
             recipes[name] = row["recipe"] or recipes.get(name, "")
             classes.setdefault(name, row["family"] or "")
             if row["runs"] == "never":
@@ -170,6 +180,7 @@ class Facts:
                 reasons.get(name, {}),
                 frozenset(low.get(name, ())),
                 never.get(name, {}),
+                *rows_of.get(name, (0, 1)),
             )
         kept: dict[str, set[str]] = defaultdict(set)
         for row in states:

@@ -12,6 +12,7 @@ from te_precision_callbacks.diagnosis.rules import (
     scales,
     settings,
     siblings,
+    speed,
     training,
     updates,
 )
@@ -25,6 +26,7 @@ RULES: Sequence[Rule] = (
     *training.RULES,
     *precision.RULES,
     *settings.RULES,
+    *speed.RULES,
 )
 """All rules. Of two findings of one severity in one step, that of the earlier rule comes first."""
 
