@@ -9,7 +9,8 @@ Usage::
     te-precision rules stale-scale
 
 The exit code of ``diagnose`` is 0 if nothing is wrong, or there are notes only; 1 with a finding; 2 for wrong use; 3 if
-nothing could be judged. ``--json`` prints one JSON object.
+nothing could be judged, or if a part of the run cannot be read and nothing is wrong in the rest. ``--json`` prints one
+JSON object.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from te_precision_callbacks.base.terminal import Json, Run
 if TYPE_CHECKING:
     from te_precision_callbacks.diagnosis.finding import Finding, Verdict
     from te_precision_callbacks.diagnosis.rule import Rule
+    from te_precision_callbacks.runs.recorded import RecordedRun
 
 FOUND, NOT_JUDGED = 1, 3
 """Exit codes."""
@@ -55,18 +57,22 @@ def diagnose_command(
     recorded, told = chosen_run(path, run)
     if told:
         terminal.show_text(told, err=as_json)
-    verdict, notes = diagnose(recorded), list(recorded.notes)
+    verdict, notes = diagnose(recorded), [note for note in recorded.notes if note not in recorded.unread]
     if chosen is not None:
         verdict, left_out, unused = chosen.leave_out(verdict)
         if left_out:
             notes.append(f"{known} leaves out {left_out} findings that are known.")
         notes += [f"{known}:{line}: no finding is left out by {text!r}." for line, text in unused]
     if as_json:
-        terminal.show_json({**verdict.as_json(), "notes": notes})
+        lacks = [recorded.lacks_in_words] if recorded.lacks_in_words else []
+        terminal.show_json(
+            {**verdict.as_json(), "unread": recorded.unread, "notes": [*lacks, *recorded.unread, *notes]}
+        )
     else:
+        _show_limits(recorded)
         _show(verdict)
         terminal.show_notes(notes)
-    if not verdict.judged:
+    if not verdict.judged or (verdict.healthy and recorded.unread):
         raise typer.Exit(NOT_JUDGED)
     if not verdict.healthy:
         raise typer.Exit(FOUND)
@@ -117,6 +123,18 @@ def _explain(rule: Rule) -> None:
     ):
         if text:
             terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
+
+
+def _show_limits(run: RecordedRun) -> None:
+    """Print what limits the verdict: that the run is a text log, and what cannot be read of it."""
+    if run.lacks_in_words:
+        terminal.show_text(f"{run.path} has no records. {run.lacks_in_words} Rules that need them are not judged.")
+        terminal.show_text("")
+    if run.unread:
+        terminal.show_text("A part of the run cannot be read. The verdict is on the rest:")
+        for text in run.unread:
+            terminal.show_text(text, indent=_INDENT, hanging=_INDENT)
+        terminal.show_text("")
 
 
 def _show(verdict: Verdict) -> None:

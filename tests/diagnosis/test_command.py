@@ -127,3 +127,37 @@ def test_the_rules() -> None:
     )
     assert json.loads(called("rules", "hole", "--json").output)["rules"][0]["id"] == "hole"
     assert "There is no rule 'nonfinit'. Did you mean 'nonfinite'" in refusal("rules", "nonfinit")
+
+
+def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
+    """Nothing wrong in what is left of a damaged run is no good news."""
+    train(tmp_path, steps=3, defect=False)
+    assert called("diagnose", tmp_path).exit_code == 0
+    (values, *_) = tmp_path.rglob("values-*.parquet")
+    values.write_bytes(values.read_bytes()[:100])
+    result = called("diagnose", tmp_path)
+    first, second, *rest = result.output.splitlines()
+    assert result.exit_code == 3
+    assert first == "A part of the run cannot be read. The verdict is on the rest:"
+    assert "cannot be read, and its rows are missing" in f"{second} {rest[0]}"
+    assert "Nothing wrong in" in result.output
+    assert result.output.count("its rows are missing") == 1, "it is told once"
+    told = json.loads(called("diagnose", tmp_path, "--json").output)
+    assert len(told["unread"]) == 1
+    assert told["unread"][0] in told["notes"]
+    next(tmp_path.rglob("run.json")).write_text("{")
+    assert len(json.loads(called("diagnose", tmp_path, "--json").output)["unread"]) == 2
+    train(tmp_path / "odd", steps=3)
+    next((tmp_path / "odd").rglob("run.json")).write_text("{")
+    assert called("diagnose", tmp_path / "odd").exit_code == 1, "what is wrong stays wrong"
+    assert called("show", tmp_path / "odd").output.startswith("Note: ")
+
+
+def test_a_run_without_records_is_said_to_be_a_log(tmp_path: Path) -> None:
+    train(tmp_path, steps=3, defect=False, records="off")
+    result = called("diagnose", tmp_path)
+    first, second, *_ = result.output.splitlines()
+    assert "has no records. A log of nvidia-dlfw-inspect: layers, coverage" in f"{first} {second}"
+    assert "Nothing wrong in " in result.output
+    told = json.loads(called("diagnose", tmp_path, "--json").output)
+    assert any(note.startswith("A log of nvidia-dlfw-inspect: ") for note in told["notes"])
