@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.terminal import Json, Run
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ def diagnose_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Findings that are known and left out: a line for each, with a rule, and behind a space a pattern of"
-            " layers such as 'h.*.fc2' if not all are meant. '#' begins a comment.",
+            help="Findings that are known and left out: lines with a rule, and behind a space layers, such as"
+            " 'h.*.fc2' or 'h.{0-2}.fc1, head', if not all are meant. Each finding has its line behind 'known:'. '#'"
+            " begins a comment.",
         ),
     ] = None,
     as_json: Json = False,
@@ -61,7 +63,7 @@ def diagnose_command(
     if chosen is not None:
         verdict, left_out, unused = chosen.leave_out(verdict)
         if left_out:
-            notes.append(f"{known} leaves out {left_out} findings that are known.")
+            notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
         notes += [f"{known}:{line}: no finding is left out by {text!r}." for line, text in unused]
     if as_json:
         lacks = [recorded.lacks_in_words] if recorded.lacks_in_words else []
@@ -151,6 +153,7 @@ def _show(verdict: Verdict) -> None:
 
 
 def _show_finding(finding: Finding) -> None:
+    from te_precision_callbacks.diagnosis.known import known_line
     from te_precision_callbacks.layers.folding import folded
 
     terminal.show_text(f"{finding.severity}: {finding.subject}: {finding.seen}", hanging=_INDENT)
@@ -174,6 +177,7 @@ def _show_finding(finding: Finding) -> None:
     ):
         if text:
             terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
+    typer.echo(f"{' ' * _INDENT}known: {terminal.visible(known_line(finding))}")  # one line, to be copied
     if finding.patch:
         terminal.show_text("config:", indent=_INDENT)
         for line in finding.patch.splitlines():
