@@ -164,7 +164,7 @@ def test_the_closing_lines_of_notes_and_of_nothing(
     train(tmp_path / "page", steps=1, defect=False, report=True)
     assert f"  page: {tmp_path / 'page' / 'report.html'}" in capsys.readouterr().err.splitlines()
     note = Finding(
-        **dict.fromkeys(("title", "tensor", "statistic", "why", "remedy", "patch", "disproof", "source"), ""),
+        **dict.fromkeys(("title", "tensor", "statistic", "why", "remedy", "patch", "disproof", "source"), ""),  # type: ignore[arg-type]
         **dict.fromkeys(("since", "until", "last_good", "checkpoint")),  # type: ignore[arg-type]
         rule="bf16-state",
         severity="note",

@@ -140,6 +140,8 @@ def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[T
 
 
 def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
+    if len(curve.values) == 1:
+        return Text(f"{names.of(visible(name), max(_LEAST_NAME, width // 4))}  {curve.values[0]:.4g}")
     numbers = f"{curve.values[0]:.4g} -> {curve.values[-1]:.4g}"
     name = names.of(visible(name), max(_LEAST_NAME, width // 4))
     room = min(width - len(name) - len(numbers) - 4, _MOST_CURVE)
