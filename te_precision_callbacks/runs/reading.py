@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from te_precision_callbacks.runs.bounds import MOST_ITERATION, open_regular, pieces_of, read_json
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError
 from te_precision_callbacks.runs.event_lines import event_row, events_table
-from te_precision_callbacks.runs.importing import find_logs, import_logs
+from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
 from te_precision_callbacks.runs.index import (
     NO_VALUES,
     NO_VECTORS,
@@ -65,6 +65,9 @@ from te_precision_callbacks.runs.tables import FACTS, SCALARS, SCHEMA_VERSION, S
 
 _MOST_ATTEMPTS = 5
 """How often a run is read that is thinned meanwhile."""
+
+_MOST_BELOW = 8
+"""The log folders in a folder that a message names."""
 
 StrPath = str | os.PathLike[str]
 
@@ -165,11 +168,23 @@ def _last_start(run: Path) -> str:
     return of_name
 
 
+def _below(path: Path) -> str:
+    """The folders in a folder that are log folders, as a sentence; empty if there are none."""
+    with contextlib.suppress(OSError):
+        found = sorted(
+            each.name for each in path.iterdir() if any((each / name).is_dir() for name in (FOLDER, STATISTICS_FOLDER))
+        )
+        more = len(found) - _MOST_BELOW
+        listed = ", ".join(found[:_MOST_BELOW]) + (f" and {more:,} more" if more > 0 else "")
+        return f" Log folders in it, of which to give one: {listed}." if found else ""
+    return ""
+
+
 def _what_it_is(path: Path) -> str:
     if path.is_dir():
         return (
             f"no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
-            " nvidia-dlfw-inspect has nvdlfw_inspect_statistics_logs/."
+            f" nvidia-dlfw-inspect has nvdlfw_inspect_statistics_logs/.{_below(path)}"
         )
     return "this file is no recorded run. Give the log folder."
 
