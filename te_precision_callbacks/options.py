@@ -229,7 +229,8 @@ class SessionOptions:
         on_broken: what happens if it does not hold: ``"raise"`` a PrecisionContractError, or ``"warn"``.
         on_finding: what happens when a rule finds something: ``"warn"``, once for each finding; ``"stop"`` raises a
             PrecisionFindingError on all ranks together, for errors and warnings, or for severities or rules, such as
-            ``"stop: nonfinite, dead-gradient"``; or a function of the finding. See docs/diagnosis.md.
+            ``"stop: nonfinite, dead-gradient"``; or a function of the finding, which also gets notes, and returns
+            ``"stop"`` to stop the training. See docs/diagnosis.md.
         profile: the iterations that torch's profiler records, with ranges around layers, such as ``11`` or
             ``"11-13"``; ``"11-13, all"`` on all ranks instead of rank 0 alone. The trace is written beside the records
             of the run. Choose iterations after the first ones, in which no statistic is due. See docs/speed-traces.md.

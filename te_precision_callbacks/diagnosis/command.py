@@ -9,7 +9,8 @@ Usage::
     te-precision rules stale-scale
 
 The exit code of ``diagnose`` is 0 if nothing is wrong, or there are notes only; 1 with a finding; 2 for wrong use; 3 if
-nothing could be judged. ``--json`` prints one JSON object.
+nothing could be judged, or if a part of the run cannot be read and nothing is wrong in the rest. ``--json`` prints one
+JSON object.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.terminal import Json, Run
 
 if TYPE_CHECKING:
     from te_precision_callbacks.diagnosis.finding import Finding, Verdict
     from te_precision_callbacks.diagnosis.rule import Rule
+    from te_precision_callbacks.runs.recorded import RecordedRun
 
 FOUND, NOT_JUDGED = 1, 3
 """Exit codes."""
@@ -40,8 +43,9 @@ def diagnose_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Findings that are known and left out: a line for each, with a rule, and behind a space a pattern of"
-            " layers such as 'h.*.fc2' if not all are meant. '#' begins a comment.",
+            help="Findings that are known and left out: lines with a rule, and behind a space layers, such as"
+            " 'h.*.fc2' or 'h.{0-2}.fc1, head', if not all are meant. Each finding has its line behind 'known:'. '#'"
+            " begins a comment.",
         ),
     ] = None,
     as_json: Json = False,
@@ -55,18 +59,22 @@ def diagnose_command(
     recorded, told = chosen_run(path, run)
     if told:
         terminal.show_text(told, err=as_json)
-    verdict, notes = diagnose(recorded), list(recorded.notes)
+    verdict, notes = diagnose(recorded), [note for note in recorded.notes if note not in recorded.unread]
     if chosen is not None:
         verdict, left_out, unused = chosen.leave_out(verdict)
         if left_out:
-            notes.append(f"{known} leaves out {left_out} findings that are known.")
+            notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
         notes += [f"{known}:{line}: no finding is left out by {text!r}." for line, text in unused]
     if as_json:
-        terminal.show_json({**verdict.as_json(), "notes": notes})
+        lacks = [recorded.lacks_in_words] if recorded.lacks_in_words else []
+        terminal.show_json(
+            {**verdict.as_json(), "unread": recorded.unread, "notes": [*lacks, *recorded.unread, *notes]}
+        )
     else:
+        _show_limits(recorded)
         _show(verdict)
         terminal.show_notes(notes)
-    if not verdict.judged:
+    if not verdict.judged or (verdict.healthy and recorded.unread):
         raise typer.Exit(NOT_JUDGED)
     if not verdict.healthy:
         raise typer.Exit(FOUND)
@@ -119,6 +127,18 @@ def _explain(rule: Rule) -> None:
             terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
 
 
+def _show_limits(run: RecordedRun) -> None:
+    """Print what limits the verdict: that the run is a text log, and what cannot be read of it."""
+    if run.lacks_in_words:
+        terminal.show_text(f"{run.path} has no records. {run.lacks_in_words} Rules that need them are not judged.")
+        terminal.show_text("")
+    if run.unread:
+        terminal.show_text("A part of the run cannot be read. The verdict is on the rest:")
+        for text in run.unread:
+            terminal.show_text(text, indent=_INDENT, hanging=_INDENT)
+        terminal.show_text("")
+
+
 def _show(verdict: Verdict) -> None:
     terminal.show_text(verdict.summary)
     for finding in verdict:
@@ -133,6 +153,7 @@ def _show(verdict: Verdict) -> None:
 
 
 def _show_finding(finding: Finding) -> None:
+    from te_precision_callbacks.diagnosis.known import known_line
     from te_precision_callbacks.layers.folding import folded
 
     terminal.show_text(f"{finding.severity}: {finding.subject}: {finding.seen}", hanging=_INDENT)
@@ -156,6 +177,7 @@ def _show_finding(finding: Finding) -> None:
     ):
         if text:
             terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
+    typer.echo(f"{' ' * _INDENT}known: {terminal.visible(known_line(finding))}")  # one line, to be copied
     if finding.patch:
         terminal.show_text("config:", indent=_INDENT)
         terminal.show_as_it_is(finding.patch, indent=2 * _INDENT)

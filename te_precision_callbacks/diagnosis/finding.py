@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.layers.folding import in_sentence
 
 Severity = Literal["error", "warning", "note"]
@@ -77,6 +78,17 @@ class Finding:
         return f"{self.tensor} of {names}{others}" if self.tensor else f"{names}{others}"
 
     @property
+    def gemm(self) -> str | None:
+        """The GEMM whose result the tensor is: ``fprop``, ``dgrad`` or ``wgrad``; None if none is meant."""
+        return self.tensor if self.tensor in GEMMS else None
+
+    @property
+    def in_short(self) -> str:
+        """What it is about, without what was seen: ``gradient of h.4.mlp.fc1 (sibling, since step 0)``."""
+        since = f", {self.when}" if self.when else ""
+        return f"{self.subject} ({self.rule}{since})"
+
+    @property
     def when(self) -> str:
         """Since which step, in words; empty for what holds from the start."""
         return "" if self.since is None else f"since step {self.since}"
@@ -86,8 +98,8 @@ class Finding:
         return f"{self.subject}: {self.seen} ({self.rule}{since})"
 
     def as_json(self) -> dict[str, Any]:
-        """All attributes, as JSON values."""
-        return {**asdict(self), "layers": list(self.layers), "subject": self.subject}
+        """All attributes, as JSON values, with the GEMM and the subject."""
+        return {**asdict(self), "layers": list(self.layers), "gemm": self.gemm, "subject": self.subject}
 
 
 class NotJudged(NamedTuple):

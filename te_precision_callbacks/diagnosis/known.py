@@ -2,12 +2,15 @@
 
 # the router's gradients are small on purpose
 sibling model.layers.*.router
+sibling h.{0-2,5}.fc1, head
 bf16-state
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,6 +20,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.rules import RULES
+from te_precision_callbacks.layers.folding import folded
 
 
 class KnownFindingsError(PrecisionDebugError, ValueError):
@@ -24,21 +28,17 @@ class KnownFindingsError(PrecisionDebugError, ValueError):
 
 
 class _Line(NamedTuple):
-    """A line of the file: its number, its text, the rule, and a pattern of layers; ``*`` for all."""
+    """A line of the file: its number, its text, the rule, and what its patterns of layers match."""
 
     number: int
     text: str
     rule: str
-    layers: str
-
-    def covers(self, finding: Finding) -> bool:
-        names = finding.layers or ("",)
-        return finding.rule == self.rule and all(fnmatchcase(name, self.layers) for name in names)
+    covers: Callable[[str], bool]
 
 
 @dataclass(frozen=True)
 class Known:
-    """The findings that a file names."""
+    """The findings that a file names. A finding is named if the lines of its rule together cover all of its layers."""
 
     lines: tuple[_Line, ...]
 
@@ -48,11 +48,21 @@ class Known:
         Returns:
             The verdict, how many findings it lacks, and the lines that leave out nothing: number and text.
         """
-        left = tuple(finding for finding in verdict if not any(line.covers(finding) for line in self.lines))
-        unused = [
-            (line.number, line.text) for line in self.lines if not any(line.covers(finding) for finding in verdict)
-        ]
-        return dataclasses.replace(verdict, findings=left), len(verdict) - len(left), unused
+        left, used = [], set()
+        for finding in verdict:
+            names = finding.layers or ("",)
+            lines = [line for line in self.lines if line.rule == finding.rule]
+            if all(any(line.covers(name) for line in lines) for name in names):
+                used |= {line.number for line in lines if any(map(line.covers, names))}
+            else:
+                left.append(finding)
+        unused = [(line.number, line.text) for line in self.lines if line.number not in used]
+        return dataclasses.replace(verdict, findings=tuple(left)), len(verdict) - len(left), unused
+
+
+def known_line(finding: Finding) -> str:
+    """The line that leaves a finding out: ``sibling h.{0-7}.fc1, h.{0-7}.fc2``."""
+    return " ".join(filter(None, (finding.rule, ", ".join(folded(finding.layers, most_ranges=None)))))
 
 
 def read_known(path: Path) -> Known:
@@ -61,10 +71,7 @@ def read_known(path: Path) -> Known:
     Raises:
         KnownFindingsError: the file cannot be read, or a line names no rule.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise KnownFindingsError(f"--known {path}: {error}") from None
+    text = _text_of(path)
     rules = [rule.id for rule in RULES]
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -73,5 +80,71 @@ def read_known(path: Path) -> Known:
             continue
         if words[0] not in rules:
             raise KnownFindingsError(f"{path}:{number}: there is no rule {words[0]!r}.{suggestion(words[0], rules)}")
-        lines.append(_Line(number, " ".join(words), words[0], words[1].strip() if len(words) > 1 else "*"))
+        layers = words[1].strip() if len(words) > 1 else "*"
+        if _SHORTENED.search(layers):
+            raise KnownFindingsError(
+                f"{path}:{number}: {layers!r} does not name all of its layers. Take the finding's line behind 'known:',"
+                " or write a pattern such as 'h.*.fc2'."
+            )
+        lines.append(_Line(number, " ".join(words), words[0], _matcher(layers)))
     return Known(tuple(lines))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        why = "there is no such file. Give the file with the known findings"
+    except IsADirectoryError:
+        why = "it is a folder. Give the file with the known findings"
+    except UnicodeDecodeError as error:
+        why = f"it is no text in UTF-8: byte {error.start} cannot be read. Write a line with a rule for each finding"
+    except (OSError, ValueError) as error:
+        why = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
+    raise KnownFindingsError(f"--known {path}: {why}.")
+
+
+_SHORTENED = re.compile(r"\b\d+ more(?:\}|,|$| layer)")
+"""What an output says of layers that it does not name."""
+
+_COMMA = re.compile(r",\s*(?![^{}]*\})")
+_BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
+
+
+def _matcher(layers: str) -> Callable[[str], bool]:
+    """Whether a name matches one of several patterns: ``h.*.fc1, h.{0-2,5}.fc2, head``."""
+    texts = [text.strip() for text in _COMMA.split(layers) if text.strip()]
+    patterns = [_pattern(text) for text in texts]
+
+    def covers(name: str) -> bool:
+        return name in (layers, *texts) or any(pattern(name) for pattern in patterns)
+
+    return covers
+
+
+def _pattern(text: str) -> Callable[[str], bool]:
+    """Whether a name matches a glob with sets of numbers: ``h.{0-2,5}.fc*``."""
+    parts = _BRACES.split(text)
+    if len(parts) == 1:
+        return lambda name: fnmatchcase(name, text)
+    # Every second part is a set. In the expression it is a number, which is then looked up.
+    globs = (re.escape(part).replace(r"\*", ".*").replace(r"\?", ".") for part in parts[::2])
+    expression = re.compile(r"(0|[1-9][0-9]*)".join(globs), re.DOTALL)
+    sets = [_ranges(part) for part in parts[1::2]]
+
+    def covers(name: str) -> bool:
+        found = expression.fullmatch(name)
+        if found is None:
+            return False
+        return all(
+            any(first <= int(number) <= last for first, last in ranges)
+            for number, ranges in zip(found.groups(), sets, strict=True)
+        )
+
+    return covers
+
+
+def _ranges(text: str) -> list[tuple[int, int]]:
+    """The ranges of a set of numbers: first and last."""
+    bounds = (part.partition("-") for part in text.split(","))
+    return [(int(first), int(last or first)) for first, _, last in bounds]

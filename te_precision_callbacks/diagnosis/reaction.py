@@ -4,7 +4,7 @@
 "stop"                          # errors and warnings stop the training, on all ranks together
 "stop: error"                   # only those of a severity
 "stop: nonfinite, overflow"     # only those of some rules
-lambda finding: ...             # called with each finding
+lambda finding: ...             # called with each finding, also with notes; "stop" as its result stops the training
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
         OptionError: ``on_finding=`` does not take the value.
     """
     if callable(on_finding) or on_finding == "warn":
-        return lambda finding: False
+        return lambda finding: False  # what a function returns is not known before
     word, _, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
     names = [name.strip() for name in chosen.split(",") if name.strip()]
     known = [*SEVERITIES, *(rule.id for rule in RULES)]

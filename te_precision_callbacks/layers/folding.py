@@ -33,19 +33,22 @@ _LEAST_STEM, _MOST_SIBLINGS = 3, 200
 _Numbers = tuple[int, ...]
 
 
-def folded(names: Iterable[str], *, most: int | None = None) -> list[str]:
+def folded(names: Iterable[str], *, most: int | None = None, most_ranges: int | None = _MOST_RANGES) -> list[str]:
     """The names in few texts, in the order in which they come first.
 
     Args:
         names: the names; each counts once.
         most: the most texts; behind them one says how many are left.
+        most_ranges: the most ranges of numbers in one place; None for all.
     """
     alike: dict[str, dict[_Numbers, None]] = {}
     for name in names:
         form, numbers = _parsed(name)
         alike.setdefault(form, {})[numbers] = None
     texts = [
-        _filled(form, ranges) for form, numbers in alike.items() for ranges in _boxes(list(numbers), form.count("\0"))
+        _filled(form, ranges, most_ranges)
+        for form, numbers in alike.items()
+        for ranges in _boxes(list(numbers), form.count("\0"))
     ]
     more = len(texts) - (len(texts) if most is None else most)
     return [*texts[:most], f"{more} more"] if more > 0 else texts
@@ -89,12 +92,12 @@ def _boxes(numbers: Sequence[_Numbers], width: int) -> list[list[list[int]]]:
     return [[sorted(these), *box] for found, these in firsts.items() for box in _boxes(found, width - 1)]
 
 
-def _filled(form: str, sets: Iterable[Sequence[int]]) -> str:
+def _filled(form: str, sets: Iterable[Sequence[int]], most_ranges: int | None) -> str:
     first, *rest = form.split("\0")
-    return first + "".join(f"{_ranges(numbers)}{text}" for numbers, text in zip(sets, rest, strict=True))
+    return first + "".join(f"{_ranges(numbers, most_ranges)}{text}" for numbers, text in zip(sets, rest, strict=True))
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _ranges(numbers: Sequence[int], most: int | None) -> str:
     """``7``, ``{0-2,5}``, or of many ranges the first ones: ``{0,2,4,6 and 28 more}``."""
     if len(numbers) == 1:
         return str(numbers[0])
@@ -104,7 +107,7 @@ def _ranges(numbers: Sequence[int]) -> str:
             parts[-1] = [parts[-1][0], number]
         else:
             parts.append([number])
-    told, left = parts[:_MOST_RANGES], parts[_MOST_RANGES:]
+    told, left = parts[:most], parts[most if most is not None else len(parts) :]
     more = sum(part[-1] - part[0] + 1 for part in left)
     return f"{{{','.join('-'.join(map(str, part)) for part in told)}{f' and {more} more' if more else ''}}}"
 

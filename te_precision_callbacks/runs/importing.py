@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.runs.bounds import MOST_ITERATION, open_regular, pieces_of
 from te_precision_callbacks.runs.errors import NotARunError
@@ -125,15 +126,16 @@ def import_logs(path: Path, logs: _Logs) -> RecordedRun:
         NotARunError: they hold no number.
     """
     notes: list[str] = []
+    unread: list[str] = []
     layers, events = _read_events(logs, notes)
     parts: list[tuple[int, _Part]] = []
     sizes = sum(half.stat().st_size for file in logs.statistics.values() for half in _halves(file))
     with _progress(f"Reading {path}", sizes) as advance:
         for rank, file in logs.statistics.items():
-            parts += [(rank, part) for part in _read_statistics(file, notes, advance)]
+            parts += [(rank, part) for part in _read_statistics(file, unread, advance)]
     if not any(len(part.value) for _, part in parts):
         raise NotARunError(f"{path}: the statistics logs of nvidia-dlfw-inspect in it hold no statistic.")
-    _note_missing(logs, notes)
+    _note_missing(logs, unread)
     segments = sorted({part.segment for _, part in parts if len(part.value)})
     times = {iteration: time for _, part in reversed(parts) for iteration, time in part.times.items()}
     index, table = _assemble(parts, layers)
@@ -163,7 +165,8 @@ def import_logs(path: Path, logs: _Logs) -> RecordedRun:
         events=events,
         read_values=functools.partial(_select, table),
         read_vectors=lambda _: NO_VECTORS,
-        notes=tuple(notes),
+        notes=(*unread, *notes),
+        unread=tuple(unread),
     )
 
 
@@ -177,11 +180,11 @@ def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
     return pa.concat_tables([table.slice(0, 0), *slices]).combine_chunks()
 
 
-def _note_missing(logs: _Logs, notes: list[str]) -> None:
+def _note_missing(logs: _Logs, unread: list[str]) -> None:
     ranks = sorted(logs.statistics)
     gone = missing_numbers(ranks, 0) if len(ranks) > 1 else ""
     if gone:
-        notes.append(f"The logs of {ranks[-1] + 1 - len(ranks)} ranks are missing: {gone}.")
+        unread.append(f"The logs of {ranks[-1] + 1 - len(ranks)} ranks are missing: {gone}.")
 
 
 # ---------------------------------------------------------------------- files
@@ -231,7 +234,7 @@ def _shared_names(names: list[str]) -> list[str]:
     return [name for name, count in counts.items() if count > 1]
 
 
-def _read_statistics(file: Path, notes: list[str], advance: Callable[[int], None]) -> Iterator[_Part]:
+def _read_statistics(file: Path, unread: list[str], advance: Callable[[int], None]) -> Iterator[_Part]:
     """The numbers of a log, piece by piece."""
     segment, unreadable = 0, 0
     for lines in _lines_of(_halves(file), advance):
@@ -245,7 +248,9 @@ def _read_statistics(file: Path, notes: list[str], advance: Callable[[int], None
             if mark is not None:
                 segment, begin = segment + 1, mark.end() + 1
     if unreadable:
-        notes.append(f"{file}: {unreadable} lines are no statistics, and were left out.")
+        is_ = "is" if unreadable == 1 else "are"
+        was = "was" if unreadable == 1 else "were"
+        unread.append(f"{file}: {many(unreadable, 'line')} {is_} no statistics, and {was} left out.")
 
 
 def _lines_of(files: Iterable[Path], advance: Callable[[int], None]) -> Iterator[bytes]:

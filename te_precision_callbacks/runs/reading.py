@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from te_precision_callbacks.runs.bounds import MOST_ITERATION, open_regular, pieces_of, read_json
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError
 from te_precision_callbacks.runs.event_lines import event_row, events_table
-from te_precision_callbacks.runs.importing import find_logs, import_logs
+from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
 from te_precision_callbacks.runs.index import (
     NO_VALUES,
     NO_VECTORS,
@@ -65,6 +65,9 @@ from te_precision_callbacks.runs.tables import FACTS, SCALARS, SCHEMA_VERSION, S
 
 _MOST_ATTEMPTS = 5
 """How often a run is read that is thinned meanwhile."""
+
+_MOST_BELOW = 8
+"""The log folders in a folder that a message names."""
 
 StrPath = str | os.PathLike[str]
 
@@ -165,11 +168,23 @@ def _last_start(run: Path) -> str:
     return of_name
 
 
+def _below(path: Path) -> str:
+    """The folders in a folder that are log folders, as a sentence; empty if there are none."""
+    with contextlib.suppress(OSError):
+        found = sorted(
+            each.name for each in path.iterdir() if any((each / name).is_dir() for name in (FOLDER, STATISTICS_FOLDER))
+        )
+        more = len(found) - _MOST_BELOW
+        listed = ", ".join(found[:_MOST_BELOW]) + (f" and {more:,} more" if more > 0 else "")
+        return f" Log folders in it, of which to give one: {listed}." if found else ""
+    return ""
+
+
 def _what_it_is(path: Path) -> str:
     if path.is_dir():
         return (
             f"no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
-            " nvidia-dlfw-inspect has nvdlfw_inspect_statistics_logs/."
+            f" nvidia-dlfw-inspect has nvdlfw_inspect_statistics_logs/.{_below(path)}"
         )
     return "this file is no recorded run. Give the log folder."
 
@@ -208,6 +223,7 @@ class _Reader:
     folders: Mapping[int, Path]
     patient: bool = True
     notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     index: SeriesIndex = field(default_factory=SeriesIndex)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     written: frozenset[int] = frozenset()
@@ -249,6 +265,7 @@ class _Reader:
             read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
             read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
             notes=tuple(self.notes),
+            unread=tuple(self.unread),
             thinned=tuple(thinned),
         )
 
@@ -260,10 +277,10 @@ class _Reader:
         try:
             facts = read_json(path)
         except FileNotFoundError:
-            self._note(f"{path} is missing: nothing is known of the facts of segment {number}.")
+            self._note(f"{path} is missing: nothing is known of the facts of segment {number}.", unread=True)
         except (OSError, ValueError) as error:
             facts = {}
-            self._note(f"{path} is damaged ({error}): nothing is known of the facts of segment {number}.")
+            self._note(f"{path} is damaged ({error}): nothing is known of the facts of segment {number}.", unread=True)
         schema = facts.get("schema", SCHEMA_VERSION)
         if not isinstance(schema, int) or schema > SCHEMA_VERSION:
             raise RunError(
@@ -286,15 +303,18 @@ class _Reader:
             facts=facts,
         )
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, *, unread: bool = False) -> None:
+        """Note something, once; ``unread`` if it tells that something cannot be read."""
         if text not in self.notes:
             self.notes.append(text)
+            if unread:
+                self.unread.append(text)
 
     def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
         numbers = sorted(self.folders)
         missing = missing_numbers(numbers, 0) if len(numbers) > 1 else ""
         if missing:
-            self._note(f"Segments are missing: {missing}.")
+            self._note(f"Segments are missing: {missing}.", unread=True)
         versions: dict[str, set[str]] = {}
         for segment in segments:
             of_segment = segment.facts.get("versions")
@@ -307,7 +327,8 @@ class _Reader:
             if gone:
                 self._note(
                     f"Segment {segment.number} lacks the files of {len(gone)} of {segment.world} ranks:"
-                    f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}."
+                    f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}.",
+                    unread=True,
                 )
         for package, several in versions.items():
             if len(several) > 1:
@@ -329,7 +350,7 @@ class _Reader:
         files = parts_of(folder, name)
         gone = missing_stretches(((file.first, file.last) for file in files), 1)
         if gone:
-            self._note(f"{folder}: parts of {name} are missing: {gone}.")
+            self._note(f"{folder}: parts of {name} are missing: {gone}.", unread=True)
         return files
 
     def _load(self, path: Path, name: str, read: Callable[[], pa.Table]) -> pa.Table | None:
@@ -346,14 +367,16 @@ class _Reader:
         except FileNotFoundError as error:
             if self.patient:
                 raise _Moved from error
-            self._note(f"{path} has vanished while it was read.")
+            self._note(f"{path} has vanished while it was read.", unread=True)
         except UNREADABLE as error:
-            self._note(f"{path} cannot be read, and its rows are missing: {_first_line(error)}")
+            self._note(f"{path} cannot be read, and its rows are missing: {_first_line(error)}", unread=True)
         else:
             if len(table) and not len(good):
-                self._note(f"{path} cannot be read, and its rows are missing: all of them are damaged")
+                self._note(f"{path} cannot be read, and its rows are missing: all of them are damaged", unread=True)
             elif len(good) < len(table):
-                self._note(f"{path}: {len(table) - len(good):,} of {len(table):,} rows are damaged and left out.")
+                self._note(
+                    f"{path}: {len(table) - len(good):,} of {len(table):,} rows are damaged and left out.", unread=True
+                )
             return good
         return None
 
@@ -540,9 +563,9 @@ class _Reader:
                         else:
                             yield row
         except OSError as error:
-            self._note(f"{path} cannot be read: {error}")
+            self._note(f"{path} cannot be read: {error}", unread=True)
         if bad:
-            self._note(f"{path}: {bad} of {count} lines cannot be read.")
+            self._note(f"{path}: {bad} of {count} lines cannot be read.", unread=True)
 
 
 def _as_they_are_now(parts: Iterable[_Rows]) -> list[_Rows]:

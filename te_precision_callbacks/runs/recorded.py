@@ -177,6 +177,7 @@ class RecordedRun:
         series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` counts from 0 and is the row's number.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
         notes: what is missing, damaged or thinned, in words, for whoever looks at the run.
+        unread: those of them that tell what cannot be read. What is judged of such a run is judged of the rest alone.
         thinned: the stretches of which not all steps are left.
         read_values: gives the columns ``segment, iteration, series, value, flags`` of some series, or of all, sorted by
             series and iteration.
@@ -199,8 +200,16 @@ class RecordedRun:
     read_values: Callable[[list[int] | None], pa.Table] = field(repr=False)
     read_vectors: Callable[[list[int] | None], pa.Table] = field(repr=False)
     notes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     thinned: tuple[Thinned, ...] = ()
     memory: pa.Table = field(default_factory=MEMORY.empty_table)
+
+    @property
+    def lacks_in_words(self) -> str:
+        """What the kind of the files does not have, as a sentence; empty for a run with records."""
+        if self.source == "te-precision-callbacks":
+            return ""
+        return f"A log of {self.source}: layers, coverage and the trainer's numbers are not in it."
 
     def is_thinned(self, iterations: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """[iterations]: whether a number that is not there may have been dropped by the limit of ``records=``."""

@@ -66,6 +66,7 @@ class RecordSink(EventSink):
         place: the segment, which all ranks must agree on before :meth:`start`. None: rank 0 begins one, and the others
             look for it.
         has_recorded: whether something was written.
+        has_content: whether something was written that a view can show: more than that a segment has begun and ended.
     """
 
     def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
@@ -81,6 +82,7 @@ class RecordSink(EventSink):
         self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
         self._recording: Recording | None = None
         self.has_recorded = False
+        self.has_content = False
         self._said = Notices()
         self._last_records: StepRecords | None = None
         self._last_step: float | None = None
@@ -199,6 +201,7 @@ class RecordSink(EventSink):
             self._recording = None
         elif self._concerns(job):
             self._recording.take(job)
+            self.has_content = self.has_content or _is_content(job)
         return True
 
     def flush(self) -> None:
@@ -258,3 +261,12 @@ class RecordSink(EventSink):
             limit=self._limit,
             begun=self._made_at,
         )
+
+
+def _is_content(job: _Job) -> bool:
+    """Whether a view can show it."""
+    if isinstance(job, Facts):
+        return len(job.tables["gemms"]) > 0
+    if isinstance(job, Event):
+        return job.kind not in ("segment_started", "segment_ended")
+    return not isinstance(job, Step) or len(job.records) > 0

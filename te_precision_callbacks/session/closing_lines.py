@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,22 +25,25 @@ def is_quiet(quiet: bool) -> bool:
     return quiet or os.environ.get(_QUIET, "") not in ("", "0")
 
 
-def closing_lines(verdict: Verdict, coverage: Coverage, log_dir: Path, command: str) -> Sequence[str]:
-    """At most :data:`MOST_LINES` lines: the verdict, the first findings, the coverage, the folder, the command.
+def closing_lines(
+    verdict: Verdict, coverage: Coverage, log_dir: Path, page: str, *, stopped: bool = False
+) -> Sequence[str]:
+    """At most :data:`MOST_LINES` lines: the verdict, the first findings, the coverage, the folder, the page.
 
     Args:
         verdict: what the rules have found.
         coverage: the products of the last step.
         log_dir: the folder of the session's files.
-        command: the command that makes the page; empty if nothing was recorded.
+        page: the page, or the command that makes it; empty if there is nothing for a page.
+        stopped: whether a finding ends the run. Its error has all that was seen, so findings are named in short.
     """
-    last = [f"  {coverage}." if coverage else "", f"  logs: {log_dir}", f"  page: {command}" if command else ""]
+    last = [f"  {coverage}." if coverage else "", f"  logs: {log_dir}", f"  page: {page}" if page else ""]
     last = [line for line in last if line]
-    findings = verdict.wrong
+    findings = verdict.findings
     room = MOST_LINES - 1 - len(last)
     shown = findings if len(findings) <= room else findings[: room - 1]
     lines = [f"te-precision: {verdict.summary}"]
-    lines += [f"  {finding.severity}: {finding}" for finding in shown]
+    lines += [f"  {finding.severity}: {finding.in_short if stopped else finding}" for finding in shown]
     if len(shown) < len(findings):
-        lines.append(f"  and {len(findings) - len(shown)} more: te-precision diagnose {log_dir}")
+        lines.append(f"  and {len(findings) - len(shown)} more: te-precision diagnose {shlex.quote(str(log_dir))}")
     return [visible(line) for line in (*lines, *last)]

@@ -91,7 +91,12 @@ class LiveDiagnosis:
             layer = finding.layers[0] if finding.layers else ""
             event = Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)
             self._tell(event)
-            if finding.severity != "note" and own_rank() == 0:
+            stops = self._stops(finding) or self._asks(finding)
+            if stops:
+                self._stopping.append(finding)
+                # The error that stops the run has all that was seen. On several ranks it comes in a later step.
+                logger.warning("%s: %s stops the training.", finding.severity.capitalize(), finding.in_short)
+            elif finding.severity != "note" and own_rank() == 0:
                 logger.warning(
                     "%s: %s. What to do: %s. More: te-precision rules %s",
                     finding.severity.capitalize(),
@@ -99,10 +104,13 @@ class LiveDiagnosis:
                     finding.remedy,
                     finding.rule,
                 )
-            if self._stops(finding):
-                self._stopping.append(finding)
-            if callable(self._on_finding):
-                try:
-                    self._on_finding(finding)
-                except Exception as error:
-                    self._report("calling on_finding= for", finding.rule, error)
+
+    def _asks(self, finding: Finding) -> bool:
+        """Call the user's function, if there is one: whether it returns "stop"."""
+        if not callable(self._on_finding):
+            return False
+        try:
+            return bool(self._on_finding(finding) == "stop")
+        except Exception as error:
+            self._report("calling on_finding= for", finding.rule, error)
+            return False

@@ -37,7 +37,8 @@ class LogAndRecords:
         log: the statistics log; None without one.
         records: the records; None if the run is not recorded.
         sinks: those of the two that there are.
-        command: the command that makes the page of the run; empty as long as nothing is recorded.
+        page: the page of the run once it is written, before that the command that makes it; empty as long as there is
+            nothing for a page.
     """
 
     def __init__(self, options: SessionOptions, log_dir: Path, given_names: Mapping[str, str], ranks: Ranks) -> None:
@@ -47,7 +48,7 @@ class LogAndRecords:
         self._log_dir = log_dir
         self.log = None if choice.ranks == "off" else StatisticsLog(given_names=given_names, limit=choice.limit)
         self.records = RecordSink(log_dir, limit) if limit else None
-        self.command = ""
+        self.page = ""
         self.sinks: list[Sink] = [sink for sink in (self.log, self.records) if sink is not None]
 
     @property
@@ -73,12 +74,12 @@ class LogAndRecords:
         """Log the command that makes the page of the run.
 
         Returns:
-            The name of the run, or an empty text if nothing is recorded.
+            The name of the run, or an empty text if nothing is recorded that a page could show.
         """
-        if self.records is None or self.records.place is None or not self.records.has_recorded:
+        if self.records is None or self.records.place is None or not self.records.has_content:
             return ""
         run_id: str = self.records.place.run_id
-        self.command = tell_command(self._log_dir, run_id)
+        self.page = tell_command(self._log_dir, run_id)
         return run_id
 
     def write_page(self, run_id: str, sinks: Sinks) -> None:
@@ -91,6 +92,7 @@ class LogAndRecords:
 
         path = write_report(open_run(self._log_dir / FOLDER / run_id), self._log_dir / REPORT_FILE)
         logger.info("The report of this run: %s", path)
+        self.page = str(path)
         sinks.report(path)
 
 

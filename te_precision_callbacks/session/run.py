@@ -395,6 +395,7 @@ class Run:
         explain_shape(error or sys.exc_info()[1], self.model.layers.modules)
         keeps = self._options.keep_precision and self._results.changes_precision
         keeps = keeps and error is None and not self.inspector.ended
+        ended_by = error or sys.exc_info()[1]
         termination = None if self._ends is None else self._ends.termination
         with Uninterrupted(termination) as guard, without_collections(), ExitStack() as stack:
             # Callbacks in the stack run in reverse order, whatever fails.
@@ -406,14 +407,13 @@ class Run:
             then("leaving", "the other ranks", self.ranks.end)
             then("closing", "the dumps", lambda: self._close_dumps(error, guard))
             then("undoing", "what the session has changed", lambda: self._put_back(keeps=keeps))
-            then("printing", "the verdict", self._print_verdict)
+            then("printing", "the verdict", lambda: self._print_verdict(ended_by))
             then("writing", "the summary", self._write_summary)
             then("writing", "the report", lambda: self._tell_report(error, guard))
             then("telling", "the coverage", self._tell_coverage)
             then("closing", "the sinks", lambda: self._close_sinks(error, guard))
             if self.model.attached:
                 then("telling", "the end", lambda: self._tell_the_end(error))
-            ended_by = error or sys.exc_info()[1]
             then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
             if self.model.attached:
                 then("handing over", "the last statistics", lambda: self._hand_over_rest(error, logging_step, guard))
@@ -598,11 +598,12 @@ class Run:
             self._results.iteration = self.inspector.iteration
             write_summary(Results(self._results), self._judgement.coverage)
 
-    def _print_verdict(self) -> None:
+    def _print_verdict(self, error: BaseException | None) -> None:
         """Print what came out of the run, on one rank."""
         if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
             verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
-            lines = closing_lines(verdict, coverage, self._results.log_dir, self._written.command)
+            stopped = isinstance(error, PrecisionFindingError)
+            lines = closing_lines(verdict, coverage, self._results.log_dir, self._written.page, stopped=stopped)
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, zip_longest
@@ -49,6 +50,9 @@ MOST_LAYERS = 200
 """The most rows of a table of layers. If there are more layers, those that differ in their numbers alone share one."""
 
 _FILE_WIDTH = 120
+
+_MOST_EARLIER = 1 << 22
+"""The bytes of earlier summaries that the file of a log folder keeps."""
 
 _NOTEBOOK_WIDTH = 120
 
@@ -121,7 +125,8 @@ def verdict_lines(verdict: Verdict) -> Iterator[RenderableType]:
 
 
 def write_summary(session: Results, coverage: Coverage) -> None:
-    """Append the summary of a session to the file in its log folder; does nothing if no matrix product has run.
+    """Write the summary of a session into the file in its log folder, before those of earlier runs there; does nothing
+    if no matrix product has run.
 
     Args:
         session: the session.
@@ -139,8 +144,11 @@ def write_summary(session: Results, coverage: Coverage) -> None:
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     lines = "\n".join(line.rstrip() for line in text.splitlines())
     path = session.log_dir / SUMMARY_FILE
-    with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=own_file) as file:
-        file.write(f"{lines}\n\n")
+    with open(path, "r+b", opener=lambda name, flags: own_file(name, flags | os.O_CREAT)) as file:
+        earlier = file.read(_MOST_EARLIER)
+        file.seek(0)
+        file.write(f"{lines}\n\n".encode("utf-8", "backslashreplace") + earlier)
+        file.truncate()
 
 
 def _table(title: str, first: str) -> Table:

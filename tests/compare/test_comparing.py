@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
 
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
+from te_precision_callbacks.runs.tables import STATES
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
+from te_precision_callbacks.views.compare.differing_facts import facts_that_differ
 from te_precision_callbacks.views.compare.judging_scales import scale_of
+from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.spread import bounds
 from te_precision_callbacks.views.compare.wording import difference, of_losses, what_was_compared, where_first
 from tests.compare.recorded import Subject, Values, append, layers, record
@@ -596,6 +601,18 @@ def test_a_run_without_statistics_is_named(runs: Runs) -> None:
     for pair in ((runs.a, none), (none, runs.a)):
         with pytest.raises(ComparisonError, match=r"none has no statistics of layers, so nothing can be compared"):
             compare(*pair)
+
+
+def test_the_types_of_what_is_kept_are_facts(runs: Runs) -> None:
+    def kept(run: RecordedRun, dtype: str) -> RecordedRun:
+        rows = [("parameter", dtype), ("optimizer_state", "float32")]
+        table = [{"subject": subject, "dtype": each, "bytes": 8, "count": 1} for subject, each in rows]
+        return dataclasses.replace(run, states=pa.Table.from_pylist(table, STATES))
+
+    found = facts_that_differ(kept(runs.a, "float32"), kept(runs.a, "bfloat16"))
+    assert [fact for fact in found if fact.name.startswith("type of")] == [
+        FactDifference("type of parameter", "float32", "bfloat16")
+    ]
 
 
 def test_comments_of_a_config_are_no_facts(runs: Runs) -> None:

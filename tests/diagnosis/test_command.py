@@ -13,6 +13,8 @@ from typer.testing import CliRunner, Result
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.diagnosis import RULES
+from te_precision_callbacks.diagnosis.finding import Finding, Verdict
+from te_precision_callbacks.diagnosis.known import KnownFindingsError, known_line, read_known
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
 from tests.diagnosis.planted import train
@@ -109,12 +111,62 @@ def test_known_findings(planted: Path, tmp_path: Path, line: str, code: int) -> 
     assert unused == (code == 1 and not line.startswith("#")), "a line for a finding that is no more is named"
 
 
+def finding_of(*layers: str) -> Finding:
+    texts = dict.fromkeys(("title", "tensor", "statistic", "seen", "why", "remedy", "patch", "disproof", "source"), "")
+    steps = dict.fromkeys(("since", "until", "last_good", "checkpoint"))
+    return Finding(rule="hole", severity="warning", layers=layers, **texts, **steps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lines", "known"),
+    [
+        (["hole"], True),
+        (["hole h.0.fc1", "hole h.1.fc1", "hole h.12.fc1", "hole head"], True),
+        (["hole h.0.fc1", "hole h.1.fc1", "hole head"], False),
+        (["hole h.{0-1,12}.fc1, head"], True),
+        (["hole h.{0-11}.fc1, head"], False),
+        (["hole *.{0-1,12}.fc?,head"], True),
+        (["hole h.*, head"], True),
+        (["hole h.*", "overflow head"], False),
+    ],
+)
+def test_lines_of_a_rule_cover_a_finding_together(tmp_path: Path, lines: list[str], known: bool) -> None:
+    (tmp_path / "known.txt").write_text("\n".join(lines))
+    verdict = Verdict((finding_of("h.0.fc1", "h.1.fc1", "h.12.fc1", "head"),), ("hole",))
+    left, count, unused = read_known(tmp_path / "known.txt").leave_out(verdict)
+    assert (len(left), count, bool(unused)) == ((0, 1, False) if known else (1, 0, True))
+
+
+def test_the_line_of_a_finding_leaves_it_out(planted: Path, tmp_path: Path) -> None:
+    """Also that of many layers, which a sentence shortens."""
+    many = finding_of(*(f"h.{number}.fc1" for number in range(0, 40, 2)), *(f"x{chr(97 + n)}" for n in range(20)))
+    for finding in (many, finding_of(), finding_of("a, b")):
+        (tmp_path / "known.txt").write_text(known_line(finding))
+        assert read_known(tmp_path / "known.txt").leave_out(Verdict((finding,)))[1] == 1, known_line(finding)
+    printed = next(line for line in called("diagnose", planted).output.splitlines() if line.startswith("  known: "))
+    (tmp_path / "known.txt").write_text(printed.removeprefix("  known: "))
+    result = called("diagnose", planted, "--known", tmp_path / "known.txt")
+    assert (result.exit_code, "leaves out 1 known finding." in " ".join(result.output.split())) == (0, True)
+    (tmp_path / "known.txt").write_text("hole h.{0,2,4,6 and 16 more}.fc1")
+    with pytest.raises(KnownFindingsError, match="does not name all of its layers"):
+        read_known(tmp_path / "known.txt")
+
+
 def test_wrong_known_findings(planted: Path, tmp_path: Path) -> None:
     known = tmp_path / "known.txt"
     known.write_text("\nsiblings\n")
     told = refusal("diagnose", planted, "--known", known)
     assert f"{known}:2: there is no rule 'siblings'. Did you mean 'sibling'?" in told
-    assert "missing.txt" in refusal("diagnose", planted, "--known", tmp_path / "missing.txt")
+    for name, why in (
+        ("missing.txt", "there is no such file"),
+        (".", "it is a folder"),
+        ("binary", "no text in UTF-8"),
+    ):
+        (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+        told = refusal("diagnose", planted, "--known", tmp_path / name)
+        assert f"--known {tmp_path / name}: " in told
+        assert why in told
+        assert "Errno" not in told
 
 
 def test_the_rules() -> None:
@@ -127,3 +179,37 @@ def test_the_rules() -> None:
     )
     assert json.loads(called("rules", "hole", "--json").output)["rules"][0]["id"] == "hole"
     assert "There is no rule 'nonfinit'. Did you mean 'nonfinite'" in refusal("rules", "nonfinit")
+
+
+def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
+    """Nothing wrong in what is left of a damaged run is no good news."""
+    train(tmp_path, steps=3, defect=False)
+    assert called("diagnose", tmp_path).exit_code == 0
+    (values, *_) = tmp_path.rglob("values-*.parquet")
+    values.write_bytes(values.read_bytes()[:100])
+    result = called("diagnose", tmp_path)
+    first, second, *rest = result.output.splitlines()
+    assert result.exit_code == 3
+    assert first == "A part of the run cannot be read. The verdict is on the rest:"
+    assert "cannot be read, and its rows are missing" in f"{second} {rest[0]}"
+    assert "Nothing wrong in" in result.output
+    assert result.output.count("its rows are missing") == 1, "it is told once"
+    told = json.loads(called("diagnose", tmp_path, "--json").output)
+    assert len(told["unread"]) == 1
+    assert told["unread"][0] in told["notes"]
+    next(tmp_path.rglob("run.json")).write_text("{")
+    assert len(json.loads(called("diagnose", tmp_path, "--json").output)["unread"]) == 2
+    train(tmp_path / "odd", steps=3)
+    next((tmp_path / "odd").rglob("run.json")).write_text("{")
+    assert called("diagnose", tmp_path / "odd").exit_code == 1, "what is wrong stays wrong"
+    assert called("show", tmp_path / "odd").output.startswith("Note: ")
+
+
+def test_a_run_without_records_is_said_to_be_a_log(tmp_path: Path) -> None:
+    train(tmp_path, steps=3, defect=False, records="off")
+    result = called("diagnose", tmp_path)
+    first, second, *_ = result.output.splitlines()
+    assert "has no records. A log of nvidia-dlfw-inspect: layers, coverage" in f"{first} {second}"
+    assert "Nothing wrong in " in result.output
+    told = json.loads(called("diagnose", tmp_path, "--json").output)
+    assert any(note.startswith("A log of nvidia-dlfw-inspect: ") for note in told["notes"])

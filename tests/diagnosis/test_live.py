@@ -13,10 +13,12 @@ from torch.amp.grad_scaler import GradScaler
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, diagnose
+from te_precision_callbacks.coverage.coverage import NOTHING
+from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, Verdict, diagnose
 from te_precision_callbacks.diagnosis.reaction import reads_stop
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.closing_lines import closing_lines
 from te_precision_callbacks.sinks.metrics import MetricSelection
 from te_precision_callbacks.sinks.step_records import StepRecords
 from tests.conftest import Keeper, statistics
@@ -108,6 +110,29 @@ def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert any("on_finding=" in record.message for record in caplog.records), "the failure is reported"
 
 
+def test_a_function_stops_the_training(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionFindingError, match=f"gradient of {LAYER}"):
+        train(tmp_path, steps=31, on_finding=lambda finding: "stop" if finding.rule == "sibling" else None)
+    assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
+
+
+def test_a_finding_that_stops_is_told_in_full_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    with pytest.raises(PrecisionFindingError) as caught:
+        train(tmp_path, steps=31, on_finding="stop")
+    (finding,) = caught.value.findings
+    assert finding.seen in str(caught.value)
+    printed = capsys.readouterr().err
+    assert f"warning: {finding.in_short}" in printed
+    assert f"Warning: {finding.in_short} stops the training." in caplog.text
+    assert finding.seen not in printed + caplog.text
+
+
 @pytest.mark.parametrize(
     ("value", "told"),
     [("halt", "must be 'warn', 'stop'"), ("stop:", "must be 'warn'"), (3, "not 3"), ("stop: nonfinit", "'nonfinite'")],
@@ -127,6 +152,29 @@ def test_the_closing_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert lines[1].startswith(f"  warning: gradient of {LAYER}: std is ")
     assert lines[2].startswith("  FP8 in 100 % of the multiply-adds")
     assert lines[3:] == [f"  logs: {tmp_path}", f"  page: te-precision report {tmp_path}"]
+
+
+def test_the_closing_lines_of_notes_and_of_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Notes are named, a page that exists is named, and a run without a step has no page."""
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    train(tmp_path / "none", steps=0)
+    assert "page:" not in capsys.readouterr().err
+    train(tmp_path / "page", steps=1, defect=False, report=True)
+    assert f"  page: {tmp_path / 'page' / 'report.html'}" in capsys.readouterr().err.splitlines()
+    note = Finding(
+        **dict.fromkeys(("title", "tensor", "statistic", "why", "remedy", "patch", "disproof", "source"), ""),  # type: ignore[arg-type]
+        **dict.fromkeys(("since", "until", "last_good", "checkpoint")),  # type: ignore[arg-type]
+        rule="bf16-state",
+        severity="note",
+        layers=("h.0.fc",),
+        seen="seen",
+    )
+    lines = closing_lines(Verdict((note,) * 9, ("bf16-state",)), NOTHING, tmp_path, "")
+    assert len(lines) == 8
+    assert lines[1] == "  note: h.0.fc: seen (bf16-state)"
+    assert lines[6] == f"  and 4 more: te-precision diagnose {tmp_path}"
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])

@@ -172,10 +172,13 @@ def observing(folder: Path, code: str) -> None:
     assert {row.tensor for row in found["records"]} == {"activation", "gradient"}
 
 
-def diagnosis(folder: Path, session: str, for_lightning: str, for_transformers: str, again: str) -> None:
+def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_transformers: str, again: str) -> None:
     """The callbacks for checkpoints save none once something is wrong."""
     found = run(session)
     assert found["session"].findings.judged
+    assert found["session"].coverage().share("fp8") > 0
+    stops = run(react)["react"]
+    assert [stops(SimpleNamespace(severity="note", layers=layers)) for layers in (("head",), ())] == ["stop", None]
     found |= run(for_lightning, **found) | run(for_transformers, **found) | run(again)
     assert found["verdict"] == found["session"].findings
     for healthy in (True, False):

@@ -195,6 +195,15 @@ def test_a_path_that_is_no_run(tmp_path: Path, make: object, said: str) -> None:
         open_run(path)
 
 
+def test_a_folder_of_log_folders_names_them(tmp_path: Path) -> None:
+    for name in ("fp8", "bf16"):
+        (tmp_path / name / "precision_records").mkdir(parents=True)
+    (tmp_path / "plain" / "nvdlfw_inspect_statistics_logs").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(NotARunError, match=r"Log folders in it, of which to give one: bf16, fp8, plain\.$"):
+        open_run(tmp_path)
+
+
 def test_a_run_in_which_nothing_has_happened_yet(tmp_path: Path) -> None:
     RunWriter.begin(tmp_path)
     run = open_run(tmp_path)

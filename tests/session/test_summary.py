@@ -156,12 +156,17 @@ def test_fourteen_statistics_of_many_tensors_are_readable(tmp_path: Path) -> Non
 
 
 def test_each_run_in_a_folder_adds_its_summary(tmp_path: Path) -> None:
+    """The newest comes first, so that the file begins with its verdict."""
     model = te.Linear(32, 32)
-    for _ in range(2):
+    for steps in (1, 3):
         with InspectSession(model=model, log_dir=tmp_path) as session:
-            model(torch.randn(16, 32)).sum().backward()
-            session.step()
-    assert (tmp_path / "precision_summary.txt").read_text().count("Precision that really ran") == 2
+            for _ in range(steps):
+                model(torch.randn(16, 32)).sum().backward()
+                session.step()
+    written = (tmp_path / "precision_summary.txt").read_text()
+    assert written.count("Precision that really ran") == 2
+    assert "at iteration 3" in written.splitlines()[0]
+    assert written.index("Nothing wrong") < written.index("at iteration 1")
 
 
 def test_words_and_names_stay_whole_in_80_columns(tmp_path: Path) -> None:

@@ -185,6 +185,13 @@ def test_json_has_what_is_shown(tmp_path: Path) -> None:
     assert found["worst"]["sqnr_db"][0]["layer"] == layers(6)[-1]
 
 
+def test_a_single_number_is_no_curve(tmp_path: Path) -> None:
+    record(tmp_path, values(), scalars={"loss": np.arange(3.0), "train_loss": np.array([0.73892])})
+    lines = [line.rstrip() for line in show(tmp_path).output.splitlines()]
+    assert "train_loss  0.7389" in lines
+    assert any(line.startswith("loss  0 -> 2") for line in lines)
+
+
 def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
     for path, says in ((tmp_path / "missing", "no such file"), (tmp_path, "no recorded run")):
         result = show(path)

@@ -41,7 +41,7 @@ def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
         for name in names
         if ours.get(name) != theirs.get(name)
     ]
-    return [*found, *_of_products(a, b)]
+    return [*found, *_of_states(a, b), *_of_products(a, b)]
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -103,6 +103,22 @@ def _places(lines: Sequence[str]) -> list[str]:
         key = name.removesuffix(":") if name.endswith(":") and name != "transformer_engine:" else ""
         above.append((indent, name if text.startswith("- ") and not key else key))
     return found
+
+
+def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
+    """The types of what is kept: weights, gradients, the optimizer's state."""
+    ours, theirs = (_types(run) for run in (a, b))
+    for subject in ours:
+        if ours[subject] != theirs.get(subject, ours[subject]):
+            yield FactDifference(f"type of {subject.replace('_', ' ')}", ours[subject], theirs[subject])
+
+
+def _types(run: RecordedRun) -> dict[str, str]:
+    """What is kept -> its types."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for row in run.states.to_pylist():
+        found[row["subject"] or ""].add(row["dtype"] or "")
+    return {subject: ", ".join(sorted(types)) for subject, types in found.items()}
 
 
 def _products(run: RecordedRun) -> list[dict[str, Any]]:

@@ -138,8 +138,9 @@ def nonempty(run: RecordedRun) -> Subjects:
     happened = set(run.events["kind"].to_pylist()) - _OF_EVERY_RUN
     if not (len(run.series) or len(run.scalars) or len(run.gemms) or happened):
         raise ReportError(
-            f"{visible(str(run.path))} has no numbers, no coverage and no events: nothing was recorded. A run writes"
-            " its first records at the end of its first step. Train for a step at least."
+            f"{visible(str(run.path))} has no numbers, no coverage and no events: nothing was recorded. A run"
+            " has records from its first step on. A process that is killed loses up to the last 5 seconds. Train for a"
+            " step at least, and for longer before a kill."
         )
     return Subjects(run)
 

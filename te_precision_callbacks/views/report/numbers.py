@@ -58,6 +58,7 @@ def numbers(
         **diagnose(run).as_json(),
         "run": {"path": str(run.path), "run_id": run.run_id, "source": run.source},
         "notes": list(run.notes),
+        "unread": list(run.unread),
         "segments": facts.segments(run),
         "duration": facts.duration(run),
         "coverage": facts.coverage(run),

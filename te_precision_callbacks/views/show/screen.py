@@ -37,6 +37,8 @@ class Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         view, width = self._view, options.max_width
+        for note in view.unread:
+            yield Paragraph(f"Note: {note}", "yellow")
         yield from _verdict(view)
         yield Paragraph(_head(view), "bold")
         yield Paragraph(_facts(view))
@@ -57,7 +59,8 @@ class Screen:
             yield Text("\nLast events", style="bold")
             yield from map(_event, view.events)
         for note in view.notes:
-            yield Paragraph(f"Note: {note}", "yellow")
+            if note not in view.unread:
+                yield Paragraph(f"Note: {note}", "yellow")
 
 
 def line_of(view: RunView) -> str:
@@ -91,7 +94,7 @@ def _verdict(view: RunView) -> Iterator[RenderableType]:
     verdict = view.verdict
     stale = "" if view.judged_to == view.last else f" As of step {view.judged_to}."
     severity = verdict[0].severity if len(verdict) else ""
-    healthy = "bold green" if verdict.judged else "bold"
+    healthy = "bold green" if verdict.judged and not view.unread else "bold"
     yield Paragraph(verdict.summary + stale, _SEVERITY.get(severity, healthy))
     if verdict:
         table = Table.grid(padding=(0, 1, 0, 0))
@@ -119,8 +122,8 @@ def _facts(view: RunView) -> str:
     if view.first is not None:
         told.append(f"statistics of steps {view.first} to {view.last}")
     told.append(f"{view.series:,} series")
-    if view.source != "te-precision-callbacks":
-        told.append(f"a log of {view.source}: layers, coverage and the trainer's numbers are not in it")
+    if view.lacks:
+        told.append(view.lacks[:1].lower() + view.lacks[1:].rstrip("."))
     return visible(", ".join(told))
 
 
@@ -137,6 +140,8 @@ def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[T
 
 
 def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
+    if len(curve.values) == 1:
+        return Text(f"{names.of(visible(name), max(_LEAST_NAME, width // 4))}  {curve.values[0]:.4g}")
     numbers = f"{curve.values[0]:.4g} -> {curve.values[-1]:.4g}"
     name = names.of(visible(name), max(_LEAST_NAME, width // 4))
     room = min(width - len(name) - len(numbers) - 4, _MOST_CURVE)

@@ -102,6 +102,8 @@ class RunView:
         more_statistics: the statistics that are not shown.
         events: the last ones, the newest last.
         notes: what is missing or damaged.
+        unread: those of them that tell what cannot be read.
+        lacks: what the kind of the run's files does not have; empty for records.
         names: shortens the names of layers.
         metric_names: shortens those of the trainer's numbers.
     """
@@ -125,6 +127,8 @@ class RunView:
     more_statistics: tuple[str, ...]
     events: tuple[Event, ...]
     notes: tuple[str, ...]
+    unread: tuple[str, ...]
+    lacks: str
     names: ShortNames
     metric_names: ShortNames
 
@@ -177,6 +181,8 @@ def look(
         more_statistics=tuple(name for name in groups if name not in chosen),
         events=tuple(_events(run)),
         notes=(*run.notes, *_first_steps_alone(groups, chosen)),
+        unread=run.unread,
+        lacks=run.lacks_in_words,
         names=_names(run.layers["layer"], run.series["layer"]),
         metric_names=_names(run.scalars["name"]),
     )
