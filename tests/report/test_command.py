@@ -190,7 +190,7 @@ def test_logs_of_plain_nvidia_dlfw_inspect(report: Any, tmp_path: Path) -> None:
     assert code == 0
     assert found["run"]["source"] == "nvidia-dlfw-inspect"
     assert found["worst"] == [], "no max is bad"
-    assert found["verdict"]["findings"] == []
+    assert found["findings"] == []
     (largest,) = (one["worst"] for one in found["series"] if one["layer"] == "h.0.fc1" and one["rank"] in (None, 0))
     assert largest == 3.5
     assert {one["statistic"] for one in found["series"]} == {"max", "own"}
