@@ -64,12 +64,16 @@ Numbers = Mapping[tuple[str, str, str], float]
 """(layer, tensor, statistic) -> value."""
 
 
-def judged(steps: Sequence[Numbers], known: Facts | None = None, **unscaled: frozenset[str]) -> Verdict:
+def judged(
+    steps: Sequence[Numbers], known: Facts | None = None, checkpoints: Sequence[int] = (), **unscaled: frozenset[str]
+) -> Verdict:
     """The verdict over steps, which are 10 iterations apart."""
     diagnosis, table = Diagnosis(), SeriesTable()
     splitter = Splitter(table.__getitem__)
     if known is not None:
         diagnosis.know(known, 0)
+    for checkpoint in checkpoints:
+        diagnosis.note_checkpoint(checkpoint)
     for place, step in enumerate(steps):
         rows = [Row(layer, tensor, None, statistic, value) for (layer, tensor, statistic), value in step.items()]
         records = StepRecords.from_rows(10 * place, 10 * place, rows, table=table)
@@ -95,6 +99,9 @@ def ordinary(**changes: float) -> dict[tuple[str, str, str], float]:
         name = {"underflows": "underflows%", "overflows": "overflows%"}.get(statistic, statistic)
         found[f"h.{block[1:]}.{part}", tensor, name] = value
     return found
+
+
+NAN = ordinary(b3_fc1_activation_nonfinite_num=1.0)
 
 
 def only(verdict: Verdict, rule: str) -> Finding:
@@ -129,6 +136,21 @@ def test_nonfinite_names_the_first_layer_by_execution() -> None:
     assert (finding.severity, finding.layers, finding.tensor) == ("error", ("h.4.fc2",), "activation")
     assert (finding.since, finding.last_good) == (10, 0)
     assert finding.seen == "2 elements are inf or nan; 2 more layers have some in the same step"
+
+
+@pytest.mark.parametrize(("checkpoints", "last"), [((7, 14), 7), ((10, 11), 10), ((14,), None), ((), None)])
+def test_the_checkpoint_is_from_before_the_last_good_step(checkpoints: Sequence[int], last: int | None) -> None:
+    """The step 20 shows a nan that may have come in each step after 10."""
+    finding = only(judged([ordinary(), ordinary(), NAN], facts(), checkpoints), "nonfinite")
+    assert (finding.since, finding.last_good, finding.checkpoint) == (20, 10, last)
+
+
+def test_a_step_without_numbers_of_the_rule_is_not_known_to_be_good() -> None:
+    others = {key: value for key, value in ordinary().items() if key[2] == "std"}
+    finding = only(judged([ordinary(), others, NAN], facts(), (0, 5)), "nonfinite")
+    assert (finding.last_good, finding.checkpoint) == (0, 0)
+    first = only(judged([NAN], facts(), (0, 5)), "nonfinite")
+    assert (first.last_good, first.checkpoint) == (None, None)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

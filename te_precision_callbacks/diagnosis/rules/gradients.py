@@ -37,7 +37,7 @@ class DeadGradient(Judge):
         gradient = numbers.one("cur_amax", "gradient")
         if gradient is None:
             return
-        self.judged = True
+        self.saw(numbers.iteration)
         activation = numbers.one("cur_amax", "activation")
         if activation is None:
             works = np.ones(len(gradient.layers), bool)
@@ -71,7 +71,7 @@ class ZerosInWgrad(Judge):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for column in numbers.all("zeros%", ("wgrad",)):
-            self.judged = True
+            self.saw(numbers.iteration)
             values = column.values
             yield from self._streaks.sightings(
                 numbers,
@@ -97,7 +97,8 @@ class Growth(Judge):
             now = column.bits
             begin = self._begins.setdefault(column.family.tensor, Begin())
             grown = now - begin.of(column.layers)
-            self.judged |= bool(np.isfinite(grown).any())
+            if np.isfinite(now).any():
+                self.saw(numbers.iteration)
             with np.errstate(invalid="ignore"):
                 holds = grown >= GROWTH
             hurts = holds & loses(

@@ -41,11 +41,11 @@ class Nonfinite(Judge):
         """As of :class:`Judge`."""
         found: dict[tuple[str, str], str] = {}
         for column in numbers.all("cur_amax"):
-            self.judged = True
+            self.saw(numbers.iteration)
             for layer in column.layers[~np.isfinite(column.values)].tolist():
                 found[numbers.names[layer], column.family.tensor] = "it has inf or nan"
         for column in numbers.all("nonfinite_num"):
-            self.judged = True
+            self.saw(numbers.iteration)
             some = column.values > 0
             for layer, count in zip(column.layers[some].tolist(), column.values[some].tolist(), strict=True):
                 found[numbers.names[layer], column.family.tensor] = f"{count:,.0f} elements are inf or nan"
@@ -70,7 +70,7 @@ class Overflow(Judge):
         """As of :class:`Judge`."""
         for column in numbers.all("overflows%", facts=facts):
             values = np.where(_can_overflow(numbers, facts, column), column.values, 0.0)
-            self.judged = True
+            self.saw(numbers.iteration)
             tensor = column.family.tensor
             now = column._replace(values=values)
             before = self._last.get(tensor, now).at(column.layers, 0.0)
@@ -95,7 +95,7 @@ class Underflow(Judge):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for column in numbers.all("underflows%", facts=facts):
-            self.judged = True
+            self.saw(numbers.iteration)
             values = column.values
             for sighting in self._streaks.sightings(
                 numbers,

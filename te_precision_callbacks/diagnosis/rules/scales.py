@@ -58,7 +58,8 @@ class StaleScale(Judge):
             with np.errstate(divide="ignore", invalid="ignore"):
                 above = np.log2(largest * scales.values / found)
             above[~np.isfinite(above)] = np.nan
-            self.judged |= bool(np.isfinite(above).any())
+            if np.isfinite(above).any():
+                self.saw(numbers.iteration)
             lost = numbers.one("underflows%", tensor, facts)
             losing = np.zeros(len(scales.layers)) if lost is None else lost.at(scales.layers, 0.0)
             with np.errstate(invalid="ignore"):
@@ -108,7 +109,7 @@ class ScalesDiffer(Judge):
             known = ~np.isnan(_largest(numbers, facts, largest))
             if least is None or not known.any():
                 continue
-            self.judged = True
+            self.saw(numbers.iteration)
             with np.errstate(divide="ignore", invalid="ignore"):
                 apart = np.log2(largest.values / least.at(largest.layers, np.nan))
             apart = np.where(known & np.isfinite(apart), apart, 0.0)

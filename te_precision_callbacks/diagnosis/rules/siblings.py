@@ -53,7 +53,7 @@ class Sibling(Judge):
             known = places[np.isfinite(bits[places])]
             if len(known) < LEAST_ALIKE + 2:
                 continue
-            self.judged = True
+            self.saw(numbers.iteration)
             if np.ptp(bits[known]) >= NEAR:
                 jumps[known] = deviations(bits[known], flows=tensor in _FLOWS)
         far, some = np.abs(jumps) >= (OF_WEIGHTS if tensor == "weight" else FAR), np.abs(jumps) >= NEAR
