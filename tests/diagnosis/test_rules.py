@@ -499,3 +499,26 @@ def test_the_rule_book_is_complete() -> None:
     for rule in RULES:
         for name in ("title", "needs", "collect", "condition", "silent", "source", "why", "disproof", "remedy"):
             assert getattr(rule, name), f"{rule.id} has no {name}"
+
+
+def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
+    """A finding that needs three due steps can not come after one."""
+    delayed = facts(recipe="fp8_delayed_scaling")
+    first = judged([ordinary()], delayed)
+    assert {"nonfinite", "hole"} <= set(first.judged)
+    waiting = {each.rule: each for each in first.not_judged}
+    for rule, needed in (("overflow", 2), ("stale-scale", 3), ("sibling", 3), ("dead-gradient", 3), ("growth", 3)):
+        assert waiting[rule] == (rule, f"it needs {needed} due steps, and has had 1", "")
+    assert {"overflow", "stale-scale", "sibling", "dead-gradient", "growth"} <= set(
+        judged([ordinary()] * 3, delayed).judged
+    )
+    stale: Numbers = {("h.0.fc1", "weight", "stale_codes%"): 0.0}
+    assert "stale-weights" in [each.rule for each in judged([stale]).not_judged]
+    assert "stale-weights" in judged([stale] * 2).judged
+
+
+def test_a_rule_with_a_finding_is_judged() -> None:
+    """A sibling with a consequence needs two due steps, others need three."""
+    odd = ordinary(b4_fc1_gradient_std=1e-12, b4_fc1_gradient_cur_amax=1e-12, b4_fc1_gradient_underflows=9.0)
+    verdict = judged([odd] * 2, facts())
+    assert "sibling" in {finding.rule for finding in verdict} & set(verdict.judged)

@@ -28,6 +28,8 @@ GROWTH, GROWTH_STEPS, BEGIN = 6.0, 2, 3
 class DeadGradient(Judge):
     """A layer that computes, and whose gradient is 0 or never comes."""
 
+    needed = DEAD_STEPS
+
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(DEAD_STEPS)
@@ -64,6 +66,8 @@ class DeadGradient(Judge):
 class ZerosInWgrad(Judge):
     """Zeros in the gradient of a weight."""
 
+    needed = ZEROS_STEPS
+
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(ZEROS_STEPS)
@@ -85,6 +89,8 @@ class ZerosInWgrad(Judge):
 
 class Growth(Judge):
     """A tensor whose amax has grown far above that of the first steps."""
+
+    needed = 1 + GROWTH_STEPS
 
     def __init__(self) -> None:
         super().__init__()

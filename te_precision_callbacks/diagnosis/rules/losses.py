@@ -61,6 +61,8 @@ class Nonfinite(Judge):
 class Overflow(Judge):
     """Elements above the range of their format, in several due steps in a row."""
 
+    needed = OVERFLOW_STEPS
+
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(OVERFLOW_STEPS)
@@ -87,6 +89,8 @@ class Overflow(Judge):
 
 class Underflow(Judge):
     """Elements that round to 0, in several due steps in a row, far more than the format usually loses."""
+
+    needed = UNDERFLOW_STEPS
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,6 +33,8 @@ _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 class StaleScale(Judge):
     """The range of a scale of delayed scaling, compared with the amax of the same step."""
 
+    needed = TOO_SMALL_STEPS
+
     def __init__(self) -> None:
         super().__init__()
         self.applies = None
@@ -89,6 +91,8 @@ class StaleScale(Judge):
 
 class ScalesDiffer(Judge):
     """The least and the largest scale of delayed scaling over ranks, of a tensor that has one scale on each."""
+
+    needed = APART_STEPS
 
     def __init__(self) -> None:
         super().__init__()

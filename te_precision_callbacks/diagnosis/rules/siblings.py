@@ -34,6 +34,8 @@ _FLOWS = frozenset({"activation", "gradient", "dgrad", "output"})
 class Sibling(Judge):
     """Tensors that are far from the same tensor of alike layers."""
 
+    needed = FAR_STEPS
+
     def __init__(self) -> None:
         super().__init__()
         self._far, self._near = ColumnStreaks(FAR_STEPS), ColumnStreaks(NEAR_STEPS)
