@@ -522,3 +522,55 @@ def test_a_rule_with_a_finding_is_judged() -> None:
     odd = ordinary(b4_fc1_gradient_std=1e-12, b4_fc1_gradient_cur_amax=1e-12, b4_fc1_gradient_underflows=9.0)
     verdict = judged([odd] * 2, facts())
     assert "sibling" in {finding.rule for finding in verdict} & set(verdict.judged)
+
+
+KEPT = {"reason": "SECTION", "reason_ref": "DisableFP8Layer in section 'keep' (config.yaml:3)"}
+
+
+def test_what_is_not_quantized_loses_nothing() -> None:
+    """A what-if statistic of a layer that is kept in high precision: the remedy itself."""
+    lossy = ordinary(b3_fc1_activation_underflows=90.0, b3_fc1_activation_overflows=9.0)
+    what_if = {
+        (layer, tensor, f"fp8_current_scaling_{statistic}" if statistic == "underflows%" else statistic): value
+        for (layer, tensor, statistic), value in lossy.items()
+    }
+    for step in (lossy, what_if):
+        assert only(judged([step] * 4, facts()), "underflow").layers == ("h.3.fc1",)
+        assert not len(judged([step] * 4, facts(changed={"h.3.fc1": KEPT})))
+    delayed = "fp8_delayed_scaling"
+    kept = facts(recipe=delayed, changed={"h.3.fc1": KEPT})
+    saturated = ordinary(b3_fc1_activation_overflows=9.0, b3_fc1_activation_scale_inv_max=1e-9)
+    assert len(judged([saturated] * 4, facts(recipe=delayed))) >= 2
+    assert not len(judged([saturated] * 4, kept))
+
+
+def test_a_gradient_that_one_of_two_products_quantizes_is_judged() -> None:
+    rows = [row("h.0.fc1", gemm, **(KEPT if gemm == "wgrad" else {})) for gemm in ("fprop", "dgrad", "wgrad")]
+    step: Numbers = {("h.0.fc1", "gradient", "underflows%"): 90.0}
+    assert only(judged([step] * 2, Facts.from_rows((), rows, ())), "underflow").tensor == "gradient"
+    rows = [row("h.0.fc1", gemm, **(KEPT if gemm != "fprop" else {})) for gemm in ("fprop", "dgrad", "wgrad")]
+    assert not len(judged([step] * 2, Facts.from_rows((), rows, ())))
+
+
+def test_a_gradient_that_is_all_nan_is_not_dead() -> None:
+    """Statistics leave out what is not finite, so its amax is 0."""
+    lost = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_gradient_std=0.0, b4_fc2_gradient_nonfinite_num=64.0)
+    assert [finding.rule for finding in judged([lost] * 4, facts())] == ["nonfinite"]
+
+
+def test_the_span_of_a_nan_goes_on() -> None:
+    other = ordinary(b5_fc1_gradient_nonfinite_num=2.0)
+    finding = only(judged([ordinary(), NAN, other, NAN], facts()), "nonfinite")
+    assert (finding.layers, finding.tensor, finding.since, finding.until) == (("h.3.fc1",), "activation", 10, 30)
+    assert only(judged([ordinary(), NAN, ordinary()], facts()), "nonfinite").until == 10
+
+
+def test_the_place_of_a_nan_that_came_between_due_steps_is_not_known() -> None:
+    everywhere = {key: 5.0 if key[2] == "nonfinite_num" else value for key, value in ordinary().items()}
+    finding = only(judged([ordinary(), everywhere], facts()), "nonfinite")
+    assert finding.layers == ()
+    assert finding.seen == (
+        "the weights of 20 layers have inf or nan, so the layer where it began is not known. It arose in the steps 1 to"
+        " 10: run from step 1 on again to find the layer"
+    )
+    assert only(judged([everywhere], facts()), "nonfinite").layers == ("h.0.fc1",), "it is there from the begin"

@@ -47,6 +47,11 @@ class DeadGradient(Judge):
             active = activation.layers[activation.values != 0]
             works = np.isin(gradient.layers, active) | ~np.isin(gradient.layers, activation.layers)
             yield from self._that_never_come(numbers, facts, activation, gradient)
+        lost = numbers.one(
+            "nonfinite_num", "gradient"
+        )  # amax leaves out inf and nan, and is 0 if nothing else is there
+        if lost is not None:
+            works &= ~np.isin(gradient.layers, lost.layers[lost.values > 0])
         yield from self._streaks.sightings(
             numbers, facts, gradient, (gradient.values == 0) & works, "all elements are 0", key="zero"
         )
@@ -166,7 +171,10 @@ RULES = (
             f"the gradient of a layer is 0, or no backward reaches it although it has a weight to train, in"
             f" {DEAD_STEPS} due steps in a row in which its activation is not 0"
         ),
-        silent="the first steps of LoRA and of layers that begin at 0, experts without tokens, frozen layers",
+        silent=(
+            "the first steps of LoRA and of layers that begin at 0, experts without tokens, frozen layers, gradients"
+            " with inf or nan"
+        ),
         severity="warning",
         source="arithmetic; the number of steps is ours",
         why="the layer does not learn, and the loss may still fall",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +35,11 @@ class Nonfinite(Judge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_found = False
+        self._first: Sighting | None = None
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
+        before = self.steps[-1] if self.steps else None
         found: dict[tuple[str, str], str] = {}
         for column in numbers.all("cur_amax"):
             self.saw(numbers.iteration)
@@ -49,13 +50,33 @@ class Nonfinite(Judge):
             some = column.values > 0
             for layer, count in zip(column.layers[some].tolist(), column.values[some].tolist(), strict=True):
                 found[numbers.names[layer], column.family.tensor] = f"{count:,.0f} elements are inf or nan"
-        if self._is_found or not found:
-            return
-        self._is_found = True
-        layer, tensor = min(found, key=lambda place: facts.place(*place))
-        others = len({name for name, _ in found} - {layer})
-        inherit = f"; {others} more layers have some in the same step" if others else ""
-        yield Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, numbers.iteration)
+        if found:
+            self._first = self._first or _where_it_began(found, before, numbers.iteration, facts)
+            yield self._first
+
+
+def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts) -> Sighting:
+    """What the first step with inf or nan shows of where they came from.
+
+    Args:
+        found: layer and tensor -> what is seen there.
+        before: the last step without any; None if there is none.
+        iteration: the step.
+        facts: those of the step.
+    """
+    weights = sum(tensor == "weight" for _, tensor in found)
+    if before is not None and weights > 1:  # an optimizer's step has spread it, so the first layer is only the first
+        first = before + 1
+        steps = f"in step {iteration}" if first == iteration else f"in the steps {first} to {iteration}"
+        seen = (
+            f"the weights of {weights} layers have inf or nan, so the layer where it began is not known. It arose"
+            f" {steps}: run from step {first} on again to find the layer"
+        )
+        return Sighting((), "", "nonfinite_num", seen, iteration)
+    layer, tensor = min(found, key=lambda place: facts.place(*place))
+    others = len({name for name, _ in found} - {layer})
+    inherit = f"; {others} more layers have some in the same step" if others else ""
+    return Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, iteration)
 
 
 class Overflow(Judge):
@@ -166,8 +187,8 @@ RULES = (
         why="inf and nan spread to all weights in the next optimizer step, and training does not recover",
         disproof="the optimizer has skipped the step, as with a GradScaler",
         remedy=(
-            "Run the step again with debug='activation_overflow', which stops at the module and batch that made the"
-            " first one. Go back to a checkpoint from before"
+            "Go back to a checkpoint from before, and run the steps from there with debug='activation_overflow', which"
+            " stops at the module and batch that made the first one"
         ),
         judge=Nonfinite,
     ),
