@@ -163,7 +163,8 @@ def test_overflow_of_delayed_scaling_lasts() -> None:
     saturated = ordinary(b3_fc1_activation_overflows=1.0)
     delayed = facts(recipe="fp8_delayed_scaling")
     assert not len(judged([ordinary(), saturated, ordinary(), saturated], delayed)), "single steps are ordinary"
-    finding = only(judged([ordinary(), saturated, saturated], delayed), "overflow")
+    assert not len(judged([ordinary(), saturated, saturated, ordinary()], delayed)), "gradients grow in the first steps"
+    finding = only(judged([ordinary(), *[saturated] * 3], delayed), "overflow")
     assert (finding.layers, finding.since, finding.last_good) == (("h.3.fc1",), 10, 0)
     assert not len(judged([saturated] * 3, facts())), "current scaling is above the range only by rounding"
     falling = [ordinary(b3_fc1_weight_overflows=60.0 / 2**step) for step in range(6)]
@@ -488,7 +489,7 @@ def saturated(*blocks: int) -> Numbers:
 
 
 def test_more_layers_join_a_finding() -> None:
-    steps = [saturated(5), saturated(5), saturated(5, 2), saturated(5, 2)]
+    steps = [saturated(5), saturated(5, 2), saturated(5, 2), saturated(5, 2)]
     finding = only(judged(steps, facts(recipe="fp8_delayed_scaling")), "overflow")
     assert (finding.layers, finding.since, finding.until) == (("h.5.fc1", "h.2.fc1"), 0, 30)
     assert finding.subject == "activation of h.{2,5}.fc1"
@@ -507,7 +508,7 @@ def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
     first = judged([ordinary()], delayed)
     assert {"nonfinite", "hole"} <= set(first.judged)
     waiting = {each.rule: each for each in first.not_judged}
-    for rule, needed in (("overflow", 2), ("stale-scale", 3), ("sibling", 3), ("dead-gradient", 3), ("growth", 3)):
+    for rule, needed in (("overflow", 3), ("stale-scale", 3), ("sibling", 3), ("dead-gradient", 3), ("growth", 3)):
         assert waiting[rule] == (rule, f"it needs {needed} due steps, and has had 1", "")
     assert {"overflow", "stale-scale", "sibling", "dead-gradient", "growth"} <= set(
         judged([ordinary()] * 3, delayed).judged
@@ -574,3 +575,28 @@ def test_the_place_of_a_nan_that_came_between_due_steps_is_not_known() -> None:
         " 10: run from step 1 on again to find the layer"
     )
     assert only(judged([everywhere], facts()), "nonfinite").layers == ("h.0.fc1",), "it is there from the begin"
+
+
+def growing(growth: float, steps: int, share: float = 0.1) -> list[Numbers]:
+    """Steps in which amax grows, and the scale is that of the step before."""
+    return [
+        ordinary(
+            b3_fc1_gradient_cur_amax=1e-4 * growth**step,
+            b3_fc1_gradient_scale_inv_max=1e-4 * growth ** (step - 1) / 57344,
+            b3_fc1_gradient_overflows=share,
+        )
+        for step in range(steps)
+    ]
+
+
+def test_gradients_that_grow_in_the_first_steps_are_healthy() -> None:
+    """The scale of delayed scaling is always a step late."""
+    known = facts(recipe="fp8_delayed_scaling")
+    slow = [*growing(1.4, 6), *[growing(1.4, 6)[-1]] * 4]
+    assert not [finding for finding in judged(slow, known) if finding.rule == "stale-scale"]
+    fast = [*growing(2.8, 3), *[ordinary()] * 3]
+    assert not [finding for finding in judged(fast, known) if finding.rule == "stale-scale"]
+    lasting = next(finding for finding in judged(growing(1.4, 12), known) if finding.rule == "stale-scale")
+    assert (lasting.seen, lasting.since) == ("amax rises, and is 1.4 times the range of its scale", 10)
+    saturated = next(finding for finding in judged(growing(2.1, 5, 3.0), known) if finding.rule == "stale-scale")
+    assert saturated.seen == "amax is 2.1 times the range of its scale"

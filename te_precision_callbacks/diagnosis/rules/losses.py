@@ -13,7 +13,7 @@ from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.patches import keep_high
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
-OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 2
+OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 3
 """Percent of the elements of activations, of other tensors, which may grow from 0, and due steps in a row."""
 
 FALLING = 0.75
@@ -102,7 +102,7 @@ class Overflow(Judge):
                 numbers,
                 facts,
                 column,
-                (values >= (OVERFLOW if tensor == "activation" else OF_OTHERS)) & (values >= FALLING * before),
+                (values >= most_overflow(tensor)) & (values >= FALLING * before),
                 "{:.3g} % of the elements are above the range of the format",
                 values,
             )
@@ -140,6 +140,11 @@ def _can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDA
     return facts.once("can overflow", column.family.tensor, column.layers, make)
 
 
+def most_overflow(tensor: str) -> float:
+    """The percent of elements above the range of the format from which on that is a finding."""
+    return OVERFLOW if tensor == "activation" else OF_OTHERS
+
+
 def most_underflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
     """[layers of the column]: the percent of elements that round to 0 from which on that is a finding."""
     tensor = column.family.tensor
@@ -156,7 +161,7 @@ def loses(
     facts: Facts,
     column: Column,
     *,
-    underflows: Callable[[Column], float | npt.NDArray[np.float64]],
+    underflows: Callable[[Column], float | npt.NDArray[np.float64]] = lambda lost: np.inf,
     overflows: Callable[[Column], float | npt.NDArray[np.float64]],
 ) -> npt.NDArray[np.bool_]:
     """[layers of a column]: whether too many elements of the tensor are lost.
