@@ -600,3 +600,26 @@ def test_gradients_that_grow_in_the_first_steps_are_healthy() -> None:
     assert (lasting.seen, lasting.since) == ("amax rises, and is 1.4 times the range of its scale", 10)
     saturated = next(finding for finding in judged(growing(2.1, 5, 3.0), known) if finding.rule == "stale-scale")
     assert saturated.seen == "amax is 2.1 times the range of its scale"
+
+
+def why(verdict: Verdict, rule: str) -> str:
+    """Why a rule was not judged."""
+    return next(each.why for each in verdict.not_judged if each.rule == rule)
+
+
+def test_too_few_alike_layers_are_the_reason() -> None:
+    few = {key: value for key, value in ordinary().items() if key[0] in LAYERS[:12]}
+    verdict = judged([few] * 3, facts(LAYERS[:12]))
+    assert (
+        why(verdict, "sibling") == "6 layers are alike, and it needs 8, of which the first and the last one are apart"
+    )
+    assert "std or cur_amax" in why(judged([{("h.0.fc1", "wgrad", "zeros%"): 1.0}]), "sibling")
+
+
+def test_what_does_not_apply_is_not_listed() -> None:
+    """No layer runs in low precision, so nothing can be lost in it."""
+    high = facts(recipe="none", reason="NO_AUTOCAST", reason_ref="runs outside of te.autocast")
+    numbers = {key: value for key, value in ordinary().items() if not key[2].endswith("flows%")}
+    listed = {each.rule for each in judged([numbers] * 3, high).not_judged}
+    assert not listed & {"underflow", "overflow"}
+    assert {"underflow", "overflow"} <= {each.rule for each in judged([numbers] * 3, facts()).not_judged}

@@ -79,7 +79,18 @@ def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, it
     return Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, iteration)
 
 
-class Overflow(Judge):
+class _OfQuantized(Judge):
+    """A rule on what quantization loses, which is not about a run without low precision."""
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
+        if ran and not self.steps:
+            self.applies = any(layer.low for layer in ran)
+        yield from ()
+
+
+class Overflow(_OfQuantized):
     """Elements above the range of their format, in several due steps in a row."""
 
     needed = OVERFLOW_STEPS
@@ -108,7 +119,7 @@ class Overflow(Judge):
             )
 
 
-class Underflow(Judge):
+class Underflow(_OfQuantized):
     """Elements that round to 0, in several due steps in a row, far more than the format usually loses."""
 
     needed = UNDERFLOW_STEPS
