@@ -134,9 +134,10 @@ class Diagnosis:
         more = tuple(layer for layer in sighting.layers if layer not in known.layers)
         worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
         seen = sighting.seen if worse else known.seen
+        patch = sighting.patch if worse else known.patch
         severity = severity if worse else known.severity
         layers = (*known.layers, *self._facts.in_order(more, sighting.tensor))
         if worse and sighting.layers:
             leading = self._facts.in_order(sighting.layers, sighting.tensor)
             layers = (*leading, *(layer for layer in layers if layer not in leading))
-        return dataclasses.replace(known, layers=layers, until=until, severity=severity, seen=seen), worse
+        return dataclasses.replace(known, layers=layers, until=until, severity=severity, seen=seen, patch=patch), worse

@@ -623,3 +623,16 @@ def test_what_does_not_apply_is_not_listed() -> None:
     listed = {each.rule for each in judged([numbers] * 3, high).not_judged}
     assert not listed & {"underflow", "overflow"}
     assert {"underflow", "overflow"} <= {each.rule for each in judged([numbers] * 3, facts()).not_judged}
+
+
+def test_one_tensor_has_one_finding_of_a_rule() -> None:
+    """First a note, since nothing is lost, and then a warning."""
+    steps = [ordinary(b4_fc2_activation_cur_amax=4.0 * 2.0 ** (2 * step)) for step in range(6)]
+    lossy = [{**steps[5], ("h.4.fc2", "activation", "underflows%"): 15.0}] * 3
+    found = [finding for finding in judged([*steps, *lossy], facts()) if finding.rule == "growth"]
+    assert len(found) == 1
+    assert (found[0].severity, found[0].until, bool(found[0].patch)) == ("warning", 80, True)
+    odd = ordinary(b4_fc1_activation_std=2.0**-14, b4_fc1_activation_cur_amax=2.0**-12)
+    odd_and_lossy = {**odd, ("h.4.fc1", "activation", "underflows%"): 9.0}
+    again = [ordinary(), *[odd] * 4, ordinary(), *[odd_and_lossy] * 4]
+    assert [finding.rule for finding in judged(again, facts())].count("sibling") == 1

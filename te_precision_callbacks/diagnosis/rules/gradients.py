@@ -131,7 +131,8 @@ class Growth(Judge):
                     severity=severity,
                     key=severity,
                 ):
-                    yield sighting._replace(patch=keep_high(sighting.layers[0]) if severity == "warning" else "")
+                    patch = keep_high(sighting.layers[0]) if severity == "warning" else ""
+                    yield sighting._replace(patch=patch, key="")  # one subject has one finding, of its worst severity
             begin.add(column.layers, now)
 
 

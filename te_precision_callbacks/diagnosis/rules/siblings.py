@@ -41,6 +41,13 @@ class Sibling(Judge):
         self._far, self._near = ColumnStreaks(FAR_STEPS), ColumnStreaks(NEAR_STEPS)
         self._most_alike = 0
 
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for statistic in _STATISTICS:
+            for column in numbers.all(statistic):
+                for sighting in self._judge(numbers, facts, column, statistic):
+                    yield sighting._replace(key="")  # a tensor has one finding, whichever of its numbers shows it
+
     @property
     def why_not(self) -> str:
         """As of :class:`Judge`."""
@@ -48,12 +55,6 @@ class Sibling(Judge):
             return super().why_not
         alike = "the model has no alike layers" if self._most_alike == 1 else f"{self._most_alike} layers are alike"
         return f"{alike}, and it needs {LEAST_ALIKE + 2}, of which the first and the last one are apart"
-
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
-        for statistic in _STATISTICS:
-            for column in numbers.all(statistic):
-                yield from self._judge(numbers, facts, column, statistic)
 
     def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         tensor = column.family.tensor
