@@ -299,10 +299,11 @@ def test_a_hole() -> None:
     [
         {"h.4.fc2": {**HIGH, "reason": "SECTION", "reason_ref": "section 'keep' (config.yaml:3)"}},
         {"h.4.fc2": {**HIGH, "reason": "RECIPE_EXCEPTION"}},
+        {"h.4.fc2": {**HIGH, "reason_ref": "runs inside te.autocast(enabled=False)"}},
         {"h.0.fc2": HIGH, "h.9.fc2": HIGH},
         {f"h.{block}.fc2": HIGH for block in range(8)},
     ],
-    ids=["section", "recipe", "first and last", "most of them"],
+    ids=["section", "recipe", "region", "first and last", "most of them"],
 )
 def test_what_is_no_hole(changed: dict[str, dict[str, Any]]) -> None:
     assert not len(judged([ordinary()], facts(changed=changed)))
