@@ -13,6 +13,8 @@ from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmP
 
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 
+_EXCLUDED = "runs inside te.autocast(enabled=False)"
+
 
 @dataclass(frozen=True)
 class LayerFacts:
@@ -22,11 +24,13 @@ class LayerFacts:
         kept: GEMM -> the feature that keeps it in high precision, with the place of its section.
         backward_override: that of its recipe; empty if there is none.
         recomputed_outside: whether a checkpoint has computed its forward again outside of its autocast.
+        excluded: whether its forward ran in a region of ``te.autocast(enabled=False)``.
     """
 
     kept: Mapping[str, str]
     backward_override: str = ""
     recomputed_outside: bool = False
+    excluded: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,8 @@ def _reason(entry: GemmPrecision, facts: LayerFacts | None) -> tuple[Reason, str
     if facts is not None and facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
         return Reason.RECOMPUTED, Reason.RECOMPUTED.value
     if entry.recipe == HIGH_PRECISION:
-        return Reason.NO_AUTOCAST, Reason.NO_AUTOCAST.value
+        excluded = facts is not None and facts.excluded
+        return Reason.NO_AUTOCAST, _EXCLUDED if excluded else Reason.NO_AUTOCAST.value
     if facts is not None and entry.gemm in facts.kept:
         return Reason.SECTION, facts.kept[entry.gemm]
     if facts is not None and facts.backward_override and entry.gemm != "fprop":

@@ -25,6 +25,13 @@ _ATTENTION = "DotProductAttention"
 """Transformer Engine's attention, whose parts, one for each way to compute it, have its name."""
 
 
+def _in_a_region() -> bool:
+    """Whether the script is in a region of ``te.autocast``, enabled or not (TE 2.20.2, ``pytorch/quantization.py``)."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return bool(FP8GlobalStateManager.quantization_state.autocast_depth)
+
+
 class ModelProducts:
     """The matrix products of the first step of a model.
 
@@ -38,6 +45,7 @@ class ModelProducts:
         recomputed_outside: the layers that a reentrant checkpoint has computed again without a recipe, though their
             first forward had one. Such a checkpoint of torch keeps no autocast of Transformer Engine. If the autocast
             is around the checkpointed part, as in Accelerate, the backward belongs to a forward in high precision.
+        excluded: the layers whose forward ran in a region of ``te.autocast(enabled=False)``.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class ModelProducts:
     ) -> None:
         self.attentions: Mapping[int, str] = {}
         self.recomputed_outside: set[str] = set()
+        self.excluded: set[str] = set()
         self._first_in_recipe: set[str] = set()
         self._report = report
         self._watch = ModelWatch(report, is_paused, in_gemm_layer)
@@ -99,6 +108,7 @@ class ModelProducts:
         """Count no longer, and leave torch as it was."""
         self._watch.close()
         self.attentions, self.recomputed_outside, self._first_in_recipe = {}, set(), set()
+        self.excluded = set()
         self._operations, self._root = frozenset(), ""
 
     @property
@@ -146,6 +156,8 @@ class ModelProducts:
             return
         if event.gemm == "fprop":
             self._note_recomputed(event)
+            if not event.recipe and not in_backward() and _in_a_region():
+                self.excluded.add(event.layer)
         if event.kind is not ForwardKind.OBSERVED:
             return
         b, a = (format_of(operand.data, columnwise=operand.columnwise) for operand in (event.b, event.a))

@@ -152,6 +152,22 @@ def _show(verdict: Verdict) -> None:
             terminal.show_text(f"{each.rule}: {each.why}{collect}", indent=_INDENT, hanging=_INDENT)
 
 
+def _span(finding: Finding) -> str:
+    return f"step {finding.since}" if finding.since == finding.until else f"steps {finding.since} to {finding.until}"
+
+
+def _good(finding: Finding) -> str:
+    """The last step without a finding, and the last checkpoint that is safe."""
+    if finding.last_good is None:
+        return "no step is known to be good"
+    if finding.checkpoint is None:
+        return f"step {finding.last_good} does not show it; no checkpoint from before that step is known"
+    return (
+        f"step {finding.last_good} does not show it; the last checkpoint from before that step has the state before"
+        f" step {finding.checkpoint}"
+    )
+
+
 def _show_finding(finding: Finding) -> None:
     from te_precision_callbacks.diagnosis.known import known_line
     from te_precision_callbacks.layers.folding import folded
@@ -159,13 +175,7 @@ def _show_finding(finding: Finding) -> None:
     terminal.show_text(f"{finding.severity}: {finding.subject}: {finding.seen}", hanging=_INDENT)
     since = ""
     if finding.since is not None:
-        good = "" if finding.last_good is None else f"; step {finding.last_good} does not show it"
-        saved = (
-            ""
-            if finding.checkpoint is None
-            else f"; the last checkpoint before it is that of step {finding.checkpoint}"
-        )
-        since = f"steps {finding.since} to {finding.until}{good}{saved}"
+        since = f"{_span(finding)}; {_good(finding)}"
     layers = ", ".join(folded(finding.layers, most=_MOST_LAYERS)) if len(finding.layers) > 1 else ""
     for name, text in (
         ("seen in", since),

@@ -10,7 +10,6 @@ diagnosis.verdict                               # all of it
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from te_precision_callbacks.diagnosis.facts import Facts
@@ -20,9 +19,6 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 
 _Key = tuple[str, str, str]
-
-_KEPT_STEPS = 64
-"""The last steps, among which the last good one of a new finding is."""
 
 
 class Diagnosis:
@@ -37,7 +33,6 @@ class Diagnosis:
         self._findings: dict[_Key, Finding] = {}
         self._failed: dict[str, str] = {}
         self._facts = Facts()
-        self._steps: deque[int] = deque(maxlen=_KEPT_STEPS)
         self._checkpoints: list[int] = []
 
     def know(self, facts: Facts, iteration: int) -> list[Finding]:
@@ -55,9 +50,7 @@ class Diagnosis:
         Returns:
             The findings that are new, or worse than before.
         """
-        found = self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts))
-        self._steps.append(numbers.iteration)
-        return found
+        return self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts))
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> list[Finding]:
         """Judge numbers that the trainer logs of an iteration; by iteration, in order.
@@ -75,13 +68,15 @@ class Diagnosis:
     def verdict(self) -> Verdict:
         """What the rules say so far."""
         judged, not_judged = [], []
+        found = {finding.rule for finding in self._findings.values()}
         for rule, judge in self._judges:
             if rule.id in self._failed:
                 not_judged.append(NotJudged(rule.id, self._failed[rule.id], ""))
-            elif judge.judged:
+            elif judge.judged or rule.id in found:
                 judged.append(rule.id)
             elif judge.applies is not False:
-                not_judged.append(NotJudged(rule.id, f"it needs {rule.needs}", rule.collect))
+                why = judge.why_not
+                not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", "" if why else rule.collect))
         return Verdict(tuple(worst_first(self._findings.values())), tuple(judged), tuple(not_judged))
 
     def _judge(self, iteration: int, look: Callable[[Judge], Iterable[Sighting]]) -> list[Finding]:
@@ -96,20 +91,25 @@ class Diagnosis:
                 continue
             for sighting in sightings:
                 key = (rule.id, sighting.tensor, sighting.key)
-                finding, is_news = self._noted(rule, sighting, self._findings.get(key), iteration)
+                finding, is_news = self._noted(rule, sighting, self._findings.get(key), iteration, judge.steps)
                 self._findings[key] = finding
                 if is_news:
                     changed[key] = finding
         return worst_first(changed.values())
 
-    def _noted(self, rule: Rule, sighting: Sighting, known: Finding | None, iteration: int) -> tuple[Finding, bool]:
+    def _noted(
+        self, rule: Rule, sighting: Sighting, known: Finding | None, iteration: int, judged: Iterable[int]
+    ) -> tuple[Finding, bool]:
         severity = sighting.severity or rule.severity
         until = None if sighting.since is None else iteration
         if known is None:
             layers = tuple(self._facts.in_order(sighting.layers, sighting.tensor))
             since = -1 if sighting.since is None else sighting.since
-            earlier = [step for step in self._steps if step < since]
-            saved = [checkpoint for checkpoint in self._checkpoints if checkpoint <= since]
+            last_good = max((step for step in judged if step < since), default=None)
+            # The next checkpoints may have it already: between two due steps nobody has looked.
+            saved = [
+                checkpoint for checkpoint in self._checkpoints if last_good is not None and checkpoint <= last_good
+            ]
             return (
                 Finding(
                     rule=rule.id,
@@ -120,7 +120,7 @@ class Diagnosis:
                     statistic=sighting.statistic,
                     since=sighting.since,
                     until=until,
-                    last_good=max(earlier, default=None),
+                    last_good=last_good,
                     checkpoint=max(saved, default=None),
                     seen=sighting.seen,
                     why=rule.why,
@@ -134,9 +134,10 @@ class Diagnosis:
         more = tuple(layer for layer in sighting.layers if layer not in known.layers)
         worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
         seen = sighting.seen if worse else known.seen
+        patch = sighting.patch if worse else known.patch
         severity = severity if worse else known.severity
         layers = (*known.layers, *self._facts.in_order(more, sighting.tensor))
         if worse and sighting.layers:
             leading = self._facts.in_order(sighting.layers, sighting.tensor)
             layers = (*leading, *(layer for layer in layers if layer not in leading))
-        return dataclasses.replace(known, layers=layers, until=until, severity=severity, seen=seen), worse
+        return dataclasses.replace(known, layers=layers, until=until, severity=severity, seen=seen, patch=patch), worse

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
 from te_precision_callbacks.layers.folding import form_of
@@ -253,6 +254,15 @@ class Facts:
         """The format of an operand; empty where that is not known."""
         known = self.layers.get(layer)
         return "" if known is None else known.formats.get(tensor, "")
+
+    def quantizes(self, layer: str, tensor: str) -> bool:
+        """Whether a product that reads a tensor of a layer runs in low precision; True where that is not known."""
+        known = self.layers.get(layer)
+        if known is None:
+            return True
+        readers = {gemm for gemm, operands in OPERANDS.items() if tensor in operands}
+        low = readers & known.low
+        return bool(low) or not readers & known.reasons.keys()
 
     def recipe_of(self, layer: str) -> str:
         """The recipe of a layer; empty without one."""

@@ -40,8 +40,10 @@ class Finding:
         statistic: the statistic that shows it, as in records; empty where none does.
         since: the first debug iteration in which it was seen; None for what holds from the start.
         until: the last one.
-        last_good: the last iteration before ``since`` with numbers that do not show it; None if there is none.
-        checkpoint: the iteration before which the last checkpoint without it took the state; None if there is none.
+        last_good: the last iteration before ``since`` in which the rule had numbers, and they do not show it; None if
+            there is none.
+        checkpoint: the iteration before which the last checkpoint took the state that is not after ``last_good``; None
+            if there is none.
         seen: what was seen, with numbers.
         why: why it matters.
         remedy: what to do.

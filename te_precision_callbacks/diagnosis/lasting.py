@@ -60,6 +60,7 @@ class ColumnStreaks:
         holds: npt.NDArray[np.bool_],
         seen: str,
         *values: npt.NDArray[np.generic],
+        tells: npt.NDArray[np.bool_] | None = None,
         severity: Severity | None = None,
         key: str = "",
     ) -> Iterator[Sighting]:
@@ -71,12 +72,16 @@ class ColumnStreaks:
             holds: [layers of the column]: in which it holds now.
             seen: what was seen, with a ``{}`` for each of ``values``.
             values: [layers of the column], what is put there; of the first layer in order of execution.
+            tells: [layers of the column]: in which it is enough; None for all that have held for long enough.
             severity: as in :class:`Sighting`.
             key: keeps several conditions on a column apart; as in :class:`Sighting`.
         """
         streaks = self._streaks.setdefault((column.family, key), Streaks())
         held = streaks.hold(column.layers[holds].tolist(), numbers.iteration)
-        found = {numbers.names[layer]: last for layer, last in held.items() if last.steps >= self.steps}
+        told = held.keys() if tells is None else set(column.layers[tells].tolist())
+        found = {
+            numbers.names[layer]: last for layer, last in held.items() if last.steps >= self.steps and layer in told
+        }
         if not found:
             return
         tensor = column.family.tensor

@@ -68,7 +68,8 @@ class StepNumbers:
     def all(self, statistic: str, tensors: Iterable[str] = (), facts: Facts | None = None) -> Iterator[Column]:
         """The columns of a statistic: of the tensors themselves, or of what their own recipe has made of them.
 
-        A statistic of a named recipe counts in the layers that run this recipe.
+        A statistic of a named recipe counts in the layers that run this recipe. A statistic of quantization counts
+        where a product that reads the tensor runs in low precision. Elsewhere it says what quantization would do.
 
         Args:
             statistic: its plain name, as in the table of docs/statistics.md, or that of a number that is not there.
@@ -81,12 +82,31 @@ class StepNumbers:
             name = family.statistic if request is None else request.statistic.name
             if name != statistic or (wanted and family.tensor not in wanted):
                 continue
-            if request is None or (request.recipe in (None, OWN_RECIPE) and not request.columnwise):
+            if request is None or (request.recipe is None and not request.columnwise):
                 yield column
-            elif facts is not None and not request.columnwise and request.e5m2 is None:
-                own = np.array([facts.recipe_of(name) == request.recipe for name in self.names_of(column)], bool)
-                if own.any():
-                    yield Column(family, column.layers[own], column.values[own])
+            elif request.columnwise:
+                continue
+            elif request.recipe == OWN_RECIPE or (facts is not None and request.e5m2 is None):
+                yield from self._quantized(column, request.recipe, facts)
+
+    def _quantized(self, column: Column, recipe: str | None, facts: Facts | None) -> Iterator[Column]:
+        """The part of a column of the layers that quantize the tensor by a recipe; nothing if there are none."""
+        if facts is None:
+            yield column
+            return
+        tensor = column.family.tensor
+
+        def holds(name: str) -> bool:
+            return recipe in (OWN_RECIPE, facts.recipe_of(name)) and facts.quantizes(name, tensor)
+
+        def make() -> npt.NDArray[np.bool_]:
+            return np.array([holds(name) for name in self.names_of(column)], bool)
+
+        own = facts.once(f"quantized by {recipe}", tensor, column.layers, make)
+        if own.all():
+            yield column
+        elif own.any():
+            yield Column(column.family, column.layers[own], column.values[own])
 
     def one(self, statistic: str, tensor: str, facts: Facts | None = None) -> Column | None:
         """The column of a statistic of a tensor, as :meth:`all`; None if the step has none."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
+
+_KEPT_STEPS = 64
+"""The last steps, among which the last good one of a new finding is."""
 
 Subject = Literal["tensor", "layer", "group of alike layers", "model", "config"]
 
@@ -41,13 +46,34 @@ class Judge:
     """Judges one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step` or :meth:`scalars`.
 
     Attributes:
+        needed: how many steps with numbers the rule needs before it can find what it looks for.
         applies: whether the rule is about what this run has; None as long as that is not known.
         judged: whether there was enough to judge by.
+        steps: the last steps in which there were numbers to judge by.
     """
+
+    needed = 1
+    _kind_of_step = "due step"
 
     def __init__(self) -> None:
         self.applies: bool | None = True
         self.judged = False
+        self.steps: deque[int] = deque(maxlen=_KEPT_STEPS)
+        self._count = 0
+
+    def saw(self, iteration: int) -> None:
+        """Note that a step has numbers to judge by."""
+        if not self.steps or self.steps[-1] != iteration:
+            self.steps.append(iteration)
+            self._count += 1
+            self.judged = self._count >= self.needed
+
+    @property
+    def why_not(self) -> str:
+        """Why the rule is not judged although there were numbers; empty if there were none."""
+        if not self._count:
+            return ""
+        return f"it needs {many(self.needed, self._kind_of_step)}, and has had {self._count}"
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         """Judge the facts, when they are known and whenever they have changed."""

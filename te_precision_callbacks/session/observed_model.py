@@ -267,7 +267,7 @@ class ObservedModel:
 
     def note_products(self) -> None:
         """Note the matrix products of the step, if they were counted."""
-        outside = self._hooks.products.recomputed_outside
+        outside, excluded = self._hooks.products.recomputed_outside, self._hooks.products.excluded
         found = self._hooks.products.end_step()
         if found is not None:
             self._say_recomputed(outside)
@@ -283,6 +283,7 @@ class ObservedModel:
                     kept_by_sections(sections[name] for name in info.sections),
                     overrides.get(info.name, ""),
                     info.name in outside,
+                    info.name in excluded,
                 )
                 for info in self._results.layers.now
             }

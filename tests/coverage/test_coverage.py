@@ -811,7 +811,7 @@ REASONS: dict[str, tuple[Any, Any, Reason, str]] = {
         Reason.SECTION,
         "FakeQuant in the config mapping (section 'fake')",
     ),
-    "no autocast": (None, None, Reason.NO_AUTOCAST, "runs outside of te.autocast"),
+    "no autocast": (None, None, Reason.NO_AUTOCAST, "runs inside te.autocast(enabled=False)"),
 }  # fmt: skip
 
 

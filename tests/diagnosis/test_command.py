@@ -44,7 +44,7 @@ def test_a_finding_with_its_remedy(planted: Path) -> None:
     first, _, finding, seen, *_ = result.output.splitlines()
     assert first.startswith("1 warning in ")
     assert finding.startswith("warning: gradient of 4.fc: std is ")
-    assert seen == "  seen in: steps 0 to 20"
+    assert seen == "  seen in: steps 0 to 20; no step is known to be good"
     assert "  what to do: Look at what the first of these layers does otherwise" in result.output
     assert "Not judged:" in result.output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def test_the_last_good_checkpoint(tmp_path: Path) -> None:
             if step in (4, 11, 25):
                 session.state_dict()
     first = session.findings[0]
-    assert (first.rule, first.since, first.last_good, first.checkpoint) == ("nonfinite", 20, 10, 12)
+    assert (first.rule, first.since, first.last_good, first.checkpoint) == ("nonfinite", 20, 10, 5)
     assert diagnose(tmp_path) == session.findings
 
 
@@ -269,6 +270,22 @@ def test_a_scaler_of_gradients_in_bfloat16(tmp_path: Path, enabled: bool, rules:
     assert [finding.rule for finding in session.findings if finding.severity != "note"] == rules
     assert diagnose(tmp_path) == session.findings
     assert vars(GradScaler)["step"] is own, "what was wrapped is put back"
+
+
+@pytest.mark.parametrize(("is_region", "rules"), [(True, []), (False, ["hole"])], ids=["region", "outside"])
+def test_a_layer_that_the_script_keeps_in_high_precision(tmp_path: Path, is_region: bool, rules: list[str]) -> None:
+    net = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(6))
+    with InspectSession(None, model=net, log_dir=tmp_path, records="off") as session:
+        out = torch.ones(16, 32)
+        for place, layer in enumerate(net):
+            low = place != 3
+            with te.autocast(enabled=low, recipe=Float8CurrentScaling()) if low or is_region else nullcontext():
+                out = layer(out)
+        out.sum().backward()
+        session.step()
+    assert [finding.rule for finding in session.findings] == rules
+    region = "runs inside te.autocast(enabled=False)" if is_region else "runs outside of te.autocast"
+    assert f"'3' ({region})" in str(session.coverage())
 
 
 def test_a_scaler_for_float16(tmp_path: Path) -> None:

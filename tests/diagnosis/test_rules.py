@@ -64,12 +64,16 @@ Numbers = Mapping[tuple[str, str, str], float]
 """(layer, tensor, statistic) -> value."""
 
 
-def judged(steps: Sequence[Numbers], known: Facts | None = None, **unscaled: frozenset[str]) -> Verdict:
+def judged(
+    steps: Sequence[Numbers], known: Facts | None = None, checkpoints: Sequence[int] = (), **unscaled: frozenset[str]
+) -> Verdict:
     """The verdict over steps, which are 10 iterations apart."""
     diagnosis, table = Diagnosis(), SeriesTable()
     splitter = Splitter(table.__getitem__)
     if known is not None:
         diagnosis.know(known, 0)
+    for checkpoint in checkpoints:
+        diagnosis.note_checkpoint(checkpoint)
     for place, step in enumerate(steps):
         rows = [Row(layer, tensor, None, statistic, value) for (layer, tensor, statistic), value in step.items()]
         records = StepRecords.from_rows(10 * place, 10 * place, rows, table=table)
@@ -95,6 +99,9 @@ def ordinary(**changes: float) -> dict[tuple[str, str, str], float]:
         name = {"underflows": "underflows%", "overflows": "overflows%"}.get(statistic, statistic)
         found[f"h.{block[1:]}.{part}", tensor, name] = value
     return found
+
+
+NAN = ordinary(b3_fc1_activation_nonfinite_num=1.0)
 
 
 def only(verdict: Verdict, rule: str) -> Finding:
@@ -131,6 +138,21 @@ def test_nonfinite_names_the_first_layer_by_execution() -> None:
     assert finding.seen == "2 elements are inf or nan; 2 more layers have some in the same step"
 
 
+@pytest.mark.parametrize(("checkpoints", "last"), [((7, 14), 7), ((10, 11), 10), ((14,), None), ((), None)])
+def test_the_checkpoint_is_from_before_the_last_good_step(checkpoints: Sequence[int], last: int | None) -> None:
+    """The step 20 shows a nan that may have come in each step after 10."""
+    finding = only(judged([ordinary(), ordinary(), NAN], facts(), checkpoints), "nonfinite")
+    assert (finding.since, finding.last_good, finding.checkpoint) == (20, 10, last)
+
+
+def test_a_step_without_numbers_of_the_rule_is_not_known_to_be_good() -> None:
+    others = {key: value for key, value in ordinary().items() if key[2] == "std"}
+    finding = only(judged([ordinary(), others, NAN], facts(), (0, 5)), "nonfinite")
+    assert (finding.last_good, finding.checkpoint) == (0, 0)
+    first = only(judged([NAN], facts(), (0, 5)), "nonfinite")
+    assert (first.last_good, first.checkpoint) == (None, None)
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_nonfinite_is_seen_in_amax_too(value: float) -> None:
     step = {("h.0.fc1", "weight", "cur_amax"): value}
@@ -141,7 +163,8 @@ def test_overflow_of_delayed_scaling_lasts() -> None:
     saturated = ordinary(b3_fc1_activation_overflows=1.0)
     delayed = facts(recipe="fp8_delayed_scaling")
     assert not len(judged([ordinary(), saturated, ordinary(), saturated], delayed)), "single steps are ordinary"
-    finding = only(judged([ordinary(), saturated, saturated], delayed), "overflow")
+    assert not len(judged([ordinary(), saturated, saturated, ordinary()], delayed)), "gradients grow in the first steps"
+    finding = only(judged([ordinary(), *[saturated] * 3], delayed), "overflow")
     assert (finding.layers, finding.since, finding.last_good) == (("h.3.fc1",), 10, 0)
     assert not len(judged([saturated] * 3, facts())), "current scaling is above the range only by rounding"
     falling = [ordinary(b3_fc1_weight_overflows=60.0 / 2**step) for step in range(6)]
@@ -276,10 +299,11 @@ def test_a_hole() -> None:
     [
         {"h.4.fc2": {**HIGH, "reason": "SECTION", "reason_ref": "section 'keep' (config.yaml:3)"}},
         {"h.4.fc2": {**HIGH, "reason": "RECIPE_EXCEPTION"}},
+        {"h.4.fc2": {**HIGH, "reason_ref": "runs inside te.autocast(enabled=False)"}},
         {"h.0.fc2": HIGH, "h.9.fc2": HIGH},
         {f"h.{block}.fc2": HIGH for block in range(8)},
     ],
-    ids=["section", "recipe", "first and last", "most of them"],
+    ids=["section", "recipe", "region", "first and last", "most of them"],
 )
 def test_what_is_no_hole(changed: dict[str, dict[str, Any]]) -> None:
     assert not len(judged([ordinary()], facts(changed=changed)))
@@ -466,7 +490,7 @@ def saturated(*blocks: int) -> Numbers:
 
 
 def test_more_layers_join_a_finding() -> None:
-    steps = [saturated(5), saturated(5), saturated(5, 2), saturated(5, 2)]
+    steps = [saturated(5), saturated(5, 2), saturated(5, 2), saturated(5, 2)]
     finding = only(judged(steps, facts(recipe="fp8_delayed_scaling")), "overflow")
     assert (finding.layers, finding.since, finding.until) == (("h.5.fc1", "h.2.fc1"), 0, 30)
     assert finding.subject == "activation of h.{2,5}.fc1"
@@ -496,3 +520,139 @@ def test_layers_that_low_precision_makes_slower(gpu: str, tokens: int, found: bo
         load_config(yaml.safe_load(finding.patch))
     else:
         assert not [each for each in verdict.findings if each.rule == "slower-in-low-precision"]
+
+
+def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
+    """A finding that needs three due steps can not come after one."""
+    delayed = facts(recipe="fp8_delayed_scaling")
+    first = judged([ordinary()], delayed)
+    assert {"nonfinite", "hole"} <= set(first.judged)
+    waiting = {each.rule: each for each in first.not_judged}
+    for rule, needed in (("overflow", 3), ("stale-scale", 3), ("sibling", 3), ("dead-gradient", 3), ("growth", 3)):
+        assert waiting[rule] == (rule, f"it needs {needed} due steps, and has had 1", "")
+    assert {"overflow", "stale-scale", "sibling", "dead-gradient", "growth"} <= set(
+        judged([ordinary()] * 3, delayed).judged
+    )
+    stale: Numbers = {("h.0.fc1", "weight", "stale_codes%"): 0.0}
+    assert "stale-weights" in [each.rule for each in judged([stale]).not_judged]
+    assert "stale-weights" in judged([stale] * 2).judged
+
+
+def test_a_rule_with_a_finding_is_judged() -> None:
+    """A sibling with a consequence needs two due steps, others need three."""
+    odd = ordinary(b4_fc1_gradient_std=1e-12, b4_fc1_gradient_cur_amax=1e-12, b4_fc1_gradient_underflows=9.0)
+    verdict = judged([odd] * 2, facts())
+    assert "sibling" in {finding.rule for finding in verdict} & set(verdict.judged)
+
+
+KEPT = {"reason": "SECTION", "reason_ref": "DisableFP8Layer in section 'keep' (config.yaml:3)"}
+
+
+def test_what_is_not_quantized_loses_nothing() -> None:
+    """A what-if statistic of a layer that is kept in high precision: the remedy itself."""
+    lossy = ordinary(b3_fc1_activation_underflows=90.0, b3_fc1_activation_overflows=9.0)
+    what_if = {
+        (layer, tensor, f"fp8_current_scaling_{statistic}" if statistic == "underflows%" else statistic): value
+        for (layer, tensor, statistic), value in lossy.items()
+    }
+    for step in (lossy, what_if):
+        assert only(judged([step] * 4, facts()), "underflow").layers == ("h.3.fc1",)
+        assert not len(judged([step] * 4, facts(changed={"h.3.fc1": KEPT})))
+    delayed = "fp8_delayed_scaling"
+    kept = facts(recipe=delayed, changed={"h.3.fc1": KEPT})
+    saturated = ordinary(b3_fc1_activation_overflows=9.0, b3_fc1_activation_scale_inv_max=1e-9)
+    assert len(judged([saturated] * 4, facts(recipe=delayed))) >= 2
+    assert not len(judged([saturated] * 4, kept))
+
+
+def test_a_gradient_that_one_of_two_products_quantizes_is_judged() -> None:
+    rows = [row("h.0.fc1", gemm, **(KEPT if gemm == "wgrad" else {})) for gemm in ("fprop", "dgrad", "wgrad")]
+    step: Numbers = {("h.0.fc1", "gradient", "underflows%"): 90.0}
+    assert only(judged([step] * 2, Facts.from_rows((), rows, ())), "underflow").tensor == "gradient"
+    rows = [row("h.0.fc1", gemm, **(KEPT if gemm != "fprop" else {})) for gemm in ("fprop", "dgrad", "wgrad")]
+    assert not len(judged([step] * 2, Facts.from_rows((), rows, ())))
+
+
+def test_a_gradient_that_is_all_nan_is_not_dead() -> None:
+    """Statistics leave out what is not finite, so its amax is 0."""
+    lost = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_gradient_std=0.0, b4_fc2_gradient_nonfinite_num=64.0)
+    assert [finding.rule for finding in judged([lost] * 4, facts())] == ["nonfinite"]
+
+
+def test_the_span_of_a_nan_goes_on() -> None:
+    other = ordinary(b5_fc1_gradient_nonfinite_num=2.0)
+    finding = only(judged([ordinary(), NAN, other, NAN], facts()), "nonfinite")
+    assert (finding.layers, finding.tensor, finding.since, finding.until) == (("h.3.fc1",), "activation", 10, 30)
+    assert only(judged([ordinary(), NAN, ordinary()], facts()), "nonfinite").until == 10
+
+
+def test_the_place_of_a_nan_that_came_between_due_steps_is_not_known() -> None:
+    everywhere = {key: 5.0 if key[2] == "nonfinite_num" else value for key, value in ordinary().items()}
+    finding = only(judged([ordinary(), everywhere], facts()), "nonfinite")
+    assert finding.layers == ()
+    assert finding.seen == (
+        "the weights of 20 layers have inf or nan, so the layer where it began is not known. It arose in the steps 1 to"
+        " 10: run from step 1 on again to find the layer"
+    )
+    assert only(judged([everywhere], facts()), "nonfinite").layers == ("h.0.fc1",), "it is there from the begin"
+
+
+def growing(growth: float, steps: int, share: float = 0.1) -> list[Numbers]:
+    """Steps in which amax grows, and the scale is that of the step before."""
+    return [
+        ordinary(
+            b3_fc1_gradient_cur_amax=1e-4 * growth**step,
+            b3_fc1_gradient_scale_inv_max=1e-4 * growth ** (step - 1) / 57344,
+            b3_fc1_gradient_overflows=share,
+        )
+        for step in range(steps)
+    ]
+
+
+def test_gradients_that_grow_in_the_first_steps_are_healthy() -> None:
+    """The scale of delayed scaling is always a step late."""
+    known = facts(recipe="fp8_delayed_scaling")
+    slow = [*growing(1.4, 6), *[growing(1.4, 6)[-1]] * 4]
+    assert not [finding for finding in judged(slow, known) if finding.rule == "stale-scale"]
+    fast = [*growing(2.8, 3), *[ordinary()] * 3]
+    assert not [finding for finding in judged(fast, known) if finding.rule == "stale-scale"]
+    lasting = next(finding for finding in judged(growing(1.4, 12), known) if finding.rule == "stale-scale")
+    assert (lasting.seen, lasting.since) == ("amax rises, and is 1.4 times the range of its scale", 10)
+    saturated = next(finding for finding in judged(growing(2.1, 5, 3.0), known) if finding.rule == "stale-scale")
+    assert saturated.seen == "amax is 2.1 times the range of its scale"
+
+
+def why(verdict: Verdict, rule: str) -> str:
+    """Why a rule was not judged."""
+    return next(each.why for each in verdict.not_judged if each.rule == rule)
+
+
+def test_too_few_alike_layers_are_the_reason() -> None:
+    few = {key: value for key, value in ordinary().items() if key[0] in LAYERS[:12]}
+    verdict = judged([few] * 3, facts(LAYERS[:12]))
+    assert (
+        why(verdict, "sibling") == "6 layers are alike, and it needs 8, of which the first and the last one are apart"
+    )
+    assert "std or cur_amax" in why(judged([{("h.0.fc1", "wgrad", "zeros%"): 1.0}]), "sibling")
+
+
+def test_what_does_not_apply_is_not_listed() -> None:
+    """No layer runs in low precision, so nothing can be lost in it."""
+    high = facts(recipe="none", reason="NO_AUTOCAST", reason_ref="runs outside of te.autocast")
+    numbers = {key: value for key, value in ordinary().items() if not key[2].endswith("flows%")}
+    listed = {each.rule for each in judged([numbers] * 3, high).not_judged}
+    assert not listed & {"underflow", "overflow"}
+    assert {"underflow", "overflow"} <= {each.rule for each in judged([numbers] * 3, facts()).not_judged}
+
+
+def test_one_tensor_has_one_finding_of_a_rule() -> None:
+    """First a note, since nothing is lost, and then a warning."""
+    steps = [ordinary(b4_fc2_activation_cur_amax=4.0 * 2.0 ** (2 * step)) for step in range(6)]
+    lossy = [{**steps[5], ("h.4.fc2", "activation", "underflows%"): 15.0}] * 3
+    found = [finding for finding in judged([*steps, *lossy], facts()) if finding.rule == "growth"]
+    assert len(found) == 1
+    assert (found[0].severity, found[0].until, bool(found[0].patch)) == ("warning", 80, True)
+    odd = ordinary(b4_fc1_activation_std=2.0**-14, b4_fc1_activation_cur_amax=2.0**-12)
+    odd_and_lossy = {**odd, ("h.4.fc1", "activation", "underflows%"): 9.0}
+    again = [ordinary(), *[odd] * 4, ordinary(), *[odd_and_lossy] * 4]
+    assert [finding.rule for finding in judged(again, facts())].count("sibling") == 1

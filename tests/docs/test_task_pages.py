@@ -66,6 +66,7 @@ def test_a_loss_that_diverges(capsys: pytest.CaptureFixture[str]) -> None:
         for text in (parted[1], blocks(page, "text")[2]):
             assert any(re.match(where, line) for line in lines(text)), "later steps and digits may vary"
     assert any(line.startswith("embed activation 98.4") for line in lines(losses[1]))
+    assert fixed[1].startswith("B has no finding that A has not.\n")
     assert "Nowhere beyond the noise floor." in fixed[1]
     assert "Below 0.25 % of FP8 against BF16" in fixed[1]
 

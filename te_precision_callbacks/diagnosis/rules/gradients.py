@@ -28,6 +28,8 @@ GROWTH, GROWTH_STEPS, BEGIN = 6.0, 2, 3
 class DeadGradient(Judge):
     """A layer that computes, and whose gradient is 0 or never comes."""
 
+    needed = DEAD_STEPS
+
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(DEAD_STEPS)
@@ -37,7 +39,7 @@ class DeadGradient(Judge):
         gradient = numbers.one("cur_amax", "gradient")
         if gradient is None:
             return
-        self.judged = True
+        self.saw(numbers.iteration)
         activation = numbers.one("cur_amax", "activation")
         if activation is None:
             works = np.ones(len(gradient.layers), bool)
@@ -45,6 +47,11 @@ class DeadGradient(Judge):
             active = activation.layers[activation.values != 0]
             works = np.isin(gradient.layers, active) | ~np.isin(gradient.layers, activation.layers)
             yield from self._that_never_come(numbers, facts, activation, gradient)
+        lost = numbers.one(
+            "nonfinite_num", "gradient"
+        )  # amax leaves out inf and nan, and is 0 if nothing else is there
+        if lost is not None:
+            works &= ~np.isin(gradient.layers, lost.layers[lost.values > 0])
         yield from self._streaks.sightings(
             numbers, facts, gradient, (gradient.values == 0) & works, "all elements are 0", key="zero"
         )
@@ -64,6 +71,8 @@ class DeadGradient(Judge):
 class ZerosInWgrad(Judge):
     """Zeros in the gradient of a weight."""
 
+    needed = ZEROS_STEPS
+
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(ZEROS_STEPS)
@@ -71,7 +80,7 @@ class ZerosInWgrad(Judge):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for column in numbers.all("zeros%", ("wgrad",)):
-            self.judged = True
+            self.saw(numbers.iteration)
             values = column.values
             yield from self._streaks.sightings(
                 numbers,
@@ -86,6 +95,8 @@ class ZerosInWgrad(Judge):
 class Growth(Judge):
     """A tensor whose amax has grown far above that of the first steps."""
 
+    needed = 1 + GROWTH_STEPS
+
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(GROWTH_STEPS)
@@ -97,7 +108,8 @@ class Growth(Judge):
             now = column.bits
             begin = self._begins.setdefault(column.family.tensor, Begin())
             grown = now - begin.of(column.layers)
-            self.judged |= bool(np.isfinite(grown).any())
+            if np.isfinite(now).any():
+                self.saw(numbers.iteration)
             with np.errstate(invalid="ignore"):
                 holds = grown >= GROWTH
             hurts = holds & loses(
@@ -119,7 +131,8 @@ class Growth(Judge):
                     severity=severity,
                     key=severity,
                 ):
-                    yield sighting._replace(patch=keep_high(sighting.layers[0]) if severity == "warning" else "")
+                    patch = keep_high(sighting.layers[0]) if severity == "warning" else ""
+                    yield sighting._replace(patch=patch, key="")  # one subject has one finding, of its worst severity
             begin.add(column.layers, now)
 
 
@@ -159,7 +172,10 @@ RULES = (
             f"the gradient of a layer is 0, or no backward reaches it although it has a weight to train, in"
             f" {DEAD_STEPS} due steps in a row in which its activation is not 0"
         ),
-        silent="the first steps of LoRA and of layers that begin at 0, experts without tokens, frozen layers",
+        silent=(
+            "the first steps of LoRA and of layers that begin at 0, experts without tokens, frozen layers, gradients"
+            " with inf or nan"
+        ),
         severity="warning",
         source="arithmetic; the number of steps is ours",
         why="the layer does not learn, and the loss may still fall",

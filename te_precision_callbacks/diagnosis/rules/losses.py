@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
-OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 2
+OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 3
 """Percent of the elements of activations, of other tensors, which may grow from 0, and due steps in a row."""
 
 FALLING = 0.75
@@ -35,31 +35,65 @@ class Nonfinite(Judge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_found = False
+        self._first: Sighting | None = None
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
+        before = self.steps[-1] if self.steps else None
         found: dict[tuple[str, str], str] = {}
         for column in numbers.all("cur_amax"):
-            self.judged = True
+            self.saw(numbers.iteration)
             for layer in column.layers[~np.isfinite(column.values)].tolist():
                 found[numbers.names[layer], column.family.tensor] = "it has inf or nan"
         for column in numbers.all("nonfinite_num"):
-            self.judged = True
+            self.saw(numbers.iteration)
             some = column.values > 0
             for layer, count in zip(column.layers[some].tolist(), column.values[some].tolist(), strict=True):
                 found[numbers.names[layer], column.family.tensor] = f"{count:,.0f} elements are inf or nan"
-        if self._is_found or not found:
-            return
-        self._is_found = True
-        layer, tensor = min(found, key=lambda place: facts.place(*place))
-        others = len({name for name, _ in found} - {layer})
-        inherit = f"; {others} more layers have some in the same step" if others else ""
-        yield Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, numbers.iteration)
+        if found:
+            self._first = self._first or _where_it_began(found, before, numbers.iteration, facts)
+            yield self._first
 
 
-class Overflow(Judge):
+def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts) -> Sighting:
+    """What the first step with inf or nan shows of where they came from.
+
+    Args:
+        found: layer and tensor -> what is seen there.
+        before: the last step without any; None if there is none.
+        iteration: the step.
+        facts: those of the step.
+    """
+    weights = sum(tensor == "weight" for _, tensor in found)
+    if before is not None and weights > 1:  # an optimizer's step has spread it, so the first layer is only the first
+        first = before + 1
+        steps = f"in step {iteration}" if first == iteration else f"in the steps {first} to {iteration}"
+        seen = (
+            f"the weights of {weights} layers have inf or nan, so the layer where it began is not known. It arose"
+            f" {steps}: run from step {first} on again to find the layer"
+        )
+        return Sighting((), "", "nonfinite_num", seen, iteration)
+    layer, tensor = min(found, key=lambda place: facts.place(*place))
+    others = len({name for name, _ in found} - {layer})
+    inherit = f"; {others} more layers have some in the same step" if others else ""
+    return Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, iteration)
+
+
+class _OfQuantized(Judge):
+    """A rule on what quantization loses, which is not about a run without low precision."""
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
+        if ran and not self.steps:
+            self.applies = any(layer.low for layer in ran)
+        yield from ()
+
+
+class Overflow(_OfQuantized):
     """Elements above the range of their format, in several due steps in a row."""
+
+    needed = OVERFLOW_STEPS
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +104,7 @@ class Overflow(Judge):
         """As of :class:`Judge`."""
         for column in numbers.all("overflows%", facts=facts):
             values = np.where(_can_overflow(numbers, facts, column), column.values, 0.0)
-            self.judged = True
+            self.saw(numbers.iteration)
             tensor = column.family.tensor
             now = column._replace(values=values)
             before = self._last.get(tensor, now).at(column.layers, 0.0)
@@ -79,14 +113,16 @@ class Overflow(Judge):
                 numbers,
                 facts,
                 column,
-                (values >= (OVERFLOW if tensor == "activation" else OF_OTHERS)) & (values >= FALLING * before),
+                (values >= most_overflow(tensor)) & (values >= FALLING * before),
                 "{:.3g} % of the elements are above the range of the format",
                 values,
             )
 
 
-class Underflow(Judge):
+class Underflow(_OfQuantized):
     """Elements that round to 0, in several due steps in a row, far more than the format usually loses."""
+
+    needed = UNDERFLOW_STEPS
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +131,7 @@ class Underflow(Judge):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for column in numbers.all("underflows%", facts=facts):
-            self.judged = True
+            self.saw(numbers.iteration)
             values = column.values
             for sighting in self._streaks.sightings(
                 numbers,
@@ -115,6 +151,11 @@ def _can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDA
     return facts.once("can overflow", column.family.tensor, column.layers, make)
 
 
+def most_overflow(tensor: str) -> float:
+    """The percent of elements above the range of the format from which on that is a finding."""
+    return OVERFLOW if tensor == "activation" else OF_OTHERS
+
+
 def most_underflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
     """[layers of the column]: the percent of elements that round to 0 from which on that is a finding."""
     tensor = column.family.tensor
@@ -131,7 +172,7 @@ def loses(
     facts: Facts,
     column: Column,
     *,
-    underflows: Callable[[Column], float | npt.NDArray[np.float64]],
+    underflows: Callable[[Column], float | npt.NDArray[np.float64]] = lambda lost: np.inf,
     overflows: Callable[[Column], float | npt.NDArray[np.float64]],
 ) -> npt.NDArray[np.bool_]:
     """[layers of a column]: whether too many elements of the tensor are lost.
@@ -162,8 +203,8 @@ RULES = (
         why="inf and nan spread to all weights in the next optimizer step, and training does not recover",
         disproof="the optimizer has skipped the step, as with a GradScaler",
         remedy=(
-            "Run the step again with debug='activation_overflow', which stops at the module and batch that made the"
-            " first one. Go back to a checkpoint from before"
+            "Go back to a checkpoint from before, and run the steps from there with debug='activation_overflow', which"
+            " stops at the module and batch that made the first one"
         ),
         judge=Nonfinite,
     ),

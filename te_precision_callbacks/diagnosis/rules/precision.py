@@ -106,13 +106,15 @@ class LowPrecisionState(Judge):
                 yield Sighting((), "", "", f"{text}{over}", None, key=subject)
 
 
+_COLLECT = "a run recorded by a session, in which layers of the model run"
+
 RULES = (
     Rule(
         id="hole",
         title="a layer in high precision among alike layers in low precision",
         subject="layer",
         needs="the precision of each product, which every session has",
-        collect="a recorded run, or a session",
+        collect=_COLLECT,
         condition=(
             f"the forward product of a layer runs in high precision, and those of at least {LEAST_LOW} layers"
             f" whose names"
@@ -138,7 +140,7 @@ RULES = (
         title="MXFP8 with gradients in E5M2",
         subject="config",
         needs="the formats of operands",
-        collect="a recorded run, or a session",
+        collect=_COLLECT,
         condition="a layer with the MXFP8 recipe has gradients in E5M2",
         silent="FP8 block scaling, for which one user found HYBRID better (NVIDIA/TransformerEngine#2754)",
         severity="warning",
@@ -154,7 +156,7 @@ RULES = (
         title="NVFP4 in the last layers",
         subject="model",
         needs="the precision of each product, which every session has",
-        collect="a recorded run, or a session",
+        collect=_COLLECT,
         condition=f"all of the last {100 * TAIL:g} % of the layers, in order of execution, run in NVFP4",
         silent="nothing: a note",
         severity="note",
@@ -171,7 +173,7 @@ RULES = (
         title="optimizer state or gradients in bfloat16",
         subject="model",
         needs="the types of what the optimizer keeps, after its first step",
-        collect="a session over at least one step of the optimizer",
+        collect="a session over at least one step of a torch optimizer of the model",
         condition=(
             f"optimizer state in bfloat16; gradients accumulated or reduced in it over {MANY} micro-batches or more"
         ),

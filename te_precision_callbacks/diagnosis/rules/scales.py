@@ -13,12 +13,16 @@ from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules.losses import loses, most_overflow
 
-TOO_SMALL, TOO_SMALL_STEPS = 1.0, 3
-"""Powers of two by which amax is above the range of the scale, and due steps in a row."""
+FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3
+"""Powers of two by which amax is above the range of the scale, the same where elements overflow, and due steps in a
+row."""
 
-RISING = 0.25
-"""The same of an activation or gradient whose amax is larger than in the due step before."""
+RISING, RISEN = 0.25, 4.0
+"""The same of an activation or gradient whose amax rises from due step to due step, and by how much it must have risen.
+A scale of delayed scaling is a step late, so amax is a little above its range as long as gradients grow: in healthy
+runs, due in each step, by up to 2^1.5 for two steps, and while amax rises by up to 2^2.6."""
 
 TOO_LARGE, TOO_LARGE_STEPS, LOST = 5.0, 2, 0.5
 """Powers of two by which the range is above amax, due steps in a row, and percent of the elements that round to 0."""
@@ -33,12 +37,15 @@ _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 class StaleScale(Judge):
     """The range of a scale of delayed scaling, compared with the amax of the same step."""
 
+    needed = TOO_SMALL_STEPS
+
     def __init__(self) -> None:
         super().__init__()
         self.applies = None
         self._small = ColumnStreaks(TOO_SMALL_STEPS)
         self._large = ColumnStreaks(TOO_LARGE_STEPS)
         self._last: dict[str, Column] = {}
+        self._begins: dict[str, Column] = {}  # amax before it began to rise, of layers in which it does
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
@@ -58,12 +65,20 @@ class StaleScale(Judge):
             with np.errstate(divide="ignore", invalid="ignore"):
                 above = np.log2(largest * scales.values / found)
             above[~np.isfinite(above)] = np.nan
-            self.judged |= bool(np.isfinite(above).any())
+            if np.isfinite(above).any():
+                self.saw(numbers.iteration)
             lost = numbers.one("underflows%", tensor, facts)
             losing = np.zeros(len(scales.layers)) if lost is None else lost.at(scales.layers, 0.0)
             with np.errstate(invalid="ignore"):
                 rises = (found > before) & (tensor != "weight")
-                small = (above <= -TOO_SMALL) | ((above <= -RISING) & rises)
+                rises &= above <= -RISING
+                begin = self._begins.get(tensor, amax).at(scales.layers, np.nan)
+                begin = np.where(rises, np.where(np.isfinite(begin) & (begin > 0), begin, before), np.nan)
+                begin = np.where(rises & (begin == 0), found, begin)
+                risen = rises & (found >= 2**RISEN * begin)
+                self._begins[tensor] = scales._replace(values=begin)
+                overflows = loses(numbers, facts, scales, overflows=lambda lost: most_overflow(lost.family.tensor))
+                small = (above <= -FAR) | ((above <= -TOO_SMALL) & overflows)
                 large = (above >= TOO_LARGE) & (losing >= LOST)
             yield from self._small.sightings(
                 numbers,
@@ -73,6 +88,16 @@ class StaleScale(Judge):
                 "amax is {:.3g} times the range of its scale",
                 np.exp2(-above),
                 key="small",
+            )
+            yield from self._small.sightings(
+                numbers,
+                facts,
+                scales,
+                rises,
+                "amax rises, and is {:.3g} times the range of its scale",
+                np.exp2(-above),
+                tells=risen & ~small,
+                key="rising",
             )
             yield from self._large.sightings(
                 numbers,
@@ -88,6 +113,8 @@ class StaleScale(Judge):
 
 class ScalesDiffer(Judge):
     """The least and the largest scale of delayed scaling over ranks, of a tensor that has one scale on each."""
+
+    needed = APART_STEPS
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +135,7 @@ class ScalesDiffer(Judge):
             known = ~np.isnan(_largest(numbers, facts, largest))
             if least is None or not known.any():
                 continue
-            self.judged = True
+            self.saw(numbers.iteration)
             with np.errstate(divide="ignore", invalid="ignore"):
                 apart = np.log2(largest.values / least.at(largest.layers, np.nan))
             apart = np.where(known & np.isfinite(apart), apart, 0.0)
@@ -153,11 +180,15 @@ RULES = (
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect="LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax]",
         condition=(
-            f"amax is at least 2^{TOO_SMALL:g} times the range of the scale in {TOO_SMALL_STEPS} due steps"
-            f" in a row, or 2^{RISING:g} times and rising, but for weights; or the range is at least"
+            f"amax is at least 2^{FAR:g} times the range of the scale in {TOO_SMALL_STEPS} due steps in a row, or"
+            f" 2^{TOO_SMALL:g} times with as many overflows as the rule overflow takes; or 2^{RISING:g} times while it"
+            f" rises by 2^{RISEN:g} in all, but for weights; or the range is at least"
             f" 2^{TOO_LARGE:g} times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} due steps in a row"
         ),
-        silent="the first step, which has no scale yet; single steps of growth",
+        silent=(
+            "the first step, which has no scale yet; the growth of gradients in the first steps of a healthy run, which"
+            " the scale follows a step late"
+        ),
         severity="warning",
         source="arXiv 2605.26189 (a stale amax); the thresholds are ours, calibrated on planted spikes",
         why="a spike stays in the amax history, and until it has left, small elements round to 0",

@@ -34,15 +34,27 @@ _FLOWS = frozenset({"activation", "gradient", "dgrad", "output"})
 class Sibling(Judge):
     """Tensors that are far from the same tensor of alike layers."""
 
+    needed = FAR_STEPS
+
     def __init__(self) -> None:
         super().__init__()
         self._far, self._near = ColumnStreaks(FAR_STEPS), ColumnStreaks(NEAR_STEPS)
+        self._most_alike = 0
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for statistic in _STATISTICS:
             for column in numbers.all(statistic):
-                yield from self._judge(numbers, facts, column, statistic)
+                for sighting in self._judge(numbers, facts, column, statistic):
+                    yield sighting._replace(key="")  # a tensor has one finding, whichever of its numbers shows it
+
+    @property
+    def why_not(self) -> str:
+        """As of :class:`Judge`."""
+        if self.steps or not self._most_alike:
+            return super().why_not
+        alike = "the model has no alike layers" if self._most_alike == 1 else f"{self._most_alike} layers are alike"
+        return f"{alike}, and it needs {LEAST_ALIKE + 2}, of which the first and the last one are apart"
 
     def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         tensor = column.family.tensor
@@ -53,7 +65,7 @@ class Sibling(Judge):
             known = places[np.isfinite(bits[places])]
             if len(known) < LEAST_ALIKE + 2:
                 continue
-            self.judged = True
+            self.saw(numbers.iteration)
             if np.ptp(bits[known]) >= NEAR:
                 jumps[known] = deviations(bits[known], flows=tensor in _FLOWS)
         far, some = np.abs(jumps) >= (OF_WEIGHTS if tensor == "weight" else FAR), np.abs(jumps) >= NEAR
@@ -78,6 +90,7 @@ class Sibling(Judge):
         names = numbers.names_of(column)
         for place, name in enumerate(names):
             places.setdefault((facts.kind_of(name), facts.format_of(name, tensor)), []).append(place)
+        self._most_alike = max(self._most_alike, *map(len, places.values()))
         return [
             np.array(sorted(group, key=lambda place: facts.place(names[place], tensor)))
             for group in places.values()
@@ -142,7 +155,9 @@ RULES = (
         id="sibling",
         title="a tensor differs from that of alike layers",
         subject="group of alike layers",
-        needs=f"std or cur_amax of a tensor in at least {LEAST_ALIKE + 2} alike layers",
+        needs=(
+            f"std or cur_amax of a tensor in at least {LEAST_ALIKE + 2} alike layers, the first and the last included"
+        ),
         collect="LogTensorStats with stats: [std, cur_amax], or no config at all",
         condition=(
             f"between layers whose names differ in numbers alone, of one class, shape and format, the tensor's"

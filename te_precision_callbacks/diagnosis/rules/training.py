@@ -46,6 +46,8 @@ class _Point(NamedTuple):
 class GradientNorm(Judge):
     """Looks at windows of the last numbers, and at windows of means of many, for what comes slowly."""
 
+    needed, _kind_of_step = WINDOW, "logged step"
+
     def __init__(self) -> None:
         super().__init__()
         self._loss = math.nan
@@ -64,6 +66,7 @@ class GradientNorm(Judge):
         norm = values[name]
         if not (math.isfinite(norm) and norm > 0 and math.isfinite(self._loss)):
             return
+        self.saw(iteration)
         point = _Point(iteration, math.log2(norm), self._loss)
         for count, waiting in self._waiting.items():
             waiting.append(point)
@@ -83,7 +86,6 @@ class GradientNorm(Judge):
         window = self._windows[count]
         if len(window) < WINDOW:
             return
-        self.judged = True
         norms = np.array([each.norm for each in window])
         losses = np.array([each.loss for each in window]).reshape(3, -1)
         first, middle, last = np.median(norms.reshape(3, -1), axis=1).tolist()

@@ -25,17 +25,16 @@ class _OfOneNumber(Judge):
 
     statistic: str
     most: float
-    steps: int
     seen: str
 
     def __init__(self) -> None:
         super().__init__()
-        self._streaks = ColumnStreaks(self.steps)
+        self._streaks = ColumnStreaks(self.needed)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for column in numbers.all(self.statistic):
-            self.judged = True
+            self.saw(numbers.iteration)
             for sighting in self._streaks.sightings(
                 numbers, facts, column, column.values >= self.most, self.seen, column.values
             ):
@@ -45,7 +44,7 @@ class _OfOneNumber(Judge):
 class StaleWeights(_OfOneNumber):
     """Cached low-precision weights that were made from earlier weights."""
 
-    statistic, most, steps = STALE, STALE_SHARE, STALE_STEPS
+    statistic, most, needed = STALE, STALE_SHARE, STALE_STEPS
     seen = "{:.3g} % of the elements of the cached weight are not those of the present weight"
 
     def __init__(self) -> None:
@@ -55,13 +54,13 @@ class StaleWeights(_OfOneNumber):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         yield from super().step(numbers, facts)
-        self.applies = self.judged
+        self.applies = bool(self.steps)
 
 
 class LostUpdates(_OfOneNumber):
     """Updates that are below the resolution of the weights."""
 
-    statistic, most, steps = UNCHANGED, LOST, LOST_STEPS
+    statistic, most, needed = UNCHANGED, LOST, LOST_STEPS
     seen = "{:.3g} % of the weights in bfloat16 or float16 are the same after a step of the optimizer"
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
@@ -75,7 +74,7 @@ class LostUpdates(_OfOneNumber):
 class BelowEps(_OfOneNumber):
     """Gradients that are smaller than Adam's eps."""
 
-    statistic, most, steps = BELOW_EPS, SMALL, SMALL_STEPS
+    statistic, most, needed = BELOW_EPS, SMALL, SMALL_STEPS
     seen = "the gradients of {:.3g} % of the weights are smaller than the optimizer's eps"
 
 

@@ -39,8 +39,9 @@ function verdictPart(report) {
 function findingCard(report, finding, number) {
   const { since, until, last_good: lastGood, checkpoint } = finding, unnamed = finding.layers_total - finding.places.length;
   const steps = since === null ? "" : `steps ${stepText(report, since)} to ${stepText(report, until)}`
-    + (lastGood === null ? "" : `; step ${stepText(report, lastGood)} does not show it`)
-    + (checkpoint === null ? "" : `; the last checkpoint before it is that of step ${stepText(report, checkpoint)}`);
+    + (lastGood === null ? "; no step is known to be good" : `; step ${stepText(report, lastGood)} does not show it; `
+      + (checkpoint === null ? "no checkpoint from before that step is known"
+        : `the last checkpoint from before that step has the state before step ${stepText(report, checkpoint)}`));
   const where = { statistic: finding.statistic, tensor: finding.tensor, step: since ?? "" };
   const layers = finding.places.length > 0 && [
     finding.places.map((place, at) => [at ? ", " : "", layerLink(report, place, where)]), unnamed > 0 && ` and ${shown(unnamed)} more`];
