@@ -149,8 +149,10 @@ class _Read:
         saved = [row["iteration"] for row in run.events.to_pylist() if row["kind"] == "checkpoint_saved"]
         self._saved = sorted(iteration for iteration in saved if iteration is not None)
         logged: dict[int, dict[str, float]] = {}
-        for row in run.scalars.select(["iteration", "name", "value"]).to_pylist():
-            logged.setdefault(row["iteration"], {})[row["name"]] = row["value"]
+        for part in run.scalars.to_batches(max_chunksize=1 << 16):  # as Python's objects they are ten times as large
+            columns = (part[name].to_pylist() for name in ("iteration", "name", "value"))
+            for iteration, name, value in zip(*columns, strict=True):
+                logged.setdefault(iteration, {})[name] = value
         self._logged = sorted(logged.items(), key=_iteration)
 
     def steps(

@@ -30,8 +30,10 @@ class Callers:
             self._callers = [
                 (module, name)
                 for module in list(sys.modules.values())
+                # Of thousands of modules some have one of the names.
+                if not origins.keys().isdisjoint((names := getattr(module, "__dict__", {})).keys())
                 for name, origin in origins.items()
-                if (found := getattr(module, "__dict__", {}).get(name)) is not None
+                if (found := names.get(name)) is not None
                 # Transformer Engine's modules may have one of the user's own.
                 if found is getattr(origin, name) or (callable(found) and _is_of_transformer_engine(module))
             ]

@@ -96,7 +96,7 @@ class RewritingLoader(SourceFileLoader):
         path = self.get_filename(fullname)
         source = self.get_data(path)
         if not is_concerned(source):
-            return super().get_code(fullname)
+            return _as_it_is(source, path, fullname)
         return _rewritten(source, path, self.cuda_on_cpu)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -104,6 +104,12 @@ class RewritingLoader(SourceFileLoader):
         replaced = _REPLACED.get(module.__name__)
         if replaced is not None and (self.cuda_on_cpu or not replaced.on_cpu_alone):
             module.__dict__[replaced.name] = replaced.by
+
+
+@lru_cache(maxsize=64)
+def _as_it_is(_source: bytes, path: str, fullname: str) -> CodeType | None:
+    """The code of a module that is not rewritten, cached for the same reason as that of :func:`_rewritten`."""
+    return SourceFileLoader(fullname, path).get_code(fullname)
 
 
 @lru_cache(maxsize=64)

@@ -251,9 +251,14 @@ class RecordedRun:
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """The trainer's numbers, by name."""
-        names = np.array(self.scalars["name"].to_pylist(), dtype=object)
+        names = pc.dictionary_encode(self.scalars["name"].cast(pa.string())).combine_chunks()
+        numbers = names.indices.fill_null(-1).to_numpy()
         columns = self.scalars["iteration"].to_numpy(), self.scalars["value"].to_numpy()
-        return {name: Curve(*(each[names == name] for each in columns)) for name in dict.fromkeys(names) if name}
+        return {
+            name: Curve(*(each[numbers == number] for each in columns))
+            for number, name in enumerate(names.dictionary.to_pylist())
+            if name
+        }
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:

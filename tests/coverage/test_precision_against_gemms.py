@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -30,19 +31,28 @@ from tests.reference.processes import run
 CHANGES = [name for name in AUTOCAST if name != ALWAYS]
 
 
+def half(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every second combination: of three factors that vary all pairs, of four all triples.
+
+    Each module is in each recipe, with a feature or without; and what of it learns is varied in each pair of these.
+    """
+    places = itertools.product(*(enumerate(factor) for factor in factors))
+    return [tuple(value for _, value in found) for found in places if sum(place for place, _ in found) % 2 == 0]
+
+
 def cases(recipes: list[str]) -> dict[str, list[tuple[Any, ...]]]:
     """What is varied -> arguments of :func:`case`."""
     quantized = [recipe for recipe in recipes if recipe != "none"]
     some = quantized[:2]
     found: dict[str, Any] = {
-        "modules": itertools.product(MODULES, recipes, ["none", "LogTensorStats"]),
+        "modules": half(MODULES, recipes, ["none", "LogTensorStats"]),
         "features": itertools.product(["LayerNormLinear"], quantized, list(FEATURES)[2:]),
         "schedules": itertools.product(["Linear"], some[:1], FEATURES, [10], ["none"], CHANGES),
         "checkpoints": itertools.product(["LayerNormLinear"], some[-1:], ["none", "LogTensorStats"], [1], CHECKPOINTS),
         "checkpoints and schedules": itertools.product(
             ["Linear"], some[:1], ["none", "LogTensorStats"], [10], list(CHECKPOINTS)[1:], [LATER, EARLIER]
         ),
-        "gradients": itertools.product(
+        "gradients": half(
             MODULES,
             ["none", *some[-1:]],
             ["none", "LogTensorStats"],
@@ -69,7 +79,7 @@ def test_nor_under_the_recipes_of_another_gpu() -> None:
     """In a process of its own, since the reference backend stands for one GPU in a process."""
     of_kind = cases(BLACKWELL)
     every = [*of_kind["modules"], *of_kind["features"][::3], *of_kind["schedules"][::3], *of_kind["checkpoints"]]
-    every += of_kind["gradients"][::5]
+    every += of_kind["gradients"][::3]
     texts = [json.dumps(args) for args in every]
     done = run([executable(), "-m", "tests.instrumentation.gemm_spy", *texts])
     assert done.returncode == 0, done.stderr[-3000:]

@@ -743,20 +743,25 @@ def test_float64_is_for_threads_not_for_elements(with_codes: bool) -> None:
 
 
 @pytest.mark.usefixtures("compiles")
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("with_codes", [False, True])
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "together"),
+    ("kernel", "dtype", "together", "with_codes", "capability"),
     [
-        ("_measure", torch.float32, 1),
-        ("_measure", torch.bfloat16, 1),
-        ("_measure", torch.bfloat16, 3),
-        ("_merge", torch.bfloat16, 3),
+        ("_measure", torch.float32, 1, True, 90),
+        ("_measure", torch.float32, 1, False, 100),
+        ("_measure", torch.bfloat16, 1, False, 90),
+        ("_measure", torch.bfloat16, 1, True, 100),
+        ("_measure", torch.bfloat16, 3, True, 90),
+        ("_measure", torch.bfloat16, 3, True, 100),
+        ("_measure", torch.bfloat16, 3, False, 90),
+        ("_merge", torch.bfloat16, 3, True, 100),
+        ("_merge", torch.bfloat16, 3, False, 90),
     ],
 )
 def test_registers_are_not_spilled(
     tmp_path: Path, kernel: str, dtype: torch.dtype, together: int, with_codes: bool, capability: int
 ) -> None:
+    """Each launch with and without codes, and for each GPU; the one with the most registers, of three tensors and their
+    codes, for both GPUs."""
     values, codes = torch.zeros(64, 64, dtype=dtype), torch.zeros(64, 64, dtype=torch.uint8)
     of_codes = [codes, torch.ones(1)] if with_codes else []
     made = compiled(capability, values, *of_codes, together=together, kernel=kernel)

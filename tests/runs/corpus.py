@@ -353,11 +353,11 @@ LARGE: dict[str, Damage] = {
     "20 million steps": many_rows("steps", 20 << 20),
     "as many values as can be": many_rows("values", 2 << 20),
     "as many scalars as can be": many_rows("scalars", 3 << 20),
-    "16 million layers": many_rows("layers", 16 << 20),
+    "4 million layers": many_rows("layers", 4 << 20),
     "layers of a megabyte": long_text("layers", "layer", 1 << 20, 1 << 18),
     "values of a layer of a megabyte": long_text("values", "layer", 1 << 20, 1 << 20),
     "run.json of 20 GB": sparse("run.json", 20 << 30),
-    "events.jsonl of 20 GB": sparse("events.jsonl", 3 << 30),
+    "events.jsonl of 1.25 GB": sparse("events.jsonl", 5 << 28),
     "values of 20 GB": sparse("values", 20 << 30),
 }
 """The same for files whose readers may take gigabytes."""

@@ -21,7 +21,7 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from te_precision_callbacks.engine.kernels import native
 from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.sinks import writer_thread
+from te_precision_callbacks.sinks.writer_thread import WriterThread
 from tests.conftest import feature, statistics
 
 LAYERS = 8
@@ -78,13 +78,18 @@ def growth(net: torch.nn.Module, step: Callable[[], Any], first: int, last: int)
 @pytest.mark.slow
 def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "PAYS_FROM", 0)  # it is compiled in the first step, not in a later one
-    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
     net = model()
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
+        session.step()
+        threads = [found for found in gc.get_objects() if isinstance(found, WriterThread)]
+        assert threads
 
         def step() -> None:
+            """A step waits in memory until the threads have written it: on a machine that is busy, for long."""
             session.step()
-            time.sleep(0.02)  # until the thread has written the step, which waits for it in memory
+            for is_written in [thread.hurry() for thread in threads]:
+                while not is_written():
+                    time.sleep(0.001)
 
         blocks, caches = growth(net, step, first=50, last=150)
     assert abs(blocks) < 150, "three in two steps"

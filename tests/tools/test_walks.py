@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import executable
+
 ROOT = Path(__file__).parents[2]
 ENGINE, INSTRUMENTATION = "Transformer Engine", "instrumentation"
 
@@ -20,7 +22,7 @@ def section() -> str:
 @pytest.mark.slow  # two small trainings in a process of their own
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified name before Python 3.11")
 def test_the_table_is_that_of_a_run() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "walks.py")]
+    command = [executable(), str(ROOT / "tools" / "walks.py")]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout in section(), "if the page should show this now: .venv/bin/python tools/walks.py"
 

@@ -86,16 +86,20 @@ class Sibling(Judge):
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
         """The places in a column of layers that are alike, in the order in which the tensor passes through them."""
         tensor = column.family.tensor
-        places: dict[tuple[str, str], list[int]] = {}
-        names = numbers.names_of(column)
-        for place, name in enumerate(names):
-            places.setdefault((facts.kind_of(name), facts.format_of(name, tensor)), []).append(place)
-        self._most_alike = max(self._most_alike, *map(len, places.values()))
-        return [
-            np.array(sorted(group, key=lambda place: facts.place(names[place], tensor)))
-            for group in places.values()
-            if len(group) >= LEAST_ALIKE + 2
-        ]
+        layers, which = np.unique(column.layers, return_inverse=True)
+        names = [numbers.names[layer] for layer in layers.tolist()]
+        alike: dict[tuple[str, str], list[int]] = {}
+        for layer, name in enumerate(names):
+            alike.setdefault((facts.kind_of(name), facts.format_of(name, tensor)), []).append(layer)
+        found = []
+        for group in alike.values():
+            passed = np.full(len(names), -1)
+            passed[sorted(group, key=lambda layer: facts.place(names[layer], tensor))] = np.arange(len(group))
+            places = np.flatnonzero(passed[which] >= 0)
+            self._most_alike = max(self._most_alike, len(places))
+            if len(places) >= LEAST_ALIKE + 2:
+                found.append(places[np.argsort(passed[which[places]], kind="stable")])
+        return found
 
 
 def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
