@@ -25,8 +25,13 @@ def is_quiet(quiet: bool) -> bool:
     return quiet or os.environ.get(_QUIET, "") not in ("", "0")
 
 
+def in_short(error: Exception) -> str:
+    """The class of an error, and the first line of what it says."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
 def closing_lines(
-    verdict: Verdict, coverage: Coverage, log_dir: Path, page: str, *, stopped: bool = False
+    verdict: Verdict, coverage: Coverage, log_dir: Path, page: str, *, stopped: bool = False, ended_by: str = ""
 ) -> Sequence[str]:
     """At most :data:`MOST_LINES` lines: the verdict, the first findings, the coverage, the folder, the page.
 
@@ -36,13 +41,16 @@ def closing_lines(
         log_dir: the folder of the session's files.
         page: the page, or the command that makes it; empty if there is nothing for a page.
         stopped: whether a finding ends the run. Its error has all that was seen, so findings are named in short.
+        ended_by: what else of this package ends the run, such as the overflow detector: it comes before the verdict,
+            which knows nothing of it.
     """
     last = [f"  {coverage}." if coverage else "", f"  logs: {log_dir}", f"  page: {page}" if page else ""]
     last = [line for line in last if line]
     findings = verdict.findings
-    room = MOST_LINES - 1 - len(last)
+    first = [f"te-precision: stopped: {ended_by}"] if ended_by else []
+    room = MOST_LINES - 1 - len(first) - len(last)
     shown = findings if len(findings) <= room else findings[: room - 1]
-    lines = [f"te-precision: {verdict.summary}"]
+    lines = [*first, f"te-precision: {verdict.summary}"]
     lines += [f"  {finding.severity}: {finding.in_short if stopped else finding}" for finding in shown]
     if len(shown) < len(findings):
         lines.append(f"  and {len(findings) - len(shown)} more: te-precision diagnose {shlex.quote(str(log_dir))}")

@@ -15,7 +15,7 @@ import torch
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.devices import is_capturing
-from te_precision_callbacks.base.errors import ObservationError, SessionError
+from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError, SessionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
@@ -37,7 +37,7 @@ from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions, read_profile
 from te_precision_callbacks.overflow.loss_scaling import LossScaling
 from te_precision_callbacks.session.chronicle import Chronicle
-from te_precision_callbacks.session.closing_lines import closing_lines, is_quiet
+from te_precision_callbacks.session.closing_lines import closing_lines, in_short, is_quiet
 from te_precision_callbacks.session.delivery import Delivery, Ending
 from te_precision_callbacks.session.endings import ProcessEnds, Terminated
 from te_precision_callbacks.session.forgotten import ForgottenSteps, is_in_evaluation
@@ -603,7 +603,10 @@ class Run:
         if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
             verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
             stopped = isinstance(error, PrecisionFindingError)
-            lines = closing_lines(verdict, coverage, self._results.log_dir, self._written.page, stopped=stopped)
+            ended_by = "" if stopped or not isinstance(error, PrecisionDebugError) else in_short(error)
+            lines = closing_lines(
+                verdict, coverage, self._results.log_dir, self._written.page, stopped=stopped, ended_by=ended_by
+            )
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:

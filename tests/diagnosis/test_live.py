@@ -17,6 +17,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.coverage.coverage import NOTHING
 from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, Verdict, diagnose
 from te_precision_callbacks.diagnosis.reaction import reads_stop
+from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.closing_lines import closing_lines
@@ -153,6 +154,22 @@ def test_the_closing_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert lines[1].startswith(f"  warning: gradient of {LAYER}: std is ")
     assert lines[2].startswith("  FP8 in 100 % of the multiply-adds")
     assert lines[3:] == [f"  logs: {tmp_path}", f"  page: te-precision report {tmp_path}"]
+
+
+def test_the_closing_lines_of_a_run_that_the_overflow_detector_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    net = torch.nn.Sequential(te.Linear(32, 32))
+    with (
+        pytest.raises(ActivationOverflowError),
+        InspectSession(None, model=net, log_dir=tmp_path, debug="activation_overflow") as session,
+    ):
+        net(torch.full((16, 32), float("nan")))
+        session.step()
+    lines = capsys.readouterr().err.splitlines()
+    [first] = [number for number, line in enumerate(lines) if line.startswith("te-precision: stopped: Activation")]
+    assert lines[first + 1].startswith("te-precision: "), "the verdict comes behind it"
 
 
 def test_the_closing_lines_of_notes_and_of_nothing(

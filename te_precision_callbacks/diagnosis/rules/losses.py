@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
@@ -49,7 +50,9 @@ class Nonfinite(Judge):
             self.saw(numbers.iteration)
             some = column.values > 0
             for layer, count in zip(column.layers[some].tolist(), column.values[some].tolist(), strict=True):
-                found[numbers.names[layer], column.family.tensor] = f"{count:,.0f} elements are inf or nan"
+                found[numbers.names[layer], column.family.tensor] = (
+                    f"{many(round(count), 'element')} {'is' if round(count) == 1 else 'are'} inf or nan"
+                )
         if found:
             self._first = self._first or _where_it_began(found, before, numbers.iteration, facts)
             yield self._first
