@@ -1,7 +1,7 @@
 // What low precision buys: the waterfall, layers, the roofline, memory, and what to do. Times are milliseconds of a step.
 
 const SPEED_COLOURS = {
-  high: PRECISIONS.bf16, low: PRECISIONS.fp8, cast: PRECISIONS.mxfp8, measured: "#009e73",
+  high: PRECISIONS.bf16, low: PRECISIONS.fp8, cast: "#7cc3ee", measured: "#009e73",
   ideal: PRECISIONS.fp8, loss: PRECISIONS.fp32, estimate: "#8894a0", sum: "#5b6875",
 };
 const KERNEL_COLOURS = { ...PRECISIONS, fp8_block: "#009e73" };
@@ -9,8 +9,9 @@ const PART_NAMES = { ideal: "ideal", loss: "what it loses", estimate: "the rest 
 const KINDS_IN_PLOT = 20;
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
-// Blue is too dark on a dark page.
-const speedColour = (colour) => isDark() && colour === "#0072b2" ? "#4aa8e8" : colour;
+// Blue is too dark on a dark page, where a lighter one stands for casts.
+const ON_DARK = { [PRECISIONS.fp8]: "#4aa8e8", [SPEED_COLOURS.cast]: "#c3e5fa", [SPEED_COLOURS.sum]: "#93a0ad" };
+const speedColour = (colour) => isDark() ? ON_DARK[colour] ?? colour : colour;
 
 const milliseconds = (value) => value === null || value === undefined ? "unknown" : shown(value, 3);
 
@@ -66,7 +67,7 @@ function waterfallCard({ waterfall: fall }) {
       rows.map((row, at) => ({ ...row, at })).filter((row) => row.kind === kind && row.ms !== null)]);
     const sums = [["expected step", fall.expected_ms], ["step in BF16", fall.high_ms]].map(([name, ms], at) => ({ name, ms, from: 0, at: rows.length + at }));
     const most = Math.max(fall.expected_ms, fall.high_ms) || 1;
-    return draw(node, [...bars, ["the whole step", isDark() ? "#93a0ad" : SPEED_COLOURS.sum, sums]].filter(([, , own]) => own.length).map(([name, color, own]) => ({
+    return draw(node, [...bars, ["the whole step", speedColour(SPEED_COLOURS.sum), sums]].filter(([, , own]) => own.length).map(([name, color, own]) => ({
       type: "bar", orientation: "h", name, y: own.map(({ at }) => at), x: own.map(({ ms }) => ms), base: own.map(({ from }) => from), width: 0.62,
       marker: { color }, text: own.map(({ ms }) => milliseconds(ms)), textposition: "outside", cliponaxis: false, textangle: 0,
       customdata: own.map((row) => plotText(row.name)), hovertemplate: "%{customdata}: %{text} ms<extra></extra>",
@@ -84,10 +85,10 @@ const kindName = ({ name, layers }) => layers > 1 ? `${name} (${shown(layers)})`
 
 function layersCard(report) {
   const { rows, more } = report.speed.kinds, known = rows.filter(({ high_ms: high }) => high !== null);
-  const places = new Map(report.layers.map(({ name }, at) => [name, at]));
+  const places = new Set(report.layers.map(({ name }) => name));
   const inPlot = known.slice(0, KINDS_IN_PLOT), measured = inPlot.some(({ measured_ms: ms }) => ms !== null);
   const node = plotNode(96 + (measured ? 62 : 46) * inPlot.length, `Milliseconds of a step in BF16 and as it runs${measured ? ", and measured" : ""}, by kind of layer: ${inPlot.map((row) => `${kindName(row)} ${milliseconds(row.high_ms)} and ${milliseconds(row.low_ms)}`).join("; ")}`);
-  const named = (row) => [places.has(row.first) ? el("a", { href: state.hash({ page: "layer", layer: row.first }), class: "mono", title: row.first }, row.name) : el("span", { class: "mono" }, row.name)];
+  const named = (row) => places.has(row.first) ? el("a", { href: state.hash({ page: "layer", layer: row.first }), class: "mono layers", title: row.first }, row.name) : el("span", { class: "mono layers" }, row.name);
   const verdict = (row) => [row.gains_nothing ? "gains nothing" : row.verdict, ...row.why].filter(Boolean).join("; ");
   const columns = ["layers", "#count", "shapes, MxKxN", "recipe", "#BF16, ms", "#as it runs, ms", "#of it casts", ...(measured ? ["#measured, ms"] : []), "times as fast", "verdict, or why not low"];
   const keys = ["name", "layers", "recipes", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high", "measured_ms", "verdict"];
