@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.runs.tables import GEMMS, MEMORY, OPERANDS
 from te_precision_callbacks.speed import device_named
 from te_precision_callbacks.speed.estimate import estimate
@@ -125,6 +126,11 @@ def test_measured_times_are_those_of_the_trace(run: RecordedRun) -> None:
     elsewhere = speed_facts(run, device_named("h200"))
     assert "not comparable with those of NVIDIA H200 SXM" in elsewhere["trace"]["beside"]
     assert {row["measured_ms"] for row in elsewhere["kinds"]["rows"]} == {None}
+
+
+def test_the_trace_is_found_from_the_log_folder(tmp_path: Path) -> None:
+    run = replace(recorded(tmp_path / FOLDER / "one"), path=tmp_path, run_id="one")
+    assert speed_facts(run)["trace"]["name"] == TRACE
 
 
 def test_memory_by_kind(run: RecordedRun) -> None:

@@ -17,6 +17,7 @@ from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.runs.trace_files import traces_of
 from te_precision_callbacks.speed.costs import kernel_bytes
 from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device, device_reported
@@ -109,7 +110,7 @@ def _trace(
 ) -> tuple[dict[str, Any] | None, Mapping[str, float]]:
     """What the last trace of a run says, None if the run has no trace; and the measured milliseconds of the GEMMs and
     casts of layers, where they are comparable with expected ones."""
-    files = traces_of(run.path) if run.path.is_dir() else []
+    files = traces_of(run.path) or traces_of(run.path / FOLDER / run.run_id)  # its own folder, or the log folder
     if not files:
         return None, {}
     path = files[-1]

@@ -114,8 +114,8 @@ function layersCard(report) {
       ...(measured ? [bar("measured", 2, SPEED_COLOURS.measured, inPlot.map((row) => row.measured_ms))] : []),
       ...(whiskers.length ? [{
         type: "scatter", mode: "markers", name: "interval of 95 %", x: whiskers.map(({ at }) => low[at]), y: whiskers.map(({ at }) => at + width * (1.5 - groups / 2)),
-        marker: { size: 7, symbol: "line-ns-open", color: isDark() ? "#fff" : "#111" }, hoverinfo: "skip", error_x: {
-          type: "data", symmetric: false, thickness: 1.6, width: 5, color: isDark() ? "#fff" : "#111",
+        marker: { size: 7, symbol: "line-ns-open", color: SPEED_COLOURS.loss }, hoverinfo: "skip", error_x: {
+          type: "data", symmetric: false, thickness: 1.6, width: 5, color: SPEED_COLOURS.loss,
           array: whiskers.map(({ row }) => row.high_ms / row.speedup_low - row.low_ms), arrayminus: whiskers.map(({ row }) => row.low_ms - row.high_ms / row.speedup_high),
         },
       }] : []),
