@@ -128,6 +128,14 @@ def test_measured_times_are_those_of_the_trace(run: RecordedRun) -> None:
     assert {row["measured_ms"] for row in elsewhere["kinds"]["rows"]} == {None}
 
 
+def test_of_several_scopes_a_trace_is_measured_by_kind(run: RecordedRun) -> None:
+    scopes = pa.array([f"stage{number % 2}" for number in range(len(run.gemms))])
+    gemms = run.gemms.set_column(GEMMS.get_field_index("scope"), GEMMS.field("scope"), scopes)
+    facts = speed_facts(replace(run, gemms=gemms))
+    assert facts["trace"]["problem"] == ""
+    assert {row["measured_ms"] for row in facts["kinds"]["rows"]} == {None}
+
+
 def test_the_trace_is_found_from_the_log_folder(tmp_path: Path) -> None:
     run = replace(recorded(tmp_path / FOLDER / "one"), path=tmp_path, run_id="one")
     assert speed_facts(run)["trace"]["name"] == TRACE
