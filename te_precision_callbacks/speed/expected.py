@@ -327,6 +327,18 @@ def _times_of_layer(
     ]
 
 
+def alike(times: Sequence[ProductTime]) -> dict[object, list[list[ProductTime]]]:
+    """The products of layers, of which each is like the others under one key."""
+    of_layer: dict[str, list[ProductTime]] = defaultdict(list)
+    for one in times:
+        of_layer[one.layer].append(one)
+    alike: dict[object, list[list[ProductTime]]] = defaultdict(list)
+    for found in of_layer.values():
+        key = tuple((p.gemm, p.backward, p.shape, p.calls, p.recipe, p.source, p.why) for p in found)
+        alike[key].append(found)
+    return alike
+
+
 def products_of_shapes(shapes: Sequence[Shape], recipe: str) -> list[Product]:
     """A forward of one call for each shape, named after it."""
     kind = RECIPES[recipe].format

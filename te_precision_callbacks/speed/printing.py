@@ -6,7 +6,6 @@ show_step(speed)
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 from te_precision_callbacks.base import terminal
@@ -15,7 +14,7 @@ from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.advice import Advice
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.estimate import StepSpeed
-from te_precision_callbacks.speed.expected import CallPlan, ProductTime, Total, total
+from te_precision_callbacks.speed.expected import CallPlan, ProductTime, Total, alike, total
 from te_precision_callbacks.speed.memory.printing import describe_rows
 from te_precision_callbacks.speed.run_speed import RunSpeed
 from te_precision_callbacks.speed.trace import describe
@@ -43,18 +42,18 @@ def show_times(times: Sequence[ProductTime], whole: Total, device: Device, plan:
     table = terminal.table(
         "layer", "MxKxN", "recipe", "BF16", "as it runs", "of it casts", "times as fast", "verdict, or why not low"
     )
-    rows = list(_alike(times).values())
+    rows = list(alike(times).values())
     for layers in rows[:_MOST_ROWS]:
         one = total(layers[0], device)
         table.add_row(
             terminal.cell_lines(folded([each[0].layer for each in layers], most=_MOST_NAMES)),
             terminal.cell(layers[0][0].shape),
-            terminal.cell(_recipes(layers[0])),
+            terminal.cell(recipes_in_words(layers[0])),
             terminal.cell(milliseconds(one.high_ms * len(layers))),
             terminal.cell(milliseconds(one.low_ms * len(layers)) if one.known else "unknown"),
             terminal.cell(milliseconds(one.cast_ms * len(layers)) if one.is_low else ""),
             terminal.cell(times_faster(one.speedup, one.interval) if one.is_low else ""),
-            terminal.cell_lines(dict.fromkeys([*([one.verdict] if one.is_low else []), *_why(layers[0])])),
+            terminal.cell_lines(dict.fromkeys([*([one.verdict] if one.is_low else []), *reasons_in_words(layers[0])])),
         )
     terminal.show(table)
     if rows[_MOST_ROWS:]:
@@ -69,19 +68,7 @@ def show_times(times: Sequence[ProductTime], whole: Total, device: Device, plan:
     )
 
 
-def _alike(times: Sequence[ProductTime]) -> dict[object, list[list[ProductTime]]]:
-    """The products of layers, of which each is like the others under one key."""
-    of_layer: dict[str, list[ProductTime]] = defaultdict(list)
-    for one in times:
-        of_layer[one.layer].append(one)
-    alike: dict[object, list[list[ProductTime]]] = defaultdict(list)
-    for found in of_layer.values():
-        key = tuple((p.gemm, p.backward, p.shape, p.calls, p.recipe, p.source, p.why) for p in found)
-        alike[key].append(found)
-    return alike
-
-
-def _recipes(products: Sequence[ProductTime]) -> str:
+def recipes_in_words(products: Sequence[ProductTime]) -> str:
     """The recipe of a layer, or those of its GEMMs."""
     found = {product.recipe or "none" for product in products}
     if len(found) == 1:
@@ -89,7 +76,8 @@ def _recipes(products: Sequence[ProductTime]) -> str:
     return ", ".join(f"{product.gemm} {product.recipe or 'none'}" for product in products)
 
 
-def _why(products: Sequence[ProductTime]) -> list[str]:
+def reasons_in_words(products: Sequence[ProductTime]) -> list[str]:
+    """Why products of a layer are not in low precision, one for each of them."""
     return [product.why for product in products if not product.recipe and product.why]
 
 
@@ -122,16 +110,16 @@ def show_run(known: RunSpeed) -> None:
 def _show_beside(known: RunSpeed, times: Sequence[ProductTime]) -> None:
     """Print what GEMMs are expected to take, and what they took; alike layers are one row."""
     table = terminal.table("layer", "GEMM", "expected", "measured", "ratio")
-    for layers in list(_alike(times).values())[:_MOST_ROWS]:
-        for alike in zip(*layers, strict=True):
-            measured = [known.gemm_ms(one) for one in alike]
+    for layers in list(alike(times).values())[:_MOST_ROWS]:
+        for same in zip(*layers, strict=True):
+            measured = [known.gemm_ms(one) for one in same]
             took = sum(ms for ms in measured if ms is not None)
-            expected = sum(_gemm_ms(one) for one, ms in zip(alike, measured, strict=True) if ms is not None)
+            expected = sum(_gemm_ms(one) for one, ms in zip(same, measured, strict=True) if ms is not None)
             seen = any(ms is not None for ms in measured)
             table.add_row(
-                terminal.cell_lines(folded([one.layer for one in alike], most=_MOST_NAMES)),
-                terminal.cell(alike[0].gemm),
-                terminal.cell(milliseconds(expected if seen else sum(map(_gemm_ms, alike)))),
+                terminal.cell_lines(folded([one.layer for one in same], most=_MOST_NAMES)),
+                terminal.cell(same[0].gemm),
+                terminal.cell(milliseconds(expected if seen else sum(map(_gemm_ms, same)))),
                 terminal.cell(milliseconds(took) if seen else "not in the trace"),
                 terminal.cell(f"{took / expected:.2f}" if seen and expected > 0 else ""),
             )

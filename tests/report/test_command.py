@@ -90,6 +90,8 @@ def test_numbers(report: Any, log_dir: Path, tmp_path: Path) -> None:
     assert len(worst["layers"]) == 5
     assert {one["precision"] for one in found["coverage"]} == {"fp8", "bf16"}
     assert "values" not in found["series"][0]
+    assert "--device" in found["speed"]["unknown"]
+    assert json.loads(report(str(log_dir), "--json", "--device", "h200")[1])["speed"]["total"]["speedup"] > 0
     layer = grid.layers[3]
     code, out, _ = report(
         str(log_dir),
@@ -122,6 +124,8 @@ def test_numbers(report: Any, log_dir: Path, tmp_path: Path) -> None:
         (("--format", "png", "--plot", "profile", "--tensor", "output"), "no magnitudes of the tensor 'output'"),
         (("--layer", "decoder.layers.1.mlp.fc1"), "--format html takes no --layer"),
         (("--json", "-o", "x.json"), "--format json"),
+        (("--device", "h2000"), "There is no device 'h2000'"),
+        (("--format", "png", "--device", "h200"), "--format png --plot heatmap takes no --device"),
         (("-o", "/proc/no/report.html"), "cannot be written: there is no folder /proc/no"),
         (("-o", "new/report.html"), "cannot be written: there is no folder new"),
         (("-o", "report.pdf"), "no report ends in .pdf: .html, .png, .json"),

@@ -33,7 +33,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_commands(logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for block in blocks("docs/report.md", "bash") for line in block.splitlines()]
-    assert len(lines) == 7
+    assert len(lines) == 8
     for line in lines:
         program, *arguments = shlex.split(line)
         monkeypatch.setattr(sys, "argv", [program, *arguments])
@@ -53,5 +53,5 @@ def test_the_code(logs: Path) -> None:
 
 def test_the_pictures_are_small() -> None:
     found = list((ROOT / "docs" / "images").glob("report-*.png"))
-    assert len(found) == 3
+    assert len(found) == 4
     assert all(picture.stat().st_size <= 150_000 for picture in found)

@@ -17,7 +17,7 @@ from tests.report.runs import PARTS, drifting
 
 pytestmark = pytest.mark.slow  # a browser
 
-PAGES = ("findings", "heatmap", "layer", "profile", "config", "summary")
+PAGES = ("findings", "heatmap", "layer", "profile", "speed", "config", "summary")
 NOTE = "values-000002.parquet is damaged: iterations 10 to 19 are missing"
 BAD = "decoder.layers.2.mlp.fc1"
 RUN = drifting(blocks=3, steps=40, notes=(NOTE,))
@@ -32,7 +32,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_every_plot_of_every_page_is_drawn(look: Look, report: Path, dark: bool) -> None:
     look.open(report, "page=nowhere", dark=dark)
-    for page, plots in (("findings", 0), ("heatmap", 1), ("layer", 10), ("profile", 1), ("config", 0), ("summary", 2)):
+    plots_of = {"findings": 0, "heatmap": 1, "layer": 10, "profile": 1, "speed": 0, "config": 0, "summary": 2}
+    for page, plots in plots_of.items():
         look.turn(f"page={page}")
         assert look.everything_drawn() == plots
         background = look.page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -607,6 +607,7 @@ def test_reading_loads_no_torch_and_no_transformer_engine(tmp_path: Path) -> Non
     write_run(tmp_path, range(2))
     code = (
         "import sys; from te_precision_callbacks.runs import open_run\n"
+        "import te_precision_callbacks.views.report.page, te_precision_callbacks.views.show.view\n"
         f"assert len(open_run({str(tmp_path)!r}).values()) == 4\n"
         "heavy = ('torch', 'transformer_engine', 'nvdlfw_inspect')\n"
         "loaded = [name for name in sys.modules if name.partition('.')[0] in heavy]\n"

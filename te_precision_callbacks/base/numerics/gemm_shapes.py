@@ -29,7 +29,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
+from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 
 Dimension = Literal["tokens", "in_features", "out_features"]
@@ -112,8 +112,8 @@ def rules(
     """The rules for the sizes of a GEMM.
 
     Args:
-        scaling: a scaling mode of :mod:`te_precision_callbacks.base.numerics.layouts`; None for high precision, which
-            takes any size.
+        scaling: a scaling mode of :mod:`te_precision_callbacks.base.numerics.scaling_modes`; None for high
+            precision, which takes any size.
         capability: the compute capability of the GPU.
         result_bytes: bytes of an element of the result: 2 for bfloat16, 4 for float32.
         b_in_rows: whether operand B, if it is in FP8 blocks, has 1D blocks, as activations and gradients have.

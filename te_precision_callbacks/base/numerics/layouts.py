@@ -41,12 +41,14 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 from te_precision_callbacks.base.numerics.scaling import nvfp4_factors
+from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_1D as BLOCK_1D
+from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_2D as BLOCK_2D
+from te_precision_callbacks.base.numerics.scaling_modes import MXFP8 as MXFP8
+from te_precision_callbacks.base.numerics.scaling_modes import NVFP4 as NVFP4
+from te_precision_callbacks.base.numerics.scaling_modes import PER_TENSOR as PER_TENSOR
 
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
 """The tile of scales that a GEMM of MXFP8 or NVFP4 reads at once."""
-
-PER_TENSOR, MXFP8, BLOCK_1D, BLOCK_2D, NVFP4 = "per_tensor", "mxfp8", "fp8_block_1d", "fp8_block_2d", "nvfp4"
-"""The scaling modes."""
 
 
 class LayoutError(PrecisionDebugError, ValueError):

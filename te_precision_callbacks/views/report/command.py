@@ -6,6 +6,7 @@ Usage::
     te-precision report logs -o report.html
     te-precision report logs --plot heatmap --statistic underflows% --tensor activation -o heatmap.png
     te-precision report logs --json
+    te-precision report logs --device h200
 
 The exit code is 0; 2 for what is no run, for a run without numbers, and for a layer, statistic or step that it lacks.
 """
@@ -20,6 +21,7 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json, Run
+from te_precision_callbacks.speed.command import DeviceName
 
 
 class Format(str, Enum):
@@ -60,6 +62,7 @@ def report_command(
     statistic: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the statistic.")] = None,
     tensor: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the tensor.")] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="For png: the step.")] = None,
+    device: DeviceName = None,
     as_json: Json = False,
 ) -> None:
     """Make one page of a recorded run that opens offline: coverage, worst layers, heat maps, layers, the depth profile.
@@ -67,7 +70,7 @@ def report_command(
     A page has at most 10 MB. It says which of its numbers are exact.
     """
     kind = Format.JSON if as_json else kind or _format_of(output)
-    _refuse_what_is_not_for(kind, plot, layer=layer, statistic=statistic, tensor=tensor, step=step)
+    _refuse_what_is_not_for(kind, plot, layer=layer, statistic=statistic, tensor=tensor, step=step, device=device)
     if as_json and output is not None:
         raise typer.BadParameter("it prints; write numbers into a file with --format json", param_hint="--json")
     from te_precision_callbacks.views.report.page import MOST_BYTES, PAGES, output_path, write_bytes, write_report
@@ -75,7 +78,9 @@ def report_command(
     if output is not None:
         output_path(output, PAGES if kind is Format.HTML else (kind.value,))
     from te_precision_callbacks.runs.choosing import chosen_run
+    from te_precision_callbacks.speed.devices import device_named
 
+    chosen = None if device is None else device_named(device)
     recorded, told = chosen_run(path, run)
     if told:
         terminal.show_text(told, err=kind is Format.JSON)
@@ -83,7 +88,7 @@ def report_command(
         terminal.show_text(f"note: {note}", hanging=6) if kind is not Format.JSON else None
     match kind:
         case Format.HTML:
-            written = write_report(recorded, output or Path("report.html"))
+            written = write_report(recorded, output or Path("report.html"), device=chosen)
         case Format.PNG:
             written = write_bytes(
                 output or Path("report.png"), _picture(recorded, plot, layer, statistic, tensor, step)
@@ -91,7 +96,7 @@ def report_command(
         case Format.JSON:
             from te_precision_callbacks.views.report.numbers import numbers
 
-            found = numbers(recorded, layer=layer, statistic=statistic, tensor=tensor)
+            found = numbers(recorded, layer=layer, statistic=statistic, tensor=tensor, device=chosen)
             if output is None:
                 terminal.show_json(found)
                 return
@@ -115,8 +120,8 @@ def _format_of(output: Path | None) -> Format:
 
 def _refuse_what_is_not_for(kind: Format, plot: Plot, **given: Any) -> None:
     used = {
-        Format.HTML: (),
-        Format.JSON: ("layer", "statistic", "tensor"),
+        Format.HTML: ("device",),
+        Format.JSON: ("layer", "statistic", "tensor", "device"),
         Format.PNG: {
             Plot.HEATMAP: ("statistic", "tensor", "step"),
             Plot.LAYER: ("layer", "statistic", "tensor"),

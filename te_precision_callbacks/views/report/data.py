@@ -26,12 +26,14 @@ from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_beside
+from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.histograms import PERCENTS, histograms
 from te_precision_callbacks.views.report.overview import Columns, Overview, overviews, pieces
 from te_precision_callbacks.views.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
+from te_precision_callbacks.views.report.speed import speed_facts
 from te_precision_callbacks.views.report.subjects import (
     REDUCED,
     FamilySeries,
@@ -70,12 +72,13 @@ class PageData:
     arrays: list[str]
 
     @classmethod
-    def of(cls, run: RecordedRun, most: int) -> PageData:
+    def of(cls, run: RecordedRun, most: int, device: Device | None = None) -> PageData:
         """Choose what goes into a page.
 
         Args:
             run: the run.
             most: the most characters of its arrays.
+            device: the device that times are expected for; None for the run's own GPU.
 
         Raises:
             ReportError: the run has no numbers at all.
@@ -103,6 +106,7 @@ class PageData:
             },
             "percents": list(PERCENTS),
             "verdict": _verdict(verdict, run, subjects),
+            "speed": speed_facts(run, device),
             "worst_layers": worst_layers([one.overview for one in made]),
         }
         for one in made:

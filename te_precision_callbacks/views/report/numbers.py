@@ -12,20 +12,28 @@ import numpy as np
 
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.data import families_beside, nonempty, worst_layers
 from te_precision_callbacks.views.report.overview import Columns, Overview, overviews
+from te_precision_callbacks.views.report.speed import speed_facts
 from te_precision_callbacks.views.report.subjects import REDUCED, FamilySeries, ReportError, Subjects
 
 
 def numbers(
-    run: RecordedRun, *, layer: str | None = None, statistic: str | None = None, tensor: str | None = None
+    run: RecordedRun,
+    *,
+    layer: str | None = None,
+    statistic: str | None = None,
+    tensor: str | None = None,
+    device: Device | None = None,
 ) -> dict[str, Any]:
     """The numbers of a run.
 
     Args:
         run: the run.
         layer, statistic, tensor: give only these series, with all of their numbers.
+        device: the device that times are expected for; None for the run's own GPU.
 
     Raises:
         ReportError: the run has no numbers, or none of these.
@@ -62,6 +70,7 @@ def numbers(
         "segments": facts.segments(run),
         "duration": facts.duration(run),
         "coverage": facts.coverage(run),
+        "speed": speed_facts(run, device),
         "scalars": [
             {"name": one.name, "first": one.values[0], "last": one.values[-1], "numbers": one.total}
             for one in facts.scalars(run)

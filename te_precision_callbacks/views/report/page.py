@@ -16,6 +16,7 @@ from typing import Any
 from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.terminal import plain, visible
 from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.views.report.data import PageData
 from te_precision_callbacks.views.report.packing import compressed
 from te_precision_callbacks.views.report.subjects import ReportError
@@ -29,7 +30,7 @@ MOST_BYTES = 10_000_000
 _SHARED = ("unpack", "values", "dom", "plots", "shell", "heatmap")
 """The files of every page's script, in their order."""
 
-_OF_A_RUN = ("findings", "summary", "ranges", "layer", "profile", "config", "main")
+_OF_A_RUN = ("findings", "summary", "ranges", "layer", "profile", "speed", "config", "main")
 
 FOR_FACTS = 1_200_000
 """What is kept for the facts of a run, which come beside its numbers."""
@@ -80,29 +81,34 @@ class Frame:
         return "".join(pieces)
 
 
-def page(run: RecordedRun, *, most: int = MOST_BYTES) -> str:
+def page(run: RecordedRun, *, most: int = MOST_BYTES, device: Device | None = None) -> str:
     """The page of a run.
 
     Args:
         run: the run.
         most: the most bytes of the page, unless the overview alone needs more.
+        device: the device that times are expected for; None for the run's own GPU.
 
     Raises:
         ReportError: the run has no numbers.
         MissingExtraError: plotly is not installed.
     """
     frame = Frame(_OF_A_RUN)
-    data = PageData.of(run, most - frame.size - FOR_FACTS)
+    data = PageData.of(run, most - frame.size - FOR_FACTS, device)
     return frame.filled(data.told["run"]["name"], data.told, data.arrays)
 
 
-def write_report(run: RecordedRun, path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> Path:
+def write_report(
+    run: RecordedRun, path: str | os.PathLike[str], *, most: int = MOST_BYTES, device: Device | None = None
+) -> Path:
     """Write the page of a run.
 
     Args:
         run: the run, from :func:`te_precision_callbacks.runs.open_run`.
         path: the file, in a folder that exists; its name ends in ``.html``, or has no ending.
         most: the most bytes of the page.
+        device: the device that times are expected for, as
+            :func:`~te_precision_callbacks.speed.device_named` gives it; None for the run's own GPU.
 
     Returns:
         The file.
@@ -112,7 +118,7 @@ def write_report(run: RecordedRun, path: str | os.PathLike[str], *, most: int = 
         MissingExtraError: plotly is not installed.
     """
     found = output_path(path, PAGES)
-    return write_bytes(found, page(run, most=most).encode())
+    return write_bytes(found, page(run, most=most, device=device).encode())
 
 
 def output_path(path: str | os.PathLike[str], endings: Sequence[str]) -> Path:

@@ -75,12 +75,12 @@ def show_command(
     if told:
         terminal.show_text(told, err=as_json)
     chosen = recorded.run_id if told else run  # which stays the one that is followed
-    judging = _Judging()
+    judging, expecting = _Judging(), _Expecting()
 
     def again() -> RunView:
-        return look(chosen_run(path, chosen)[0], statistic or (), most, judging)
+        return look(chosen_run(path, chosen)[0], statistic or (), most, judging, expecting)
 
-    view = look(recorded, statistic or (), most, judging)
+    view = look(recorded, statistic or (), most, judging, expecting)
     if follow:
         view = _follow(view, again, every, _nothing() if as_json else _screen() if _is_terminal() else _lines())
     if view.is_empty:
@@ -118,6 +118,27 @@ class _Judging:
             has_numbers = self._known[1] is not None  # else what comes next is the first to judge
             self._next = begun + (1 + _SHARE_OF_JUDGING) * took * has_numbers
         return self._known
+
+
+class _Expecting:
+    """Expects the speed of a run that is followed: again only where its products or process starts have changed."""
+
+    def __init__(self) -> None:
+        self._known: tuple[RecordedRun, str] | None = None
+
+    def __call__(self, run: RecordedRun) -> str:
+        """The line of the view."""
+        from te_precision_callbacks.views.show.view import expected_speed
+
+        if self._known is None or not _has_the_same_step(self._known[0], run):
+            self._known = run, expected_speed(run)
+        return self._known[1]
+
+
+def _has_the_same_step(before: RecordedRun, now: RecordedRun) -> bool:
+    return len(before.segments) == len(now.segments) and all(
+        getattr(before, name).equals(getattr(now, name)) for name in ("gemms", "operands", "states")
+    )
 
 
 def _when_it_is_there(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:

@@ -21,9 +21,11 @@ from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.sinks.worst import Lost, worst_first
+from te_precision_callbacks.speed.errors import SpeedError
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of, Worse
+from te_precision_callbacks.views.speeds import in_short, speed_of
 
 MOST_LAYERS = 3
 """The layers that are shown of each statistic."""
@@ -89,6 +91,7 @@ class RunView:
         verdict: the findings of the rules.
         judged_to: the last iteration that the verdict has seen; None without any.
         more: the command that prints all of the verdict.
+        speed: what is expected on the run's GPU, with the command that prints all of it; empty without a known GPU.
         path, run_id, source: which run.
         status: that of its last segment.
         segments: how many process starts it has.
@@ -111,6 +114,7 @@ class RunView:
     verdict: Verdict
     judged_to: int | None
     more: str
+    speed: str
     path: str
     run_id: str
     source: str
@@ -143,6 +147,7 @@ def look(
     statistics: Sequence[str] = (),
     most: int = MOST_LAYERS,
     judge: Callable[[RecordedRun], tuple[Verdict, int | None]] | None = None,
+    expect: Callable[[RecordedRun], str] | None = None,
 ) -> RunView:
     """Read what is shown of a run.
 
@@ -152,6 +157,7 @@ def look(
             quantization first.
         most: the layers of each.
         judge: gives the verdict, and the last iteration that it has seen; None judges the whole run.
+        expect: gives the expected speed, as :func:`expected_speed` does, which is the default.
 
     Raises:
         NothingToShowError: the run has numbers, but none of a statistic that is asked for.
@@ -164,7 +170,8 @@ def look(
     return RunView(
         verdict=verdict,
         judged_to=judged_to,
-        more=_command(run),
+        more=_command(run, "diagnose"),
+        speed=(expect or expected_speed)(run),
         path=str(run.path),
         run_id=run.run_id,
         source=run.source,
@@ -188,10 +195,23 @@ def look(
     )
 
 
-def _command(run: RecordedRun) -> str:
-    """The command that prints all of a run's verdict."""
+def expected_speed(run: RecordedRun) -> str:
+    """What is expected on a run's own GPU, and the command that prints all of it.
+
+    Returns:
+        Empty if the run has no GPU whose speed is known, or no products.
+    """
+    try:
+        speed = speed_of(run, None)
+    except SpeedError:
+        return ""
+    return f"{in_short(speed)}; more: {_command(run, 'speed')}"
+
+
+def _command(run: RecordedRun, name: str) -> str:
+    """A command that prints more of a run."""
     several = len(list_runs(run.path)) > 1
-    return shlex.join(["te-precision", "diagnose", str(run.path), *(["--run", run.run_id] if several else [])])
+    return shlex.join(["te-precision", name, str(run.path), *(["--run", run.run_id] if several else [])])
 
 
 def _names(*columns: pa.ChunkedArray) -> ShortNames:

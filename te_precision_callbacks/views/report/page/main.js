@@ -13,6 +13,7 @@ guarded(() => openPage({
     heatmap: ["Heatmap", heatmapPage],
     layer: ["Layer", layerPage],
     profile: ["Depth profile", profilePage],
+    speed: ["Speed", speedPage],
     config: ["Config and events", configPage],
   },
   defaults: {

@@ -1,0 +1,228 @@
+// What low precision buys: the waterfall, layers, the roofline, memory, and what to do. Times are milliseconds of a step.
+
+const SPEED_COLOURS = {
+  high: PRECISIONS.bf16, low: PRECISIONS.fp8, cast: "#7cc3ee", measured: "#009e73",
+  ideal: PRECISIONS.fp8, loss: PRECISIONS.fp32, estimate: "#8894a0", sum: "#5b6875",
+};
+const KERNEL_COLOURS = { ...PRECISIONS, fp8_block: "#009e73" };
+const PART_NAMES = { ideal: "ideal", loss: "what it loses", estimate: "the rest of the step, an estimate" };
+const KINDS_IN_PLOT = 20;
+const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+// Blue is too dark on a dark page, where a lighter one stands for casts.
+const ON_DARK = { [PRECISIONS.fp8]: "#4aa8e8", [SPEED_COLOURS.cast]: "#c3e5fa", [SPEED_COLOURS.sum]: "#93a0ad" };
+const speedColour = (colour) => isDark() ? ON_DARK[colour] ?? colour : colour;
+
+const milliseconds = (value) => value === null || value === undefined ? "unknown" : shown(value, 3);
+
+const timesAsFast = ({ speedup, speedup_low: low, speedup_high: high }) => speedup === null ? ""
+  : speedup.toFixed(2) + (low === null ? "" : ` (${low.toFixed(2)} to ${high.toFixed(2)})`);
+
+const unitOfBytes = (count) => Math.min(BYTE_UNITS.length - 1, Math.max(0, Math.floor(Math.log2(Math.max(1, Math.abs(count))) / 10)));
+
+function bytesInWords(count) {
+  if (count === null || count === undefined) return "–";
+  const unit = unitOfBytes(count);
+  return `${shown(count / 2 ** (10 * unit), 3)} ${BYTE_UNITS[unit]}`;
+}
+
+// The room for names at the left of a plot, and names that fit there.
+const roomForNames = () => Math.max(120, Math.min(380, innerWidth * 0.3));
+const fitting = (name) => plotText(shortened(name, Math.floor(roomForNames() / 6.6)));
+
+const namedAxis = (names, range) => ({
+  tickmode: "array", tickvals: names.map((_, at) => at), ticktext: names.map(fitting), range, fixedrange: true, ticks: "", showgrid: false,
+});
+
+function speedVerdict({ speed }) {
+  const { total, waterfall: fall } = speed, slow = total && total.speedup_low !== null && total.speedup_low <= 1;
+  const unknown = (fall?.parts ?? []).filter(({ kind }) => kind === "unknown").map(({ name }) => name);
+  return el("section", { class: `card verdict ${!total || total.speedup_low === null ? "none" : slow ? "warning" : "healthy"}`, "aria-labelledby": "speed-verdict" },
+    el("h2", { id: "speed-verdict" }, `${speed.summary}.`),
+    speed.unknown && el("p", {}, speed.unknown),
+    total && el("p", {}, `All matrix products of a step: ${milliseconds(total.low_ms)} ms as they run, ${milliseconds(total.high_ms)} ms in BF16.`,
+      total.unknown > 0 && ` ${shown(total.unknown)} products of unknown cost are in no figure.`),
+    fall && el("p", {}, `The step, as far as it is known: ${milliseconds(fall.expected_ms)} ms expected, ${milliseconds(fall.high_ms)} ms in BF16 (${shown(fall.speedup, 3)} times as fast), ${milliseconds(fall.ideal_ms)} ms in the ideal (${shown(fall.ideal_speedup, 3)}).`,
+      fall.ceiling !== null && ` What is known of the rest allows ${shown(fall.ceiling, 3)} at most.`,
+      unknown.length > 0 && ` Unknown, and in no figure: ${unknown.join(", ")}.`),
+    total && el("p", { class: "quiet" }, `Expected times of a model of ${speed.device}; parentheses have the interval of 95 %.`));
+}
+
+function waterfallCard({ waterfall: fall }) {
+  let sum = 0;
+  const rows = fall.parts.map((part) => {
+    const from = sum;
+    sum += part.ms ?? 0;
+    return { ...part, from, to: sum };
+  });
+  const names = [...rows.map(({ name }) => name), "expected step", "step in BF16"];
+  const node = plotNode(90 + 30 * names.length, `Waterfall from the ideal to the expected step: ${rows.map(({ name, ms }) => `${name} ${milliseconds(ms)} ms`).join(", ")}; together ${milliseconds(fall.expected_ms)} ms`);
+  const told = ({ kind, why }) => [kind === "estimate" && "estimate", why].filter(Boolean).join(": ");
+  const made = card("From the ideal to the expected step", {
+    about: "Milliseconds of a step. The ideal runs every linear layer in low precision without casts; each bar begins where the one above it ends.",
+    extra: [csvButton("waterfall", ["part", "kind", "ms", "so far", "from"], () => rows.map(({ name, kind, ms, to, why }) => [name, kind, ms, ms === null ? null : to, why]))],
+  }, node, table(["part", "#ms", "#so far", "from"], rows.map((row) => [row.name, milliseconds(row.ms), row.ms === null ? "" : milliseconds(row.to), told(row)])));
+  const render = () => {
+    const bars = Object.entries(PART_NAMES).map(([kind, name]) => [name, speedColour(SPEED_COLOURS[kind]),
+      rows.map((row, at) => ({ ...row, at })).filter((row) => row.kind === kind && row.ms !== null)]);
+    const sums = [["expected step", fall.expected_ms], ["step in BF16", fall.high_ms]].map(([name, ms], at) => ({ name, ms, from: 0, at: rows.length + at }));
+    const most = Math.max(fall.expected_ms, fall.high_ms) || 1;
+    return draw(node, [...bars, ["the whole step", speedColour(SPEED_COLOURS.sum), sums]].filter(([, , own]) => own.length).map(([name, color, own]) => ({
+      type: "bar", orientation: "h", name, y: own.map(({ at }) => at), x: own.map(({ ms }) => ms), base: own.map(({ from }) => from), width: 0.62,
+      marker: { color }, text: own.map(({ ms }) => milliseconds(ms)), textposition: "outside", cliponaxis: false, textangle: 0,
+      customdata: own.map((row) => plotText(row.name)), hovertemplate: "%{customdata}: %{text} ms<extra></extra>",
+    })), {
+      barmode: "overlay", margin: { l: roomForNames(), r: 24, t: 8, b: 40 },
+      xaxis: { range: [0, most * 1.12], title: { text: "ms of a step" }, fixedrange: true },
+      yaxis: namedAxis(names, [names.length - 0.5, -0.5]),
+      annotations: rows.flatMap((row, at) => row.ms === null ? [{ x: row.from, y: at, text: "unknown", showarrow: false, xanchor: "left", xshift: 4, font: { size: 12 } }] : []),
+    });
+  };
+  return [made, render];
+}
+
+const kindName = ({ name, layers }) => layers > 1 ? `${name} (${shown(layers)})` : name;
+
+function layersCard(report) {
+  const { rows, more } = report.speed.kinds, known = rows.filter(({ high_ms: high }) => high !== null);
+  const places = new Set(report.layers.map(({ name }) => name));
+  const inPlot = known.slice(0, KINDS_IN_PLOT), measured = inPlot.some(({ measured_ms: ms }) => ms !== null);
+  const node = plotNode(96 + (measured ? 62 : 46) * inPlot.length, `Milliseconds of a step in BF16 and as it runs${measured ? ", and measured" : ""}, by kind of layer: ${inPlot.map((row) => `${kindName(row)} ${milliseconds(row.high_ms)} and ${milliseconds(row.low_ms)}`).join("; ")}`);
+  const named = (row) => places.has(row.first) ? el("a", { href: state.hash({ page: "layer", layer: row.first }), class: "mono layers", title: row.first }, row.name) : el("span", { class: "mono layers" }, row.name);
+  const verdict = (row) => [row.gains_nothing ? "gains nothing" : row.verdict, ...row.why].filter(Boolean).join("; ");
+  const columns = ["layers", "#count", "shapes, MxKxN", "recipe", "#BF16, ms", "#as it runs, ms", "#of it casts", ...(measured ? ["#measured, ms"] : []), "times as fast", "verdict, or why not low"];
+  const keys = ["name", "layers", "recipes", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high", "measured_ms", "verdict"];
+  const made = card("Layers", {
+    about: `Alike layers are one row, with the times of all of them. ${known.length > KINDS_IN_PLOT ? `The plot has the ${KINDS_IN_PLOT} kinds that take longest. ` : ""}A whisker is the interval of 95 %.${measured ? " Measured are GEMMs and casts; casts that several layers of a module share are in no bar." : ""}`,
+    extra: [csvButton("layers by time", [...keys, "gains_nothing", "shapes", "why"], () => rows.map((row) => [...keys.map((key) => row[key]), row.gains_nothing, row.shapes.join(" "), row.why.join("; ")]))],
+  }, inPlot.length > 0 && node, table(columns, rows.map((row) => [
+    named(row), shown(row.layers), row.shapes.join(", "), row.recipes, milliseconds(row.high_ms), milliseconds(row.low_ms), row.verdict && row.cast_ms !== null ? milliseconds(row.cast_ms) : "",
+    ...(measured ? [row.measured_ms === null ? "–" : milliseconds(row.measured_ms)] : []), timesAsFast(row), verdict(row),
+  ]), { tall: rows.length > 12 }), more && el("p", { class: "quiet" }, `${more}.`));
+  const render = () => {
+    if (!inPlot.length) return null;
+    const width = measured ? 0.26 : 0.36, groups = measured ? 3 : 2, low = inPlot.map((row) => row.low_ms);
+    const bar = (name, group, colour, x, more = {}) => ({
+      type: "bar", orientation: "h", name, y: inPlot.map((_, at) => at), x, offset: width * (group - groups / 2), width: width * 0.94,
+      marker: { color: speedColour(colour) }, hovertemplate: `%{x:.4g} ms<extra>${name}</extra>`, ...more,
+    });
+    const whiskers = inPlot.map((row, at) => ({ row, at })).filter(({ row }) => row.speedup_low !== null);
+    return draw(node, [
+      bar("BF16", 0, SPEED_COLOURS.high, inPlot.map((row) => row.high_ms)),
+      bar("as it runs: GEMMs", 1, SPEED_COLOURS.low, inPlot.map((row) => row.low_ms - row.cast_ms)),
+      bar("as it runs: casts", 1, SPEED_COLOURS.cast, inPlot.map((row) => row.cast_ms), { base: inPlot.map((row) => row.low_ms - row.cast_ms) }),
+      ...(measured ? [bar("measured", 2, SPEED_COLOURS.measured, inPlot.map((row) => row.measured_ms))] : []),
+      ...(whiskers.length ? [{
+        type: "scatter", mode: "markers", name: "interval of 95 %", x: whiskers.map(({ at }) => low[at]), y: whiskers.map(({ at }) => at + width * (1.5 - groups / 2)),
+        marker: { size: 7, symbol: "line-ns-open", color: SPEED_COLOURS.loss }, hoverinfo: "skip", error_x: {
+          type: "data", symmetric: false, thickness: 1.6, width: 5, color: SPEED_COLOURS.loss,
+          array: whiskers.map(({ row }) => row.high_ms / row.speedup_low - row.low_ms), arrayminus: whiskers.map(({ row }) => row.low_ms - row.high_ms / row.speedup_high),
+        },
+      }] : []),
+    ], {
+      barmode: "overlay", margin: { l: roomForNames(), r: 24, t: 8, b: 40 }, xaxis: { title: { text: "ms of a step" }, rangemode: "tozero", fixedrange: true },
+      yaxis: namedAxis(inPlot.map((row) => kindName({ ...row, name: row.short })), [inPlot.length - 0.5, -0.5]),
+    });
+  };
+  return [made, render];
+}
+
+// A logarithmic axis whose ticks are 1, 2 and 5 times a power of ten.
+function roundLogAxis(title, low, high) {
+  const powers = Array.from({ length: Math.ceil(Math.log10(high)) - Math.floor(Math.log10(low)) + 1 }, (_, at) => 10 ** (Math.floor(Math.log10(low)) + at));
+  const tickvals = powers.flatMap((power) => [1, 2, 5].map((factor) => factor * power));
+  return { type: "log", title: { text: title }, tickmode: "array", tickvals, ticktext: tickvals.map((value) => shown(value, 3)) };
+}
+
+function rooflineCard({ roofline: { ceilings, dots, left_out: left } }) {
+  if (!dots.length) return [card("Roofline", {}, el("p", { class: "quiet" }, "No linear layer of this run has a known time.")), () => {}];
+  const node = plotNode(380, "Roofline: operations for each byte against TFLOPS, with the ceilings of the device; the table below has the dots");
+  const columns = ["layer", "gemm", "shape", "recipe", "products", "operations a byte", "TFLOPS", "TFLOPS in BF16"];
+  const cells = (dot) => [dot.name, dot.gemm, dot.shape, dot.recipe, dot.products, dot.intensity, dot.tflops, dot.high_tflops];
+  const made = card("Roofline", {
+    about: `A dot for each distinct product of linear layers, at the operations that it makes a second with its casts, which count with the first GEMM that reads them.${left ? ` Left out: ${shown(left)} products with fewer operations.` : ""} A line is what the device allows.`,
+    extra: [csvButton("roofline", columns, () => dots.map(cells))],
+  }, node, el("details", {}, el("summary", {}, "The dots as a table"), table(["layer", "gemm", "shape, MxKxN", "recipe", "#alike", "#operations a byte", "#TFLOPS", "#in BF16"],
+    dots.map((dot) => cells(dot).map((value, at) => typeof value === "number" ? shown(value, 3) : at ? value || "none" : el("span", { class: "mono" }, value))), { tall: dots.length > 12 })));
+  const low = (dot) => dot.kernel !== "bf16";
+  const series = [
+    ["bf16", "BF16", "circle-open", dots.map((dot) => [dot, dot.high_intensity, dot.high_tflops])],
+    ...ceilings.map(({ kernel }) => kernel).filter((kernel) => kernel !== "bf16").map((kernel) =>
+      [kernel, `${kernel.toUpperCase()} as it runs`, "circle", dots.filter((dot) => low(dot) && dot.kernel === kernel).map((dot) => [dot, dot.intensity, dot.tflops])]),
+  ];
+  const render = () => {
+    const all = series.flatMap(([, , , points]) => points), places = all.map(([, x]) => x);
+    const ridges = ceilings.map(({ tflops, bandwidth_tbs: bandwidth }) => tflops / bandwidth);
+    const from = Math.min(...places, ...ridges) / 2, to = Math.max(...places, ...ridges) * 2;
+    return draw(node, [
+      ...ceilings.map(({ kernel, tflops, bandwidth_tbs: bandwidth }) => ({
+        type: "scatter", mode: "lines", name: `${kernel.toUpperCase()} ceiling`, x: [from, tflops / bandwidth, to], y: [from * bandwidth, tflops, tflops],
+        line: { color: speedColour(KERNEL_COLOURS[kernel] ?? "#7f7f7f"), width: 1.8, dash: kernel === "bf16" ? "dash" : "solid" }, hovertemplate: `%{y:.4g} TFLOPS<extra>${kernel.toUpperCase()} ceiling</extra>`,
+      })),
+      ...series.map(([kernel, name, symbol, points]) => ({
+        type: "scatter", mode: "markers", name, x: points.map(([, x]) => x), y: points.map(([, , y]) => y),
+        marker: { size: 8, symbol, color: speedColour(KERNEL_COLOURS[kernel] ?? "#7f7f7f"), line: { width: 1.6, color: speedColour(KERNEL_COLOURS[kernel] ?? "#7f7f7f") } },
+        text: points.map(([dot]) => plotText(`${shortened(dot.name, 60)} ${dot.gemm} ${dot.shape}, ${dot.products} alike`)),
+        hovertemplate: "%{text}<br>%{x:.4g} operations a byte, %{y:.4g} TFLOPS<extra></extra>",
+      })),
+    ], {
+      margin: { l: 64, r: 16, t: 8, b: 44 }, xaxis: roundLogAxis("operations a byte", from, to), yaxis: roundLogAxis("TFLOPS", Math.min(from * ceilings[0].bandwidth_tbs, ...all.map(([, , y]) => y)), Math.max(...ceilings.map(({ tflops }) => tflops))),
+    });
+  };
+  return [made, render];
+}
+
+function memoryCard({ memory: { kinds, low, high } }) {
+  if (!kinds.length) return [card("Memory", {}, el("p", { class: "quiet" }, "The run has no table of memory: it ended before its first whole step, or another program recorded it.")), () => {}];
+  const counted = kinds.some(({ counted: bytes }) => bytes !== null), unit = unitOfBytes(Math.max(...kinds.map((kind) => Math.max(kind.low, kind.high))));
+  const scaled = (bytes) => bytes === null ? null : bytes / 2 ** (10 * unit);
+  const node = plotNode(96 + 38 * kinds.length, `Bytes by kind, as it runs and in BF16: ${kinds.map((kind) => `${kind.name} ${bytesInWords(kind.low)} and ${bytesInWords(kind.high)}`).join("; ")}`);
+  const added = (one, other) => `${one > other ? "+" : one < other ? "−" : ""}${bytesInWords(Math.abs(one - other))}`;
+  const made = card("Memory", {
+    about: "Of the layers of one rank, planned in the precision that they ran in and in BF16.",
+    extra: [csvButton("memory", ["kind", "low", "high", "counted"], () => kinds.map((kind) => [kind.kind, kind.low, kind.high, kind.counted]))],
+  }, node, table(["kind", "#as it runs", "#in BF16", "#added", ...(counted ? ["#counted"] : [])], [
+    ...kinds.map((kind) => [kind.name, bytesInWords(kind.low), bytesInWords(kind.high), added(kind.low, kind.high), ...(counted ? [bytesInWords(kind.counted)] : [])]),
+    ["all on the device", bytesInWords(low), bytesInWords(high), added(low, high), ...(counted ? [""] : [])],
+  ]));
+  const render = () => draw(node, [["in BF16", "high"], ["as it runs", "low"]].map(([name, key], group) => ({
+    type: "bar", orientation: "h", name, y: kinds.map((_, at) => at), x: kinds.map((kind) => scaled(kind[key])), offset: 0.36 * (group - 1), width: 0.34,
+    marker: { color: speedColour(SPEED_COLOURS[key]) }, text: kinds.map((kind) => bytesInWords(kind[key])), textposition: "none", hovertemplate: `%{text}<extra>${name}</extra>`,
+  })), {
+    barmode: "overlay", margin: { l: roomForNames(), r: 24, t: 8, b: 40 }, xaxis: { title: { text: BYTE_UNITS[unit] }, rangemode: "tozero", fixedrange: true },
+    yaxis: namedAxis(kinds.map(({ name }) => name), [kinds.length - 0.5, -0.5]),
+  });
+  return [made, render];
+}
+
+function traceCard({ trace }) {
+  if (!trace) return null;
+  const about = trace.problem ? "" : `${trace.name}: ${trace.device}, ${trace.iterations.length ? `iterations ${trace.iterations.map((step) => shown(step)).join(", ")}` : "one step"}.`;
+  if (trace.problem) return card("Measured", {}, el("p", { role: "note" }, `The trace ${trace.name} gives no times: ${trace.problem}`));
+  return card("Measured", { about, extra: [csvButton("measured", ["kind", "format", "ms"], () => trace.kinds.map(({ kind, format, ms }) => [kind, format, ms]))] },
+    el("p", {}, `A step took ${milliseconds(trace.wall_ms)} ms, of which ${milliseconds(trace.idle_ms)} ms were idle.`, trace.launch_bound && " It is launch bound: the device waits for the host."),
+    trace.beside && el("p", { class: "quiet" }, trace.beside),
+    table(["kind", "format", "#ms", "#of the work"], trace.kinds.map(({ kind, format, ms, share }) => [kind, format.toUpperCase(), milliseconds(ms), share === null ? "" : `${shown(100 * share, 3)} %`])),
+    trace.notes.map((note) => el("p", { class: "quiet" }, note)));
+}
+
+function adviceCard({ advice, device }) {
+  return card("What to do", { about: `What saves most first, on ${device}. Each is priced alone: they do not add up.`, extra: [
+    csvButton("what to do", ["text", "saves_ms", "saves_ms_low", "saves_ms_high", "note", "patch"], () => advice.map((one) => [one.text, one.saves_ms, one.saves_ms_low, one.saves_ms_high, one.note, one.patch]))],
+  }, advice.length ? el("ol", { class: "advice" }, advice.map((one) => el("li", { class: "found" },
+    el("div", {}, el("strong", {}, one.text), `: saves ${milliseconds(one.saves_ms)} ms (${milliseconds(one.saves_ms_low)} to ${milliseconds(one.saves_ms_high)})`),
+    one.note && el("p", { class: "quiet" }, one.note), one.patch && el("pre", { "aria-label": "Section for the config" }, one.patch))))
+    : el("p", { class: "quiet" }, "Nothing to do is found that saves time."));
+}
+
+async function speedPage(report) {
+  const { speed } = report, expected = speed.total;
+  const [fall, drawFall] = expected ? waterfallCard(speed) : [null, () => {}];
+  const [layers, drawLayers] = expected ? layersCard(report) : [null, () => {}];
+  const [roof, drawRoof] = expected ? rooflineCard(speed) : [null, () => {}];
+  const [memory, drawMemory] = memoryCard(speed);
+  return [[
+    el("h1", {}, "Speed"), speedVerdict(report), fall, layers, el("div", { class: "two" }, roof, memory), traceCard(speed), expected && adviceCard(speed),
+    expected && speed.notes.length > 0 && card("What limits these figures", {}, el("ul", {}, speed.notes.map((note) => el("li", {}, note)))),
+  ], async () => Promise.all([drawFall(), drawLayers(), drawRoof(), drawMemory()])];
+}

@@ -1,0 +1,282 @@
+"""The page Speed: expected times and what was measured, on one page; and what it says where nothing is known."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs.run_files import FOLDER
+from te_precision_callbacks.runs.tables import GEMMS, MEMORY, OPERANDS
+from te_precision_callbacks.speed import device_named
+from te_precision_callbacks.speed.estimate import estimate_step
+from te_precision_callbacks.speed.recorded import step_of_run
+from te_precision_callbacks.views.report import write_report
+from te_precision_callbacks.views.report.data import PageData
+from te_precision_callbacks.views.report.numbers import numbers
+from te_precision_callbacks.views.report.speed import speed_facts
+from te_precision_callbacks.views.show.view import look as look_at
+from tests.report.conftest import Look
+from tests.report.runs import drifting, empty
+from tests.speed.planted import Planted, products
+
+TRACE = "seg-000.rank-00000.iterations-000007-000007.json.gz"
+H100 = "NVIDIA H100 80GB HBM3"
+NASTY = "fc<script>window.hurt=1</script>$x$.0"
+MIB = 1 << 20
+
+
+def on(run: RecordedRun, gpu: str | None) -> RecordedRun:
+    """The run, on a GPU."""
+    (segment,) = run.segments
+    return replace(run, segments=(replace(segment, facts={**segment.facts, "gpu": gpu}),))
+
+
+def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], str] = str) -> RecordedRun:
+    """A run of the model of the planted trace, which lies in its folder."""
+    gemms, operands = [], []
+    for number, product in enumerate(products()):
+        low = product.precision == "fp8"
+        facts = {name: getattr(product, name) for name in ("gemm", "family", "backward", "n", "m", "k", "macs")}
+        gemms.append({
+            **facts, "gemm_id": number, "layer_id": 0, "scope": "", "layer": rename(product.layer), "batch": 1,
+            "calls": 1, "order": number, "runs": "seen", "not_run": "", "precision": product.precision, "since": 0,
+            "reason": None if low else "NOT_TE", "reason_ref": "", "recipe": "fp8_current_scaling" if low else None,
+        })  # fmt: skip
+        for tensor, kind in product.operands.items():
+            row = {"gemm_id": number, "layer": rename(product.layer), "gemm": product.gemm, "tensor": tensor}
+            operands.append({**row, "format": kind, "source": "seen", "since": 0})
+    memory = [
+        {"layer": layer, "what": "weight", "kind": kind, "low": low, "high": high, "lives": lives, "counted": counted}
+        for layer in ("layers.0.proj", "layers.1.proj")
+        for kind, low, high, lives, counted in (
+            ("parameter", 2 * MIB, 2 * MIB, "always", 2 * MIB),
+            ("weight_rowwise", MIB, 0, "always", None),
+            ("gradient_codes", 8 * MIB, 0, "in_backward", None),
+        )
+    ]
+    (folder / "traces").mkdir(parents=True)
+    Planted().write(folder / "traces" / TRACE)
+    return replace(
+        on(drifting(blocks=1, steps=4, names=("head",)), gpu),
+        path=folder,
+        gemms=pa.Table.from_pylist(gemms, GEMMS),
+        operands=pa.Table.from_pylist(operands, OPERANDS),
+        memory=pa.Table.from_pylist(memory, MEMORY),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    return recorded(tmp_path_factory.mktemp("speed") / "run")
+
+
+def test_the_times_are_those_of_the_command(run: RecordedRun) -> None:
+    facts, speed = speed_facts(run), estimate_step(step_of_run(run), device_named("h100"))
+    rows = facts["kinds"]["rows"]
+    kinds = {row["name"]: row["layers"] for row in rows}
+    assert (kinds["head"], kinds["layers.{0-1}.mlp.fc1"]) == (1, 2)
+    for key in ("high_ms", "low_ms", "cast_ms"):
+        assert sum(row[key] for row in rows) == pytest.approx(getattr(speed.total, key))
+    assert facts["total"]["speedup"] == speed.total.speedup
+    assert facts["summary"].startswith(f"The matrix products of a step: expected {speed.total.speedup:.2f} (")
+    assert facts["summary"].endswith("as fast as BF16 on NVIDIA H100 SXM; 8 layers gain nothing")
+    known = [part["ms"] for part in facts["waterfall"]["parts"] if part["ms"] is not None]
+    assert sum(known) == pytest.approx(facts["waterfall"]["expected_ms"])
+    assert [one["text"] for one in facts["advice"]] == [one.text for one in speed.advice]
+    assert [one["saves_ms"] for one in facts["advice"]] == sorted((a.saves_ms for a in speed.advice), reverse=True)
+
+
+def test_the_roofline_by_hand(run: RecordedRun) -> None:
+    roof = speed_facts(run)["roofline"]
+    assert roof["ceilings"] == [
+        {"kernel": "bf16", "tflops": 989, "bandwidth_tbs": 3.35},
+        {"kernel": "fp8", "tflops": 1979, "bandwidth_tbs": 3.35},
+    ]
+    dot = next(dot for dot in roof["dots"] if (dot["name"], dot["gemm"]) == ("layers.0.proj", "fprop"))
+    m, n, k = 4096, 1024, 1024
+    assert (dot["products"], dot["operations"]) == (2, 2 * 2 * m * n * k)
+    assert dot["high_intensity"] == pytest.approx(2 * m * n * k / (2 * (m * k + k * n + m * n)))
+    assert dot["intensity"] == pytest.approx(2 * m * n * k / (m * k + k * n + 2 * m * n))
+    for dot in roof["dots"]:
+        assert dot["tflops"] <= 1979
+        assert dot["high_tflops"] <= min(989, 3.35 * dot["high_intensity"])
+        assert "attention" not in dot["name"]
+
+
+def test_measured_times_are_those_of_the_trace(run: RecordedRun) -> None:
+    facts = speed_facts(run)
+    truth: dict[str, float] = defaultdict(float)
+    for kernel in Planted().truth:
+        if kernel.kind in ("gemm", "cast"):
+            truth[kernel.layer] += kernel.us / 1e3
+    measured = {row["name"]: row["measured_ms"] for row in facts["kinds"]["rows"]}
+    assert measured["head"] == pytest.approx(truth["head"])
+    assert measured["layers.{0-1}.qkv"] == pytest.approx(truth["layers.0.qkv"] + truth["layers.1.qkv"])
+    assert measured["layers.{0-1}.attention"] is None
+    assert facts["trace"]["beside"] == ""
+    assert facts["trace"]["device"] == H100
+    elsewhere = speed_facts(run, device_named("h200"))
+    assert "not comparable with those of NVIDIA H200 SXM" in elsewhere["trace"]["beside"]
+    assert {row["measured_ms"] for row in elsewhere["kinds"]["rows"]} == {None}
+
+
+def test_of_several_scopes_a_trace_is_measured_by_kind(run: RecordedRun) -> None:
+    scopes = pa.array([f"stage{number % 2}" for number in range(len(run.gemms))])
+    gemms = run.gemms.set_column(GEMMS.get_field_index("scope"), GEMMS.field("scope"), scopes)
+    facts = speed_facts(replace(run, gemms=gemms))
+    assert facts["trace"]["problem"] == ""
+    assert {row["measured_ms"] for row in facts["kinds"]["rows"]} == {None}
+
+
+def test_the_trace_is_found_from_the_log_folder(tmp_path: Path) -> None:
+    run = replace(recorded(tmp_path / FOLDER / "one"), path=tmp_path, run_id="one")
+    assert speed_facts(run)["trace"]["name"] == TRACE
+
+
+def test_memory_by_kind(run: RecordedRun) -> None:
+    memory = speed_facts(run)["memory"]
+    assert {kind["kind"]: (kind["low"], kind["high"], kind["counted"]) for kind in memory["kinds"]} == {
+        "parameter": (4 * MIB, 4 * MIB, 4 * MIB),
+        "weight_rowwise": (2 * MIB, 0, None),
+        "gradient_codes": (8 * MIB, 0, None),  # one layer after the other
+    }
+    assert (memory["low"], memory["high"]) == (14 * MIB, 4 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "why"),
+    [(None, "ran without a GPU"), ("Radeon", "Nothing is known of the speed of 'Radeon'")],
+)
+def test_no_number_without_a_device(run: RecordedRun, gpu: str | None, why: str) -> None:
+    facts = speed_facts(on(run, gpu))
+    assert facts["summary"] == "The speed of this run is unknown"
+    assert why in facts["unknown"]
+    assert "te-precision report RUN --device h200" in facts["unknown"]
+    assert not {"total", "kinds", "advice"} & set(facts)
+    assert facts["memory"]["kinds"]
+    assert look_at(on(run, gpu)).speed == ""
+    assert speed_facts(on(run, gpu), device_named("h200"))["device"] == "NVIDIA H200 SXM"
+
+
+def test_a_recipe_that_the_device_does_not_run_is_named() -> None:
+    run = drifting(blocks=1, steps=2)
+    recipes = pa.array(["mxfp8"] * len(run.gemms))
+    formats = pa.array(["MXFP8 E4M3"] * len(run.operands))
+    gemms = run.gemms.set_column(GEMMS.get_field_index("recipe"), GEMMS.field("recipe"), recipes)
+    operands = run.operands.set_column(OPERANDS.get_field_index("format"), OPERANDS.field("format"), formats)
+    facts = speed_facts(replace(run, gemms=gemms, operands=operands), device_named("h200"))
+    assert "NVIDIA H200 SXM does not run mxfp8" in facts["unknown"]
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.0], ids=["cut off", "empty"])
+def test_a_damaged_trace_is_said(tmp_path: Path, keep: float) -> None:
+    run = recorded(tmp_path / "run")
+    path = run.path / "traces" / TRACE
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    facts = speed_facts(run)
+    assert TRACE in facts["trace"]["problem"]
+    assert facts["trace"]["kinds"] == []
+    assert facts["total"]["speedup"] > 0
+
+
+def test_of_many_layers_only_what_differs_is_there() -> None:
+    one = speed_facts(drifting(blocks=1, steps=2), device_named("h100"))
+    many = speed_facts(drifting(blocks=500, steps=2, tensors=(), histograms=False), device_named("h100"))
+    assert sum(row["layers"] for row in many["kinds"]["rows"]) == 2000
+    assert len(many["kinds"]["rows"]) == len(one["kinds"]["rows"]) == 2
+    assert len(many["roofline"]["dots"]) == len(one["roofline"]["dots"])
+    assert len(json.dumps(many)) < 2 * len(json.dumps(one))
+
+
+def test_show_has_a_line(run: RecordedRun) -> None:
+    view = look_at(run)
+    assert view.speed == (f"{speed_facts(run)['summary'].partition(': ')[2]}; more: te-precision speed {run.path}")
+
+
+def test_the_json_of_the_report_has_the_same(run: RecordedRun) -> None:
+    found = json.loads(json.dumps(numbers(run)["speed"], allow_nan=False))
+    assert found == json.loads(json.dumps(PageData.of(run, 10**6).told["speed"], allow_nan=False))
+
+
+@pytest.fixture(scope="module")
+def report(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(run, tmp_path_factory.mktemp("report") / "report.html")
+
+
+@pytest.mark.slow  # a browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_begins_with_the_answer_and_draws_all(look: Look, run: RecordedRun, report: Path, dark: bool) -> None:
+    facts = speed_facts(run)
+    look.open(report, "page=speed", dark=dark)
+    region = look.page.get_by_role("region", name=facts["summary"])
+    box = region.bounding_box()
+    assert box is not None
+    assert box["y"] < 160
+    assert look.everything_drawn() == 4
+    assert look.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert look.page.locator("[role=alert]").count() == 0
+    bars: list[list[Any]] = look.plot(
+        "plot.data.filter((t) => t.name !== 'the whole step').flatMap((t) => t.y.map((y, i) => [y, t.base[i], t.x[i]]))"
+    )
+    end = 0.0
+    for _, base, length in sorted(bars):
+        assert base == pytest.approx(end)
+        end = base + length
+    assert end == pytest.approx(facts["waterfall"]["expected_ms"])
+    assert look.plot("plot.layout.annotations.map((a) => a.text)") == ["unknown", "unknown"]
+    colours = look.page.evaluate("[...document.querySelectorAll('.plot')][1].data.map((t) => t.marker.color)")
+    assert len(set(colours)) == len(colours)
+    names = look.page.evaluate("[...document.querySelectorAll('.plot')][1].data.map((t) => t.name)")
+    assert names == ["BF16", "as it runs: GEMMs", "as it runs: casts", "measured", "interval of 95 %"]
+
+
+@pytest.mark.slow  # a browser
+def test_what_can_be_pressed_and_saved(look: Look, run: RecordedRun, report: Path) -> None:
+    facts = speed_facts(run)
+    look.open(report, "page=speed")
+    look.everything_drawn()
+    summary = look.page.locator("details summary")
+    summary.focus()
+    look.page.keyboard.press("Enter")
+    dots = look.page.locator("details tbody tr")
+    assert dots.first.is_visible()
+    assert dots.count() == len(facts["roofline"]["dots"])
+    layers = look.page.locator(".card", has=look.page.get_by_role("heading", name="Layers", exact=True))
+    head, first, *_ = look.saved(layers.locator("button.csv"))
+    assert first[head.index("name")] == "head"
+    assert float(first[head.index("measured_ms")]) == pytest.approx(2.709)
+    advice = look.page.locator(".advice li")
+    assert advice.count() == len(facts["advice"])
+    patch = next(one["patch"] for one in facts["advice"] if one["patch"])
+    assert advice.locator("pre").first.inner_text().strip() == patch.strip()
+    look.go(layers.get_by_role("link", name="head", exact=True))
+    assert look.page.locator("h1").inner_text() == "head"
+
+
+@pytest.mark.slow  # a browser
+def test_names_are_text_and_nothing_is_guessed(look: Look, tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run", rename=lambda name: NASTY if name == "head" else name)
+    (run.path / "traces" / TRACE).write_bytes(b"{")
+    look.open(write_report(run, tmp_path / "report.html"), "page=speed")
+    look.everything_drawn()
+    assert look.page.evaluate("window.hurt") is None
+    assert NASTY in look.page.locator("table").nth(1).inner_text()
+    assert "gives no times" in look.page.get_by_role("note").inner_text()
+    look.open(write_report(on(run, None), tmp_path / "report.html"), "page=speed")
+    said = look.page.locator(".verdict").inner_text()
+    assert said.startswith("The speed of this run is unknown.")
+    assert "--device h200" in said
+    assert look.page.locator(".advice").count() == 0
+    nothing = replace(empty(), events=run.events)
+    look.open(write_report(nothing, tmp_path / "report.html", device=device_named("h200")), "page=speed")
+    assert "no matrix products with sizes" in look.page.locator(".verdict").inner_text()
+    assert look.everything_drawn() == 0
