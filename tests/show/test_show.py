@@ -240,7 +240,8 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
             run = RunWriter.begin(logs)
             return
         step = len(printed) - 2
-        append(run, {("fc1", "activation", "underflows%"): np.array([float(step)])}, first=step)
+        numbers = {"underflows%": float(step), "cur_amax": 1.0}  # one due step is enough for amax
+        append(run, {("fc1", "activation", name): np.array([value]) for name, value in numbers.items()}, first=step)
         run.add_event("dump_written", f"number {step}", iteration=step)
         run.flush()
         if step == 3:
