@@ -240,7 +240,8 @@ class _Planner:
         sections = self._acting.get(layer, ())
         kept = kept_by_sections(sections)
         modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
-        self._facts[layer] = LayerFacts(kept, override or "")
+        excluded = self._recipe is not None and self._recipes.get(layer, in_force) is None
+        self._facts[layer] = LayerFacts(kept, override or "", excluded=excluded)
         rows = max(1, self._tokens // groups)
         macs = self._tokens * sizes[0] * sizes[1] // groups
         for gemm, (n, m, k) in gemm_sizes(rows, *sizes).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ def step(model: torch.nn.Module, batch: Any, recipe: Any, folder: Path, *, stric
         InspectSession(None, model=model, log_dir=folder, statistics_log="off", strict=strict) as session,
     ):
         warnings.simplefilter("ignore")
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
+        with nullcontext() if recipe is None else te.autocast(recipe=recipe):
             out = model(**batch) if isinstance(batch, Mapping) else model(*arguments)
         (out if isinstance(out, torch.Tensor) else out.loss).sum().backward()
         session.step()
