@@ -336,11 +336,15 @@ def _left_autocast(layer: torch.nn.Module) -> list[Undo]:
     inside: list[Any] = []
 
     def before(*_: Any) -> None:
-        inside.append(FP8GlobalStateManager.get_autocast_state())
-        FP8GlobalStateManager.set_autocast_state((False, *inside[-1][1:]))
+        state = FP8GlobalStateManager.quantization_state
+        inside.append((FP8GlobalStateManager.get_autocast_state(), state.autocast_depth))
+        FP8GlobalStateManager.set_autocast_state((False, *inside[-1][0][1:]))
+        state.autocast_depth = 0
 
     def after(*_: Any) -> None:
-        FP8GlobalStateManager.set_autocast_state(inside.pop())
+        autocast, depth = inside.pop()
+        FP8GlobalStateManager.set_autocast_state(autocast)
+        FP8GlobalStateManager.quantization_state.autocast_depth = depth
 
     return [layer.register_forward_pre_hook(before).remove, layer.register_forward_hook(after).remove]
 

@@ -201,7 +201,7 @@ def test_bad_arguments_are_refused_at_once() -> None:
             PrecisionDebugger(accelerator, wrong)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="step_on= must be one of 'optimizer_step', 'batch', not 'epoch'"):
         PrecisionDebugger(accelerator, model, step_on="epoch")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"no option 'prefx'. Did you mean 'prefix'\?"):
+    with pytest.raises(OptionError, match=r"no option 'prefx'. Did you mean 'prefix' or 'profile'\?"):
         PrecisionDebugger(accelerator, model, prefx="te")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"missing\.yaml"):
         PrecisionDebugger(accelerator, model, "missing.yaml")

@@ -111,6 +111,8 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "require": {"share": {"fp8": 95}, "layers": {"net": "fp8"}, "by_step": 9},
         "on_broken": "warn",
         "on_finding": "stop: error",
+        "early_steps": [1, 3],
+        "profile": "11-13",
         "quiet": True,
     }
     assert set(options) - {"config", "step_on"} == set(SessionKeywords.__annotations__), "every option is here"

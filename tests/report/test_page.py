@@ -118,11 +118,11 @@ def test_fold_and_unfold(look: Look, report: Path) -> None:
 
     assert len(rows()) == 3 * len(PARTS)
     look.go(look.page.get_by_role("button", name="Blocks"))
-    assert rows() == [f"▸ decoder.layers.{block} (4)" for block in range(3)]
+    assert [row.removeprefix("● ") for row in rows()] == [f"▸ decoder.layers.{block} (4)" for block in range(3)]
     folded = look.plot("plot.data[0].z[1]")
     look.page.mouse.click(*look.at(10, 1))
     look.page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.ticktext.length === 7")
-    assert rows()[2:6] == [f"   decoder.layers.1.{part}" for part in PARTS]
+    assert [row.removeprefix("● ") for row in rows()[2:6]] == [f"   decoder.layers.1.{part}" for part in PARTS]
     members = np.array(look.plot("plot.data[0].z.slice(2, 6)"))
     assert folded == members.max(0).tolist(), "a folded row is the worst of its layers"
     assert "open=" in look.page.url

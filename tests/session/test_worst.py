@@ -15,7 +15,7 @@ from te_precision_callbacks import InspectSession
 from tests.conftest import Keeper, feature
 
 PLAIN = {"min", "max", "mean", "std", "cur_amax", "nonfinite_num"}
-QUANTIZED = {"underflows%", "overflows%", "scale_inv_max"}
+QUANTIZED = {"underflows%", "overflows%", "scale_inv_max", "scale_inv_min"}
 LOST = {"s": feature("LogFp8TensorStats", ["all"], tensors=["gradient"], stats=["underflows%", "sqnr_db"], freq=2)}
 
 
