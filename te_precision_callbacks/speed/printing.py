@@ -156,7 +156,7 @@ def _show_waterfall(fall: Waterfall) -> None:
         table.add_row(*map(terminal.cell, cells))
     terminal.show(table)
     text = (
-        f"The step: {milliseconds(fall.high_ms)} ms in BF16, {milliseconds(fall.expected_ms)} ms expected"
+        f"{'What is known of the step' if fall.unknown else 'The step'}: {milliseconds(fall.high_ms)} ms in BF16, {milliseconds(fall.expected_ms)} ms expected"
         f" ({fall.speedup:.2f} times as fast), {milliseconds(fall.ideal_ms)} ms in the ideal"
         f" ({fall.ideal_speedup:.2f})."
     )

@@ -215,6 +215,7 @@ def waterfall(
     if other:
         parts.append(Part("attention and other products", other, "estimate", "their operations, as linear layers take"))
     parts += [Part(what, math.nan, "unknown", f"{count} products") for what, count in unknown.items()]
+    parts += [Part(what, math.nan, "unknown", why) for what, why in step.unknown.items()]
     parts += _rest(step, device)
     high = sum(one.high_ms for one in linear if not one.recipe or one.cost is not None)
     return Waterfall(ideal_recipe, tuple(parts), high)

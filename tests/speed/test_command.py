@@ -39,7 +39,13 @@ class Other(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(64, 64))
 
-build, other = Net, Other
+class Attends(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = te.TransformerLayer(256, 1024, 4, params_dtype=torch.bfloat16)
+        self.alone = te.DotProductAttention(4, 64)
+
+build, other, attends = Net, Other, Attends
 """
 
 
@@ -239,6 +245,17 @@ def test_a_plan_and_its_patch() -> None:
     patched = read("check", "patched.yaml", *PLAN[2:], "--speed", "--device", "h200")["speed"]
     assert found["total"]["low_ms"] - patched["total"]["low_ms"] == pytest.approx(keep["saves_ms"])
     assert "keep small in BF16: no loss of time: saves" in run(*PLAN, "--speed", "--device", "h200").output
+
+
+def test_attention_of_tokens_is_unknown() -> None:
+    asked = (*PLAN[:3], "speed_models:attends", *PLAN[4:], "--device", "h200", "--speed")
+    parts = {part["name"]: part for part in read(*asked)["speed"]["waterfall"]["parts"]}
+    attention = parts["attention: give --batch"]
+    assert (attention["ms"], attention["kind"]) == (None, "unknown")
+    assert attention["why"].endswith("sequences: layer.self_attention, alone")
+    text = " ".join(run(*asked).output.split())
+    assert "What is known of the step:" in text
+    assert "Unknown, and in no figure: attention: give --batch, norms and activations" in text
 
 
 def test_a_model_that_cannot_be_planned() -> None:
