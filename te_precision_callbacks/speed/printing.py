@@ -90,7 +90,10 @@ def _recipes(products: Sequence[ProductTime]) -> str:
 
 
 def _why(products: Sequence[ProductTime]) -> list[str]:
-    return [product.why for product in products if not product.recipe and product.why]
+    found = [product.why for product in products if not product.recipe and product.why]
+    if any(product.family == "attention" for product in products):
+        found.append("counts without its mask")
+    return found
 
 
 def show_step(speed: StepSpeed) -> None:
@@ -155,8 +158,9 @@ def _show_waterfall(fall: Waterfall) -> None:
             cells = (part.name, milliseconds(part.ms), milliseconds(so_far), f"{marked}{part.why}")
         table.add_row(*map(terminal.cell, cells))
     terminal.show(table)
+    subject = "What is known of the step" if fall.unknown else "The step"
     text = (
-        f"{'What is known of the step' if fall.unknown else 'The step'}: {milliseconds(fall.high_ms)} ms in BF16, {milliseconds(fall.expected_ms)} ms expected"
+        f"{subject}: {milliseconds(fall.high_ms)} ms in BF16, {milliseconds(fall.expected_ms)} ms expected"
         f" ({fall.speedup:.2f} times as fast), {milliseconds(fall.ideal_ms)} ms in the ideal"
         f" ({fall.ideal_speedup:.2f})."
     )

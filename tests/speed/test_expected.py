@@ -85,6 +85,13 @@ def test_only_directions_that_are_read_are_written(low: tuple[str, ...], bytes_o
     assert {gemm: value for gemm, value in found.items() if value} == pytest.approx(bytes_of)
 
 
+def test_attention_counts_without_its_mask() -> None:
+    attention = Product("core", "attention", "qk", False, 512, 512, 64, 32, 1, 512 * 512 * 64 * 32, {"q": "BF16"})
+    products = [*layer("fc", 4096, (4096, 4096)), attention]
+    parts = {part.name: part for part in waterfall(Step(Coverage(products), CURRENT), H200).parts}
+    assert parts["attention and other products"].why.endswith("causal attention takes about half")
+
+
 def test_the_plan_of_the_benchmark() -> None:
     fprop, dgrad, _ = expected(layer("fc", 15872, (4096, 12288)), CURRENT, B300, plan="benchmark")
     assert fprop.low_ms == pytest.approx(call_cost(Shape(15872, 4096, 12288), CURRENT, B300).low_ms)
