@@ -120,6 +120,14 @@ def test_shapes() -> None:
     assert "not resolved" in text
 
 
+def test_shapes_of_a_training_are_three_gemms() -> None:
+    asked = ("speed", "--shapes", "8192x1024x4096", "--recipe", "fp8_current_scaling", "--device", "h200")
+    found = read(*asked, "--plan", "training")["products"]
+    write(["NVIDIA H200"])
+    of_run = read("speed", "logs")["products"]
+    assert [one | {"layer": "fc"} for one in found] == of_run, "a layer of 8192 tokens, 1024 x 4096"
+
+
 def test_a_calibrated_shape_has_its_measured_speed_up() -> None:
     """The attention output of Transformer Engine's tutorial: 0.307 ms in BF16, 0.317 in current scaling."""
     shape = Shape.parse(OUTPUT)
