@@ -46,9 +46,9 @@ PlanName = Annotated[
     typer.Option(
         "--plan",
         metavar="PLAN",
-        help="training: fprop, dgrad and wgrad of each linear layer; operands are cast once for their GEMMs, weights once"
-        " a step. benchmark: each product casts both operands; of --shapes only fprop counts. The default is benchmark"
-        " for --shapes, and training otherwise.",
+        help="training: fprop, dgrad and wgrad of each linear layer; operands are cast once for their GEMMs, weights"
+        " once a step. benchmark: each product casts both operands; of --shapes only fprop counts. The default is"
+        " benchmark for --shapes, and training otherwise.",
     ),
 ]
 """The option of how often operands are cast."""
@@ -152,6 +152,7 @@ def _show_shapes(
     from te_precision_callbacks.coverage.coverage import Coverage
     from te_precision_callbacks.speed.costs import Shape
     from te_precision_callbacks.speed.devices import device_named
+    from te_precision_callbacks.speed.estimate import notes_of_shapes
     from te_precision_callbacks.speed.expected import products_of_shapes
     from te_precision_callbacks.speed.printing import show_times
     from te_precision_callbacks.speed.recorded import Step
@@ -160,7 +161,8 @@ def _show_shapes(
     chosen.check_recipe(recipe)
     parsed = dict.fromkeys(Shape.parse(text) for text in shapes.split(","))
     products = Coverage(products_of_shapes(list(parsed), recipe, plan=plan))
-    speed = expect(Step(products, dict.fromkeys(map(str, parsed), recipe)), chosen)
+    notes = tuple(notes_of_shapes(parsed, recipe, chosen, plan))
+    speed = expect(Step(products, dict.fromkeys(map(str, parsed), recipe), notes=notes), chosen)
     if as_json:
         terminal.show_json(speed.as_json())
     else:

@@ -337,8 +337,8 @@ def _times_of_layer(
 
 
 def products_of_shapes(shapes: Sequence[Shape], recipe: str, *, plan: CallPlan = "benchmark") -> list[Product]:
-    """The products of one call of each shape, named after it: its forward in the plan ``benchmark``, and the three GEMMs
-    of a linear layer in the plan ``training``."""
+    """The products of one call of each shape, named after it: its forward in the plan ``benchmark``, and the three
+    GEMMs of a linear layer in the plan ``training``."""
     kind = RECIPES[recipe].format
     found = []
     for shape in shapes:
@@ -362,8 +362,8 @@ def expected_shapes(
     plan: CallPlan = "benchmark",
     table: Measured | None = None,
 ) -> list[ProductTime]:
-    """The expected times of one call of each shape: of its forward in the plan ``benchmark``, and of the three GEMMs of a
-    linear layer in the plan ``training``.
+    """The expected times of one call of each shape: of its forward in the plan ``benchmark``, and of the three GEMMs
+    of a linear layer in the plan ``training``.
 
     Raises:
         SpeedError: there is no such recipe, or the device does not run it.

@@ -125,7 +125,26 @@ def test_shapes_of_a_training_are_three_gemms() -> None:
     found = read(*asked, "--plan", "training")["products"]
     write(["NVIDIA H200"])
     of_run = read("speed", "logs")["products"]
-    assert [one | {"layer": "fc"} for one in found] == of_run, "a layer of 8192 tokens, 1024 x 4096"
+    sizes = "gemm", "m", "k", "n"
+    assert [[one[key] for key in sizes] for one in found] == [[one[key] for key in sizes] for one in of_run]
+    for key in ("high_ms", "low_ms", "cast_ms"):
+        assert [one[key] for one in found] == pytest.approx([one[key] for one in of_run])
+
+
+def test_shapes_that_are_refused_and_that_fit_nowhere_have_notes() -> None:
+    asked = ("--recipe", "fp8_current_scaling", "--device", "h200")
+    text = "1001 x 1001 x 1001,900000x900000x16"
+    notes = read("speed", "--shapes", text, *asked)["notes"]
+    assert notes[0].startswith(
+        "Transformer Engine refuses 1001x1001x1001 in fp8_current_scaling: it needs tokens to be a multiple of 8,"
+        " in_features to be a multiple of 16, out_features to be a multiple of 8. The next shape that works is"
+        " 1008x1008x1008."
+    )
+    assert "900000x900000x16 does not fit: its operands and its result take 1,620 GB" in notes[1]
+    assert "refuses 1001x1001x1001" in " ".join(run("speed", "--shapes", text, *asked).output.split())
+    training = read("speed", "--shapes", "1000x1024x1024", *asked, "--plan", "training")["notes"]
+    assert "tokens to be a multiple of 16. The next shape that works is 1008x1024x1024" in training[0]
+    assert "refuses" not in " ".join(read("speed", "--shapes", "1000x1024x1024", *asked)["notes"])
 
 
 def test_a_calibrated_shape_has_its_measured_speed_up() -> None:
@@ -201,6 +220,8 @@ def test_a_run_without_products() -> None:
     ("arguments", "said"),
     [
         (("--shapes", "1x2", "--recipe", "mxfp8", "--device", "b300"), "'1x2' is no shape"),
+        (("--shapes", "16x0x16", "--recipe", "mxfp8", "--device", "b300"), "'0' is no size. Sizes are whole numbers"),
+        (("--shapes", "16x16x1e6", "--recipe", "mxfp8", "--device", "b300"), "'1e6' is no size. Sizes are whole"),
         (("--shapes", OUTPUT, "--recipe", "mxfp9", "--device", "b300"), "Did you mean 'mxfp8'"),
         (("--shapes", OUTPUT, "--recipe", "nvfp4", "--device", "h100"), "does not run nvfp4"),
         (("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b3000"), "Did you mean 'b300'"),
