@@ -229,7 +229,10 @@ def test_a_run_without_products() -> None:
             ("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--plan", "trainings"),
             "Did you mean 'training'",
         ),
-        (("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--table", "none.json"), "cannot be read"),
+        (
+            ("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--table", "none.json"),
+            "none.json cannot be read: no such file",
+        ),
         (("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--calibrate"), "torch finds none here"),
     ],
 )
