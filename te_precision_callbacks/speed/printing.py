@@ -178,7 +178,10 @@ def _show_advice(advice: Sequence[Advice]) -> None:
     if not advice:
         terminal.show_text("Nothing to do is found that saves time.")
     for one in advice:
-        low, high = (milliseconds(value) if math.isfinite(value) else "unknown" for value in one.interval)
+        low, high = one.interval
+        around = (
+            f"{milliseconds(low)} to {milliseconds(high)}" if math.isfinite(low) else f"at most {milliseconds(high)}"
+        )
         note = f"; {one.note}" if one.note else ""
-        terminal.show_text(f"{one.text}: saves {milliseconds(one.saves_ms)} ms ({low} to {high}){note}", hanging=2)
+        terminal.show_text(f"{one.text}: saves {milliseconds(one.saves_ms)} ms ({around}){note}", hanging=2)
         terminal.show_as_it_is(one.patch, indent=4)

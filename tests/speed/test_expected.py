@@ -19,6 +19,7 @@ from te_precision_callbacks.speed.costs import Shape, call_cost, cast_of, high_m
 from te_precision_callbacks.speed.devices import device_named
 from te_precision_callbacks.speed.estimate import estimate_step
 from te_precision_callbacks.speed.expected import expected, recipe_of_product, total
+from te_precision_callbacks.speed.printing import show_step
 from te_precision_callbacks.speed.recorded import Step
 from te_precision_callbacks.speed.waterfall import waterfall
 
@@ -90,6 +91,17 @@ def test_attention_counts_without_its_mask() -> None:
     products = [*layer("fc", 4096, (4096, 4096)), attention]
     parts = {part.name: part for part in waterfall(Step(Coverage(products), CURRENT), H200).parts}
     assert parts["attention and other products"].why.endswith("causal attention takes about half")
+
+
+def test_a_guess_ranks_after_what_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    attention = Product("core", "attention", "qk", False, 8192, 8192, 128, 64, 1, 8192 * 8192 * 128 * 64, {"q": "BF16"})
+    step = Step(Coverage([*layer("fc", 4096, (4096, 4096)), layer("te", 64, (64, 64))[0], attention]), CURRENT)
+    speed = estimate_step(step, H200)
+    assert len(speed.advice) > 1
+    assert speed.advice[-1].saves_ms > speed.advice[0].saves_ms
+    assert speed.advice[-1].text.startswith("fp8_dpa=True")
+    show_step(speed)
+    assert "ms (at most " in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_plan_of_the_benchmark() -> None:
