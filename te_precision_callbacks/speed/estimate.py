@@ -105,7 +105,8 @@ def notes_of_shapes(shapes: Iterable[Shape], recipe: str, device: Device, plan: 
     for shape in shapes:
         sizes = {"tokens": shape.m, "in_features": shape.k, "out_features": shape.n}
         multiples = dict.fromkeys(sizes, 1)
-        for refusal in refusals(recipe, device.capability, gemms=gemms, **sizes):
+        m, k, n, _ = shape
+        for refusal in refusals(recipe, device.capability, tokens=m, in_features=k, out_features=n, gemms=gemms):
             multiples[refusal.dimension] = math.lcm(multiples[refusal.dimension], refusal.multiple)
         refused = {name: multiple for name, multiple in multiples.items() if multiple > 1}
         if refused:

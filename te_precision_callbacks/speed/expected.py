@@ -347,7 +347,7 @@ def products_of_shapes(shapes: Sequence[Shape], recipe: str, *, plan: CallPlan =
         if plan == "training":
             sizes |= {"dgrad": (tokens, in_features, out_features), "wgrad": (out_features, in_features, tokens)}
         for gemm, (n, m, k) in sizes.items():
-            operands = dict.fromkeys(OPERANDS[gemm], kind)
+            operands: dict[str, str] = {tensor: kind for tensor in OPERANDS[gemm]}
             found.append(
                 Product(str(shape), "te", gemm, gemm != "fprop", n, m, k, 1, 1, shape.operations // 2, operands)
             )
