@@ -80,6 +80,7 @@ class CheckedModel:
         not_counted: modules with a weight of which no product could be planned.
         not_reached: with a batch, the modules with a weight and the layers that the forward does not call.
         memory: what the layers keep and save; None unless it was asked for.
+        attention: without a batch, the modules of attention, whose two products are not planned.
     """
 
     coverage: Coverage
@@ -92,6 +93,7 @@ class CheckedModel:
     not_counted: tuple[str, ...]
     not_reached: tuple[str, ...] = ()
     memory: Memory | None = None
+    attention: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
         findings = notebooks.bullets(f"{finding.kind}: {finding.text}" for finding in self.findings)
@@ -255,6 +257,7 @@ class _Check:
             products.not_counted,
             products.not_reached,
             self._planned_memory(products.coverage, ran),
+            products.attention,
         )
 
     def _planned_memory(self, coverage: Coverage, ran: Ran | None) -> Memory | None:

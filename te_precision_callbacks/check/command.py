@@ -361,7 +361,11 @@ def _speed(checked: CheckedModel, device: Device, plan: CallPlan, *, calibrate: 
     if checked.not_counted:
         names = ", ".join(folded(checked.not_counted, most=8))
         notes = (f"The times of {names} are in no figure, since it is not known what their classes multiply.",)
-    step = Step(checked.coverage, checked.recipe, notes=notes)
+    unknown = {}
+    if checked.attention:
+        names = ", ".join(folded(checked.attention, most=8))
+        unknown["attention: give --batch"] = f"its products depend on the lengths of sequences: {names}"
+    step = Step(checked.coverage, checked.recipe, notes=notes, unknown=unknown)
     return speed_of_step(step, device, plan=plan, recipe=None, calibrate=calibrate, table=table)
 
 

@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 import torch.nn.modules.conv
 
-from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
+from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName, class_names
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import Coverage, Family, Product, Reason
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_BACKWARD, GemmPrecision
@@ -77,11 +77,14 @@ class PlannedProducts:
         coverage: the products, in the order of the module tree; in that in which they ran, where that is known.
         not_counted: the paths of modules that hold a matrix, and are of a class whose products are not known.
         not_reached: the paths of modules, and the layers, that hold a matrix and have not been called.
+        attention: the paths of modules of attention, whose two products are not planned; modules within them are left
+            out. A class is one of attention if its name, or that of a base class, has the word in it.
     """
 
     coverage: Coverage
     not_counted: tuple[str, ...] = ()
     not_reached: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
 
 
 def plan_products(
@@ -161,7 +164,15 @@ class _Planner:
         if self._ran is not None:
             return PlannedProducts(Coverage(self._products_of(self._ran)), not_reached=left)
         products = in_precision(self._products, self._facts, self._precision, self._unconverted)
-        return PlannedProducts(Coverage(products), not_counted=left)
+        return PlannedProducts(Coverage(products), not_counted=left, attention=self._attention(below))
+
+    def _attention(self, below: Mapping[int, torch.nn.Module]) -> tuple[str, ...]:
+        found: list[str] = []
+        for key, path in module_names(self._model).items():
+            is_inner = any(path.startswith(f"{outer}.") for outer in found[-1:])
+            if not is_inner and any("Attention" in name for name in class_names(below[key])):
+                found.append(path)
+        return tuple(found)
 
     def _plan_te(self, key: int, module: torch.nn.Module) -> Sequence[str]:
         """Plan the products of a module of Transformer Engine, and return its layers; none of any other module."""

@@ -93,7 +93,8 @@ def advise(
     times: Sequence[ProductTime] | None = None,
     table: Measured | None = None,
 ) -> list[Advice]:
-    """What to do, what saves most first. Arguments and errors are those of
+    """What to do, what saves most first, and last what is a guess, whose interval has no lower end. Arguments and
+    errors are those of
     :func:`~te_precision_callbacks.speed.waterfall.waterfall`."""
     products = counted(step.coverage)
     recipes = recipes_of(products, step.recipes)
@@ -102,7 +103,7 @@ def advise(
     advisor = _Advisor(products, recipes, times, device, plan, recipe or main_recipe(step), table)
     whole = sum(one.low_ms for one in times if not math.isnan(one.low_ms))
     found = [one for one in advisor.all() if one.saves_ms > _LEAST_SHARE * whole]
-    return sorted(found, key=lambda one: -one.saves_ms)
+    return sorted(found, key=lambda one: (not math.isfinite(one.interval[0]), -one.saves_ms))
 
 
 class _Advisor:

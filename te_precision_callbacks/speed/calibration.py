@@ -32,7 +32,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, OperandName
 from te_precision_callbacks.speed.costs import Cost, Shape
 from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.errors import CalibrationError
+from te_precision_callbacks.speed.errors import CalibrationError, why_unreadable
 from te_precision_callbacks.speed.expected import CallPlan, ProductTime, cast_users, operand_sizes
 
 logger = logging.getLogger(__name__)
@@ -145,15 +145,15 @@ class Calibration:
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CalibrationError(f"The table of measured times {path} cannot be read: {error}") from None
+            why = why_unreadable(error)
+            raise CalibrationError(f"The table of measured times {path} cannot be read: {why}.") from None
         try:
             version = read["version"]
             times = {key: Time(float(one["ms"]), float(one["spread"])) for key, one in read["times"].items()}
             found = cls(str(read["device"]), dict(read["versions"]), times)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise CalibrationError(
-                f"{path} is no table of measured times, which --calibrate writes: {type(error).__name__}: {error}"
-            ) from None
+            why = f"field {error.args[0]} is missing" if isinstance(error, KeyError) else "a field has a wrong type"
+            raise CalibrationError(f"{path} is no table of measured times, which --calibrate writes: {why}.") from None
         if version != VERSION:
             raise CalibrationError(
                 f"{path} has version {version!r}, and this package reads {VERSION}. Measure it again."

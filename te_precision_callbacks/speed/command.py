@@ -46,8 +46,9 @@ PlanName = Annotated[
     typer.Option(
         "--plan",
         metavar="PLAN",
-        help="training: operands are cast once for their GEMMs, weights once a step. benchmark: each product casts both"
-        " operands. The default is benchmark for --shapes, and training otherwise.",
+        help="training: fprop, dgrad and wgrad of each linear layer; operands are cast once for their GEMMs, weights"
+        " once a step. benchmark: each product casts both operands; of --shapes only fprop counts. The default is"
+        " benchmark for --shapes, and training otherwise.",
     ),
 ]
 """The option of how often operands are cast."""
@@ -118,7 +119,7 @@ def speed_command(
         return speed_of_step(step, chosen, plan=calls, recipe=recipe, calibrate=calibrate, table=table)
 
     if path is None:
-        _show_shapes(str(shapes), recipe, device, expect, as_json=as_json)
+        _show_shapes(str(shapes), recipe, device, calls, expect, as_json=as_json)
         return
     from te_precision_callbacks.runs.choosing import chosen_run
     from te_precision_callbacks.speed.printing import show_run
@@ -138,6 +139,7 @@ def _show_shapes(
     shapes: str,
     recipe: str | None,
     device: str | None,
+    plan: CallPlan,
     expect: Callable[[Step, Device], StepSpeed],
     *,
     as_json: bool,
@@ -150,6 +152,7 @@ def _show_shapes(
     from te_precision_callbacks.coverage.coverage import Coverage
     from te_precision_callbacks.speed.costs import Shape
     from te_precision_callbacks.speed.devices import device_named
+    from te_precision_callbacks.speed.estimate import notes_of_shapes
     from te_precision_callbacks.speed.expected import products_of_shapes
     from te_precision_callbacks.speed.printing import show_times
     from te_precision_callbacks.speed.recorded import Step
@@ -157,8 +160,9 @@ def _show_shapes(
     chosen = device_named(device)
     chosen.check_recipe(recipe)
     parsed = dict.fromkeys(Shape.parse(text) for text in shapes.split(","))
-    products = Coverage(products_of_shapes(list(parsed), recipe))
-    speed = expect(Step(products, dict.fromkeys(map(str, parsed), recipe)), chosen)
+    products = Coverage(products_of_shapes(list(parsed), recipe, plan=plan))
+    notes = tuple(notes_of_shapes(parsed, recipe, chosen, plan))
+    speed = expect(Step(products, dict.fromkeys(map(str, parsed), recipe), notes=notes), chosen)
     if as_json:
         terminal.show_json(speed.as_json())
     else:

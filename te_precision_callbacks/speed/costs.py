@@ -75,14 +75,25 @@ class Shape(NamedTuple):
         Raises:
             SpeedError: the text is no shape.
         """
-        match = re.fullmatch(r"\s*(\d+)x(\d+)x(\d+)\s*", text)
-        sizes = tuple(map(int, match.groups())) if match and len(text) <= 100 else ()
-        if not sizes or not all(0 < size < _LARGEST for size in sizes):
+        parts = [part.strip() for part in text.split("x")]
+        if len(parts) != 3 or len(text) > 100:
             raise SpeedError(
                 f"{text[:100]!r} is no shape. Write MxKxN, tokens x in_features x out_features, such as"
                 " 15872x4096x12288; several with commas between them."
             )
-        return cls(*sizes)
+        wrong = next((part for part in parts if not (re.fullmatch("[0-9]+", part) and 0 < int(part) < _LARGEST)), None)
+        if wrong is not None:
+            raise SpeedError(
+                f"{text!r} is no shape: {wrong!r} is no size. Sizes are whole numbers from 1 to {_LARGEST - 1}, such as"
+                " 4096 in 15872x4096x12288."
+            )
+        m, k, n = map(int, parts)
+        return cls(m, k, n)
+
+    @property
+    def high_bytes(self) -> int:
+        """The bytes of both operands and the result in BF16."""
+        return _HIGH_BYTES * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
 
     @property
     def operations(self) -> int:

@@ -26,7 +26,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.speed.errors import DeviceError, SpeedError
+from te_precision_callbacks.speed.errors import DeviceError, SpeedError, why_unreadable
 
 HIGH = "bf16"
 """The kernels of products in high precision."""
@@ -220,7 +220,7 @@ def _from_file(path: Path) -> Device:
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise DeviceError(f"The device file {path} cannot be read: {error}") from None
+        raise DeviceError(f"The device file {path} cannot be read: {why_unreadable(error)}.") from None
     except yaml.YAMLError as error:
         raise DeviceError(f"The device file {path} is no YAML: {error}") from None
     if not isinstance(read, dict):
@@ -242,11 +242,12 @@ def _in_words(error: ValidationError) -> str:
     found = []
     for one in error.errors():
         key = ".".join(str(part) for part in one["loc"] if part != "Constants")
-        if one["type"] == "extra_forbidden":
+        if one["type"] == "missing":
+            found.append(f"field {key} is missing")
+        elif one["type"] == "extra_forbidden":
             found.append(f"{key} is no key of a device.{suggestion(key, Device.model_fields)}")
         else:
-            value = "" if one["type"] == "missing" else f" (it is {one['input']!r})"
-            found.append(f"{key}: {one['msg']}{value}")
+            found.append(f"field {key} is {one['input']!r}, and {one['msg'].removeprefix('Input ')}")
     return "; ".join(dict.fromkeys(found))
 
 

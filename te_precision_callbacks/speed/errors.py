@@ -21,3 +21,10 @@ class DeviceError(SpeedError):
 
 class CalibrationError(SpeedError):
     """A table of measured times that cannot be used, or times that cannot be measured on this machine."""
+
+
+def why_unreadable(error: OSError | ValueError) -> str:
+    """Why a file of a user's cannot be read, in words."""
+    if isinstance(error, OSError):
+        return (error.strerror or str(error)).lower()
+    return "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"it is no JSON ({error})"

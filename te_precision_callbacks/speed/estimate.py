@@ -6,16 +6,23 @@ speed.times, speed.waterfall, speed.advice, speed.notes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.numerics.gemm_shapes import refusals
+from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.speed.advice import Advice, advise
+from te_precision_callbacks.speed.costs import Shape
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.expected import CallPlan, Measured, ProductTime, Total, expected, total
 from te_precision_callbacks.speed.recorded import Step
 from te_precision_callbacks.speed.waterfall import Waterfall, waterfall
+
+_LARGEST_MEMORY = 2.0**40
+"""Bytes that no GPU has, for a device whose memory is not known."""
 
 _ON_MANY = ("fp8_current_scaling", "fp8_delayed_scaling")
 """The recipes of which times on two devices are published."""
@@ -81,6 +88,41 @@ def estimate_step(
         tuple(advise(step, device, plan=plan, recipe=recipe, times=times, table=table)),
         (*step.notes, *notes_of(times, device)),
     )
+
+
+def notes_of_shapes(shapes: Iterable[Shape], recipe: str, device: Device, plan: CallPlan) -> list[str]:
+    """What the reader has to know about shapes: those that Transformer Engine refuses, and those that fit on no device.
+
+    Args:
+        shapes: tokens x in_features x out_features.
+        recipe: the recipe that they run in.
+        device: the device.
+        plan: ``benchmark`` for fprop alone; ``training`` for all GEMMs of a linear layer.
+    """
+    notes = []
+    gemms: tuple[GemmName, ...] = GEMMS if plan == "training" else ("fprop",)
+    memory = _LARGEST_MEMORY if device.memory_gb is None else device.memory_gb * 1e9
+    for shape in shapes:
+        sizes = {"tokens": shape.m, "in_features": shape.k, "out_features": shape.n}
+        multiples = dict.fromkeys(sizes, 1)
+        m, k, n, _ = shape
+        for refusal in refusals(recipe, device.capability, tokens=m, in_features=k, out_features=n, gemms=gemms):
+            multiples[refusal.dimension] = math.lcm(multiples[refusal.dimension], refusal.multiple)
+        refused = {name: multiple for name, multiple in multiples.items() if multiple > 1}
+        if refused:
+            rules = ", ".join(f"{name} to be a multiple of {multiple}" for name, multiple in refused.items())
+            good = Shape(*(-(-size // multiples[name]) * multiples[name] for name, size in sizes.items()))
+            notes.append(
+                f"Transformer Engine refuses {shape} in {recipe}: it needs {rules}. The next shape that works is"
+                f" {good}. The time is an estimate of the padded shape."
+            )
+        if shape.high_bytes > memory:
+            limit = "any GPU has" if device.memory_gb is None else f"the {device.memory_gb:g} GB of {device.title}"
+            notes.append(
+                f"{shape} does not fit: its operands and its result take {shape.high_bytes / 1e9:,.0f} GB in BF16,"
+                f" more than {limit}."
+            )
+    return notes
 
 
 def notes_of(times: Sequence[ProductTime], device: Device) -> list[str]:

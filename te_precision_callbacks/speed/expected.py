@@ -22,7 +22,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
-from te_precision_callbacks.base.vocabulary import COLUMNWISE, GEMMS, ONE_SCALE, RECIPES, ROWWISE, GemmName, OperandName
+from te_precision_callbacks.base.vocabulary import (
+    COLUMNWISE,
+    GEMMS,
+    ONE_SCALE,
+    OPERANDS,
+    RECIPES,
+    ROWWISE,
+    GemmName,
+    OperandName,
+)
 from te_precision_callbacks.coverage.coverage import Product, Reason
 from te_precision_callbacks.speed.costs import (
     Cost,
@@ -339,14 +348,22 @@ def alike(times: Sequence[ProductTime]) -> dict[object, list[list[ProductTime]]]
     return alike
 
 
-def products_of_shapes(shapes: Sequence[Shape], recipe: str) -> list[Product]:
-    """A forward of one call for each shape, named after it."""
+def products_of_shapes(shapes: Sequence[Shape], recipe: str, *, plan: CallPlan = "benchmark") -> list[Product]:
+    """The products of one call of each shape, named after it: its forward in the plan ``benchmark``, and the three
+    GEMMs of a linear layer in the plan ``training``."""
     kind = RECIPES[recipe].format
-    operands = {"activation": kind, "weight": kind}
-    return [
-        Product(str(shape), "te", "fprop", False, shape.m, shape.n, shape.k, 1, 1, shape.operations // 2, operands)
-        for shape in shapes
-    ]
+    found = []
+    for shape in shapes:
+        tokens, in_features, out_features = shape[:3]
+        sizes: dict[GemmName, tuple[int, int, int]] = {"fprop": (tokens, out_features, in_features)}
+        if plan == "training":
+            sizes |= {"dgrad": (tokens, in_features, out_features), "wgrad": (out_features, in_features, tokens)}
+        for gemm, (n, m, k) in sizes.items():
+            operands: dict[str, str] = {str(tensor): kind for tensor in OPERANDS[gemm]}
+            found.append(
+                Product(str(shape), "te", gemm, gemm != "fprop", n, m, k, 1, 1, shape.operations // 2, operands)
+            )
+    return found
 
 
 def expected_shapes(
@@ -357,13 +374,14 @@ def expected_shapes(
     plan: CallPlan = "benchmark",
     table: Measured | None = None,
 ) -> list[ProductTime]:
-    """The expected times of forwards, one call of each shape.
+    """The expected times of one call of each shape: of its forward in the plan ``benchmark``, and of the three GEMMs
+    of a linear layer in the plan ``training``.
 
     Raises:
         SpeedError: there is no such recipe, or the device does not run it.
     """
     device.check_recipe(recipe)
-    products = products_of_shapes(list(dict.fromkeys(shapes)), recipe)
+    products = products_of_shapes(list(dict.fromkeys(shapes)), recipe, plan=plan)
     return expected(products, recipe, device, plan=plan, table=table)
 
 

@@ -78,7 +78,10 @@ def recipes_in_words(products: Sequence[ProductTime]) -> str:
 
 def reasons_in_words(products: Sequence[ProductTime]) -> list[str]:
     """Why products of a layer are not in low precision, one for each of them."""
-    return [product.why for product in products if not product.recipe and product.why]
+    found = [product.why for product in products if not product.recipe and product.why]
+    if any(product.family == "attention" for product in products):
+        found.append("counts without its mask")
+    return found
 
 
 def show_step(speed: StepSpeed) -> None:
@@ -143,8 +146,9 @@ def _show_waterfall(fall: Waterfall) -> None:
             cells = (part.name, milliseconds(part.ms), milliseconds(so_far), f"{marked}{part.why}")
         table.add_row(*map(terminal.cell, cells))
     terminal.show(table)
+    subject = "What is known of the step" if fall.unknown else "The step"
     text = (
-        f"The step: {milliseconds(fall.high_ms)} ms in BF16, {milliseconds(fall.expected_ms)} ms expected"
+        f"{subject}: {milliseconds(fall.high_ms)} ms in BF16, {milliseconds(fall.expected_ms)} ms expected"
         f" ({fall.speedup:.2f} times as fast), {milliseconds(fall.ideal_ms)} ms in the ideal"
         f" ({fall.ideal_speedup:.2f})."
     )
@@ -162,7 +166,10 @@ def _show_advice(advice: Sequence[Advice]) -> None:
     if not advice:
         terminal.show_text("Nothing to do is found that saves time.")
     for one in advice:
-        low, high = (milliseconds(value) if math.isfinite(value) else "unknown" for value in one.interval)
+        low, high = one.interval
+        around = (
+            f"{milliseconds(low)} to {milliseconds(high)}" if math.isfinite(low) else f"at most {milliseconds(high)}"
+        )
         note = f"; {one.note}" if one.note else ""
-        terminal.show_text(f"{one.text}: saves {milliseconds(one.saves_ms)} ms ({low} to {high}){note}", hanging=2)
+        terminal.show_text(f"{one.text}: saves {milliseconds(one.saves_ms)} ms ({around}){note}", hanging=2)
         terminal.show_as_it_is(one.patch, indent=4)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, StateRow
@@ -30,12 +30,14 @@ class Step:
         recipes: layer -> the recipe under which it ran; or one for all.
         world: the number of ranks; None if it is not known.
         notes: what the reader of its times has to know.
+        unknown: parts of the step of which no time can be estimated -> why.
     """
 
     coverage: Coverage
     recipes: Mapping[str, str] | str
     world: int | None = None
     notes: tuple[str, ...] = ()
+    unknown: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, coverage: Coverage, precision: Iterable[GemmPrecision], *, world: int | None = None) -> Step:
@@ -80,7 +82,7 @@ def step_of_run(run: RecordedRun) -> Step:
 
 def memory_of_step(run: RecordedRun) -> list[MemoryRow]:
     """What the layers of a rank keep and save for the backward, as it was last; empty where that was not recorded."""
-    return [MemoryRow(**row) for row in run.memory.select([field.name for field in fields(MemoryRow)]).to_pylist()]
+    return [MemoryRow(**row) for row in run.memory.select([each.name for each in fields(MemoryRow)]).to_pylist()]
 
 
 def device_of_run(run: RecordedRun, name: str | None) -> Device:

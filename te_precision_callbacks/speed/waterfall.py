@@ -47,6 +47,9 @@ from te_precision_callbacks.speed.expected import (
 )
 from te_precision_callbacks.speed.recorded import Step
 
+WITHOUT_MASK = "attention counts without its mask: causal attention takes about half"
+"""What limits the time of attention, whose mask the products of a step do not have."""
+
 Kind = Literal["ideal", "loss", "estimate", "unknown"]
 
 
@@ -213,8 +216,11 @@ def waterfall(
     in_order = sorted(losses.items(), key=lambda item: -item[1])
     parts += [Part(cause, ms, "loss") for cause, ms in in_order if ms]
     if other:
-        parts.append(Part("attention and other products", other, "estimate", "their operations, as linear layers take"))
+        masked = any(one.family == "attention" and not one.recipe for one in times)
+        why = "their operations, as linear layers take" + (f"; {WITHOUT_MASK}" if masked else "")
+        parts.append(Part("attention and other products", other, "estimate", why))
     parts += [Part(what, math.nan, "unknown", f"{count} products") for what, count in unknown.items()]
+    parts += [Part(what, math.nan, "unknown", why) for what, why in step.unknown.items()]
     parts += _rest(step, device)
     high = sum(one.high_ms for one in linear if not one.recipe or one.cost is not None)
     return Waterfall(ideal_recipe, tuple(parts), high)

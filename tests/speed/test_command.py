@@ -39,7 +39,13 @@ class Other(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(64, 64))
 
-build, other = Net, Other
+class Attends(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = te.TransformerLayer(256, 1024, 4, params_dtype=torch.bfloat16)
+        self.alone = te.DotProductAttention(4, 64)
+
+build, other, attends = Net, Other, Attends
 """
 
 
@@ -112,6 +118,33 @@ def test_shapes() -> None:
     assert found["total"]["low_ms"] == pytest.approx(sum(one["low_ms"] for one in found["products"]))
     text = run("speed", "--shapes", OUTPUT, "--recipe", "fp8_current_scaling", "--device", "b300").output
     assert "not resolved" in text
+
+
+def test_shapes_of_a_training_are_three_gemms() -> None:
+    asked = ("speed", "--shapes", "8192x1024x4096", "--recipe", "fp8_current_scaling", "--device", "h200")
+    found = read(*asked, "--plan", "training")["products"]
+    write(["NVIDIA H200"])
+    of_run = read("speed", "logs")["products"]
+    sizes = "gemm", "m", "k", "n"
+    assert [[one[key] for key in sizes] for one in found] == [[one[key] for key in sizes] for one in of_run]
+    for key in ("high_ms", "low_ms", "cast_ms"):
+        assert [one[key] for one in found] == pytest.approx([one[key] for one in of_run])
+
+
+def test_shapes_that_are_refused_and_that_fit_nowhere_have_notes() -> None:
+    asked = ("--recipe", "fp8_current_scaling", "--device", "h200")
+    text = "1001 x 1001 x 1001,900000x900000x16"
+    notes = read("speed", "--shapes", text, *asked)["notes"]
+    assert notes[0].startswith(
+        "Transformer Engine refuses 1001x1001x1001 in fp8_current_scaling: it needs tokens to be a multiple of 8,"
+        " in_features to be a multiple of 16, out_features to be a multiple of 8. The next shape that works is"
+        " 1008x1008x1008."
+    )
+    assert "900000x900000x16 does not fit: its operands and its result take 1,620 GB" in notes[1]
+    assert "refuses 1001x1001x1001" in " ".join(run("speed", "--shapes", text, *asked).output.split())
+    training = read("speed", "--shapes", "1000x1024x1024", *asked, "--plan", "training")["notes"]
+    assert "tokens to be a multiple of 16. The next shape that works is 1008x1024x1024" in training[0]
+    assert "refuses" not in " ".join(read("speed", "--shapes", "1000x1024x1024", *asked)["notes"])
 
 
 def test_a_calibrated_shape_has_its_measured_speed_up() -> None:
@@ -187,6 +220,8 @@ def test_a_run_without_products() -> None:
     ("arguments", "said"),
     [
         (("--shapes", "1x2", "--recipe", "mxfp8", "--device", "b300"), "'1x2' is no shape"),
+        (("--shapes", "16x0x16", "--recipe", "mxfp8", "--device", "b300"), "'0' is no size. Sizes are whole numbers"),
+        (("--shapes", "16x16x1e6", "--recipe", "mxfp8", "--device", "b300"), "'1e6' is no size. Sizes are whole"),
         (("--shapes", OUTPUT, "--recipe", "mxfp9", "--device", "b300"), "Did you mean 'mxfp8'"),
         (("--shapes", OUTPUT, "--recipe", "nvfp4", "--device", "h100"), "does not run nvfp4"),
         (("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b3000"), "Did you mean 'b300'"),
@@ -194,7 +229,10 @@ def test_a_run_without_products() -> None:
             ("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--plan", "trainings"),
             "Did you mean 'training'",
         ),
-        (("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--table", "none.json"), "cannot be read"),
+        (
+            ("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--table", "none.json"),
+            "none.json cannot be read: no such file",
+        ),
         (("--shapes", OUTPUT, "--recipe", "mxfp8", "--device", "b300", "--calibrate"), "torch finds none here"),
     ],
 )
@@ -239,6 +277,17 @@ def test_a_plan_and_its_patch() -> None:
     patched = read("check", "patched.yaml", *PLAN[2:], "--speed", "--device", "h200")["speed"]
     assert found["total"]["low_ms"] - patched["total"]["low_ms"] == pytest.approx(keep["saves_ms"])
     assert "keep small in BF16: no loss of time: saves" in run(*PLAN, "--speed", "--device", "h200").output
+
+
+def test_attention_of_tokens_is_unknown() -> None:
+    asked = (*PLAN[:3], "speed_models:attends", *PLAN[4:], "--device", "h200", "--speed")
+    parts = {part["name"]: part for part in read(*asked)["speed"]["waterfall"]["parts"]}
+    attention = parts["attention: give --batch"]
+    assert (attention["ms"], attention["kind"]) == (None, "unknown")
+    assert attention["why"].endswith("sequences: layer.self_attention, alone")
+    text = " ".join(run(*asked).output.split())
+    assert "What is known of the step:" in text
+    assert "Unknown, and in no figure: attention: give --batch, norms and activations" in text
 
 
 def test_a_model_that_cannot_be_planned() -> None:

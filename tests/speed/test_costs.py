@@ -145,9 +145,9 @@ def test_a_device_file(tmp_path: Path) -> None:
     [
         ("title: [", "is no YAML"),
         ("- 1", "holds no keys"),
-        ("title: mine", "bf16_tflops: Field required"),
+        ("title: mine", "field bf16_tflops is missing"),
         ("title: mine\nbf16_tflop: 3", "bf16_tflop is no key of a device. Did you mean 'bf16_tflops'"),
-        ("bandwidth_tbs: -1", "greater than 0 (it is -1)"),
+        ("bandwidth_tbs: -1", "field bandwidth_tbs is -1, and should be greater than 0"),
         ("constants: h200", "constants: there is no set 'h200'. Did you mean 'h200_nvl'"),
     ],
 )

@@ -19,6 +19,7 @@ from te_precision_callbacks.speed.costs import Shape, call_cost, cast_of, high_m
 from te_precision_callbacks.speed.devices import device_named
 from te_precision_callbacks.speed.estimate import estimate_step
 from te_precision_callbacks.speed.expected import expected, recipe_of_product, total
+from te_precision_callbacks.speed.printing import show_step
 from te_precision_callbacks.speed.recorded import Step
 from te_precision_callbacks.speed.waterfall import waterfall
 
@@ -83,6 +84,24 @@ def test_only_directions_that_are_read_are_written(low: tuple[str, ...], bytes_o
     rate = H200.bandwidth_tbs * 1e9 * H200.fitted.cast[CURRENT]
     found = {gemm: one.cost.cast_ms * rate for gemm, one in times.items() if one.cost is not None}
     assert {gemm: value for gemm, value in found.items() if value} == pytest.approx(bytes_of)
+
+
+def test_attention_counts_without_its_mask() -> None:
+    attention = Product("core", "attention", "qk", False, 512, 512, 64, 32, 1, 512 * 512 * 64 * 32, {"q": "BF16"})
+    products = [*layer("fc", 4096, (4096, 4096)), attention]
+    parts = {part.name: part for part in waterfall(Step(Coverage(products), CURRENT), H200).parts}
+    assert parts["attention and other products"].why.endswith("causal attention takes about half")
+
+
+def test_a_guess_ranks_after_what_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    attention = Product("core", "attention", "qk", False, 8192, 8192, 128, 64, 1, 8192 * 8192 * 128 * 64, {"q": "BF16"})
+    step = Step(Coverage([*layer("fc", 4096, (4096, 4096)), layer("te", 64, (64, 64))[0], attention]), CURRENT)
+    speed = estimate_step(step, H200)
+    assert len(speed.advice) > 1
+    assert speed.advice[-1].saves_ms > speed.advice[0].saves_ms
+    assert speed.advice[-1].text.startswith("fp8_dpa=True")
+    show_step(speed)
+    assert "ms (at most " in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_plan_of_the_benchmark() -> None:

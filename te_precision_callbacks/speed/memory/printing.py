@@ -113,7 +113,8 @@ def _cells(found: Bytes) -> tuple[str, str, str]:
 def _balance(rows: Sequence[MemoryRow], lives: Lives) -> str:
     added = total(rows).added
     does = "adds nothing" if not added else f"adds {size(added)}" if added > 0 else f"saves {size(-added)}"
-    return f"Low precision {does} {LIVES[lives]}."
+    what = LIVES[lives] if lives == "always" else f"kept {LIVES[lives]}"
+    return f"What is {what}: low precision {does}."
 
 
 def _of_reason(reason: MemoryReason) -> list[str]:
