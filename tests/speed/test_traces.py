@@ -95,6 +95,9 @@ def test_idle_time_has_its_cause(tmp_path: Path) -> None:
     assert not waits.launches.is_bound
     assert waits.launches.after_wait_ms == pytest.approx(5.0, abs=0.05)
     assert "Launch bound: the GPU waits for" in describe(slow)
+    head = describe(slow).partition("\n\n")[0].splitlines()
+    assert len(head) > 3
+    assert max(map(len, head)) <= 100
     assert "Not launch bound" in describe(waits)
 
 
@@ -186,6 +189,7 @@ def test_a_trace_of_a_cpu_says_which_gemms_are_quantized(tmp_path: Path) -> None
         with pytest.raises(TraceError, match=r"is of another run: 2 of 2 GEMMs are in low precision"):
             measure(trace, other)
     step = measure(traces[0], coverages[1], is_own=True)
+    assert "of operators" in describe(step)
     assert {row.format for row in step.products if row.kind == "gemm"} == {""}
 
 
