@@ -126,6 +126,6 @@ def _measured(run: RecordedRun, step: Step, trace: Path | None) -> tuple[Measure
     if not own:
         return None, []
     try:
-        return measure(read_trace(own[-1]), step.coverage), []
+        return measure(read_trace(own[-1]), step.coverage, is_own=True), []
     except TraceError as error:
         return None, [f"The run's own trace is left out: {error}"]

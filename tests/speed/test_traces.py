@@ -6,12 +6,16 @@ import gzip
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformer_engine.pytorch as te
 
 from te_precision_callbacks.coverage.coverage import Product
+from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.speed.trace import TraceError, as_json, describe, measure, read_trace
 from te_precision_callbacks.speed.trace.measured import MeasuredStep
 from tests.speed.planted import Planted, products
@@ -91,6 +95,9 @@ def test_idle_time_has_its_cause(tmp_path: Path) -> None:
     assert not waits.launches.is_bound
     assert waits.launches.after_wait_ms == pytest.approx(5.0, abs=0.05)
     assert "Launch bound: the GPU waits for" in describe(slow)
+    head = describe(slow).partition("\n\n")[0].splitlines()
+    assert len(head) > 3
+    assert max(map(len, head)) <= 100
     assert "Not launch bound" in describe(waits)
 
 
@@ -146,8 +153,44 @@ def test_a_trace_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"trace of another run: its ranges name layers.*the run has decoder.fc"):
         measure(trace, other)
     inferred = read_trace(Planted(ranges=False).write(tmp_path / "other.json"))
-    step = measure(inferred, other)  # nothing says which run it is of: nothing is guessed
+    with pytest.raises(TraceError, match=r"is of another run: 0 of \d+ GEMMs fit a product"):
+        measure(inferred, other)
+    step = measure(inferred, other, is_own=True)
     assert step.without_layer_share == 1
+
+
+def test_a_trace_of_the_same_layers_in_other_formats_or_shapes_is_refused(tmp_path: Path) -> None:
+    trace = read_trace(Planted().write(tmp_path / "trace.json"))
+    high = [replace(one, operands={"activation": "BF16", "weight": "BF16"}) for one in products()]
+    with pytest.raises(TraceError, match=r"is of another run: 24 of 27 GEMMs are in low precision in the trace"):
+        measure(trace, high)
+    step = measure(trace, high, is_own=True)
+    assert {row.format for row in step.products if row.gemm and row.layer != "head"} == {"fp8"}
+    assert any("24 of 27 GEMMs are in low precision" in note for note in step.notes)
+    one = [high[0], *products()[1:]]
+    assert any("1 of 27 GEMMs are in low precision" in note for note in measure(trace, one).notes)
+
+
+def test_a_trace_of_a_cpu_says_which_gemms_are_quantized(tmp_path: Path) -> None:
+    model = te.Linear(32, 32)
+    coverages, traces = [], []
+    for low in (True, False):
+        folder = tmp_path / str(low)
+        with InspectSession(None, model=model, log_dir=folder, quiet=True, profile=1) as session:
+            for _ in range(2):
+                with te.autocast(enabled=low):
+                    model(torch.randn(32, 32)).sum().backward()
+                session.step()
+        coverages.append(session.coverage())
+        (path,) = folder.rglob("*.json.gz")
+        traces.append(read_trace(path))
+    for trace, own, other in ((traces[0], *coverages), (traces[1], *coverages[::-1])):
+        measure(trace, own)
+        with pytest.raises(TraceError, match=r"is of another run: 2 of 2 GEMMs are in low precision"):
+            measure(trace, other)
+    step = measure(traces[0], coverages[1], is_own=True)
+    assert "of operators" in describe(step)
+    assert {row.format for row in step.products if row.kind == "gemm"} == {""}
 
 
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from te_precision_callbacks.speed.trace.measured import Launches, MeasuredStep
 
 _MOST_LAYERS = 20
 _MOST_UNKNOWN = 10
+_WIDTH = 100
 
 
 def describe(step: MeasuredStep, *, most_layers: int = _MOST_LAYERS) -> str:
@@ -48,7 +50,7 @@ def _head(step: MeasuredStep) -> list[str]:
     return [
         f"{step.device}{rank}: {of or 'the whole trace'}.",
         f"Step {_ms(step.wall_ms)}, {busy} {_percent(step.busy_share)} of it, idle {_ms(step.idle_ms)}.",
-        *([_launches(step, step.launches)] if step.launches is not None else []),
+        *(textwrap.wrap(_launches(step, step.launches), _WIDTH) if step.launches is not None else []),
     ]
 
 
@@ -82,7 +84,7 @@ def _kinds(step: MeasuredStep) -> list[str]:
     if step.overlap_ms > 0:
         rows.append(["at the same time as others", f"-{step.overlap_ms:.3f}", *[""] * (1 + len(columns))])
     rows.append(["step", f"{step.wall_ms:.3f}", *[""] * (1 + len(columns))])
-    return _table(["kind", "ms", "of kernels", *columns], rows)
+    return _table(["kind", "ms", "of kernels" if step.on_device else "of operators", *columns], rows)
 
 
 def _layers(step: MeasuredStep, most: int) -> list[str]:

@@ -9,26 +9,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.trace.assigning import UnitLayer, assign, is_part, layers_of_units
+from te_precision_callbacks.speed.trace.belonging import (
+    QuantizedGemms,
+    is_low,
+    quantized_gemms,
+    ranged_layers,
+    require_own_gemms,
+    require_own_layers,
+)
 from te_precision_callbacks.speed.trace.calls import Call, calls_of
 from te_precision_callbacks.speed.trace.contexts import Pass, contexts_of
 from te_precision_callbacks.speed.trace.errors import TraceError
 from te_precision_callbacks.speed.trace.idling import launches_of
 from te_precision_callbacks.speed.trace.kinds import KernelKind, format_of_types
 from te_precision_callbacks.speed.trace.measured import MeasuredProduct, MeasuredStep, Unassigned
-from te_precision_callbacks.speed.trace.range_names import read_layer
 from te_precision_callbacks.speed.trace.timeline import NOTHING, Trace
 from te_precision_callbacks.speed.trace.work import Work, union, work_of
 
 _NOWHERE = UnitLayer("", False)
 
 
-def measure(trace: Trace, products: Iterable[Product] = ()) -> MeasuredStep:
+def measure(trace: Trace, products: Iterable[Product] = (), *, is_own: bool = False) -> MeasuredStep:
     """Measure a step.
 
     Args:
         trace: a trace with a whole step or several.
         products: those of the run that the trace is of, as ``session.coverage()`` or ``run.coverage`` has them; without
             them only ranges say layers.
+        is_own: whether the trace is known to be of the run, as one in the folder of the run is. Its GEMMs may then
+            contradict the products, which may be those of another step: a note says it.
 
     Raises:
         TraceError: the trace is of another run, or nothing in it has a time.
@@ -42,11 +51,13 @@ def measure(trace: Trace, products: Iterable[Product] = ()) -> MeasuredStep:
             " activities CPU and CUDA."
         )
     calls = calls_of(work, trace, contexts)
-    _require_own(trace, run)
+    require_own_layers(trace, run)
     assign(calls, contexts, run)
+    quantized = quantized_gemms(trace, contexts)
+    against = require_own_gemms(trace, calls, run, quantized, is_own=is_own)
     units = layers_of_units(calls, contexts)
     steps = max(1, len(iterations))
-    rows = _rows(trace, work, calls, units, steps)
+    rows = _rows(trace, work, calls, units, steps, quantized)
     wall, busy = _times(trace, work, contexts.iterations)
     total = sum(each.us for each in work)
     unknown: dict[str, float] = defaultdict(float)
@@ -65,7 +76,7 @@ def measure(trace: Trace, products: Iterable[Product] = ()) -> MeasuredStep:
         products=rows,
         unassigned=tuple(Unassigned(name, ms) for name, ms in sorted(unknown.items(), key=lambda item: -item[1])),
         launches=launches_of(trace, work, wall, steps) if trace.has_device else None,
-        notes=tuple(_notes(trace, work, calls, run, iterations)),
+        notes=(*_notes(trace, work, calls, run, iterations), *against),
     )
 
 
@@ -102,7 +113,12 @@ _Key = tuple[str, str, Pass, KernelKind | None, str, bool]
 
 
 def _rows(
-    trace: Trace, work: Sequence[Work], calls: Sequence[Call], units: Mapping[int, UnitLayer], steps: int
+    trace: Trace,
+    work: Sequence[Work],
+    calls: Sequence[Call],
+    units: Mapping[int, UnitLayer],
+    steps: int,
+    quantized: QuantizedGemms,
 ) -> tuple[MeasuredProduct, ...]:
     call_of = {id(each): call for call in calls for each in call.work}
     sums: dict[_Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -110,7 +126,14 @@ def _rows(
         call, context = call_of.get(id(each)), each.context
         kind = None if each.known is None else each.known.kind
         if call is not None:
-            key: _Key = (call.layer, call.gemm, call.of_pass, kind, _format(trace, each, call), call.inferred)
+            key: _Key = (
+                call.layer,
+                call.gemm,
+                call.of_pass,
+                kind,
+                _format(trace, each, call, quantized),
+                call.inferred,
+            )
         else:
             unit = UnitLayer(context.layer, False) if context.layer else units.get(context.unit, _NOWHERE)
             key = (unit.layer, "", context.of_pass, _in_pass(kind, context.of_pass), "", unit.inferred)
@@ -132,34 +155,19 @@ def _in_pass(kind: KernelKind | None, of_pass: Pass) -> KernelKind | None:
     return "optimizer" if of_pass == "optimizer" and kind in _OF_AN_OPTIMIZER else kind
 
 
-def _format(trace: Trace, each: Work, call: Call) -> str:
+def _format(trace: Trace, each: Work, call: Call, quantized: QuantizedGemms) -> str:
     """The format of a product's operands: by the kernel's name, by the types of its operands, or by the run."""
     if each.known is not None and each.known.format:
         return each.known.format
     number = NOTHING if call.operator == NOTHING else trace.host.operands[call.operator]
     by_run = "" if call.product is None else call.product.precision
     if call.product is not None and call.product.family in ("te", "te_ops"):
-        return by_run  # a backend without the device's types computes with others
+        low = is_low(call, trace, quantized)
+        if low is None or low == call.product.is_low:
+            return by_run  # a backend without the device's types computes with others
+        if low:
+            return ""  # operands in bytes, of a format that nothing says
     return (format_of_types(trace.operands[number].types) if number != NOTHING else "") or by_run
-
-
-def _ranged(trace: Trace) -> set[str]:
-    """The layers, or modules of experts, whose GEMMs have ranges."""
-    return {read.layer for name in trace.names if (read := read_layer(name)) is not None and read.gemm}
-
-
-def _require_own(trace: Trace, run: Sequence[Product]) -> None:
-    """Refuse a trace whose ranges name other layers than those of the run.
-
-    Raises:
-        TraceError: none of its layers with GEMMs is one of the run's.
-    """
-    found, own = _ranged(trace), {product.layer for product in run}
-    if run and found and not found & {*own, *(layer.rpartition(".")[0] for layer in own)}:
-        raise TraceError(
-            f"{trace.path} is a trace of another run: its ranges name {in_sentence(*sorted(found), most=2)}, and the"
-            f" run has {in_sentence(*sorted(own), most=2)}. Give the trace of this run, or the run of this trace."
-        )
 
 
 def _notes(
@@ -185,6 +193,6 @@ def _notes(
     elif without:
         yield f"{without} of {len(calls)} GEMMs and attentions have no layer. Give the run, or profile with ranges."
     own = {product.layer for product in run}
-    other = sorted(layer for layer in _ranged(trace) - own if not any(is_part(part, layer) for part in own))
+    other = sorted(layer for layer in ranged_layers(trace) - own if not any(is_part(part, layer) for part in own))
     if run and other:
         yield f"The run has no layer {in_sentence(*other, most=2)}, which the trace has ranges of."
