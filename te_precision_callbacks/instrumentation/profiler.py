@@ -8,6 +8,7 @@ and the session's is given up before. Read from torch 2.13: ``torch.autograd.pro
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import warnings
@@ -95,10 +96,17 @@ class StepProfiler:
                 self.given_up = True
                 if not self.runs:  # what has only been warmed up is the other one's from now on
                     self._profile = None
-                self.stop()
+                _keep_for_ever(self.stop())
             return upstream(profiler, *arguments, **keywords)
 
         return begins
+
+
+def _keep_for_ever(profile: Any) -> None:
+    """Keep a profile that was given up, also at the end of the process: to free it ends the process (torch 2.13)."""
+    for kept in (profile, getattr(getattr(profile, "profiler", None), "kineto_results", None)):
+        if kept is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def export(profile: Any, path: Path) -> None:
