@@ -9,6 +9,7 @@ BF16 and in low precision, so they cancel in an expected speed-up, and would not
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,15 +51,16 @@ class RunSpeed:
     @property
     def is_comparable(self) -> bool:
         """Whether the measured times are of the device that times are expected for."""
-        if self.expected is None or self.measured is None:
-            return False
-        device = self.expected.device
-        return self.measured.device in (device.title, *device.reported_as)
+        return (
+            self.expected is not None
+            and self.measured is not None
+            and is_measured_on(self.expected.device, self.measured)
+        )
 
     def gemm_ms(self, one: ProductTime) -> float | None:
         """What the kernels of a product's GEMM took, in milliseconds of a step; None if that was not measured, or not
         on the device that times are expected for."""
-        return self._measured_gemms().get((one.layer, one.gemm, one.backward)) if self.is_comparable else None
+        return self._measured_gemms.get((one.layer, one.gemm, one.backward)) if self.is_comparable else None
 
     def as_json(self) -> dict[str, Any]:
         """As ``te-precision speed RUN --json`` has it."""
@@ -76,6 +78,7 @@ class RunSpeed:
         found["memory"] = {"kinds": kinds, "total": total(self.memory)._asdict()} if self.memory else None
         return found
 
+    @functools.cached_property
     def _measured_gemms(self) -> dict[tuple[str, str, bool], float]:
         sums: dict[tuple[str, str, bool], float] = defaultdict(float)
         for row in () if self.measured is None else self.measured.products:
@@ -118,14 +121,35 @@ def run_speed(run: RecordedRun, expect: Expect, *, device: str | None = None, tr
     return RunSpeed(expected, measured, found.memory, (*notes, note))
 
 
+def measured_step(run: RecordedRun, step: Step | None, trace: Path, *, is_own: bool = False) -> MeasuredStep:
+    """What a step of a run took in a trace: by layer and GEMM where the layers of a step have the names of the trace.
+
+    Args:
+        run, step: the run and its step; None if the run has no products.
+        trace: the trace.
+        is_own: as of :func:`~te_precision_callbacks.speed.trace.measure`.
+
+    Raises:
+        TraceError: the trace cannot be read, or is of another run.
+    """
+    # Layers of several scopes have other names in a step than in the trace of one of its ranks.
+    is_of_one = len(run.gemms["scope"].unique()) == 1
+    return measure(read_trace(trace), step.coverage if step is not None and is_of_one else (), is_own=is_own)
+
+
+def is_measured_on(device: Device, measured: MeasuredStep) -> bool:
+    """Whether the times of a trace are of a device."""
+    return measured.device in (device.title, *device.reported_as)
+
+
 def _measured(run: RecordedRun, step: Step, trace: Path | None) -> tuple[MeasuredStep | None, list[str]]:
     """What a trace says of a step, and what is wrong with the run's own one."""
     if trace is not None:
-        return measure(read_trace(trace), step.coverage), []
+        return measured_step(run, step, trace), []
     own = own_traces(run.path, run.run_id)
     if not own:
         return None, []
     try:
-        return measure(read_trace(own[-1]), step.coverage, is_own=True), []
+        return measured_step(run, step, own[-1], is_own=True), []
     except TraceError as error:
         return None, [f"The run's own trace is left out: {error}"]

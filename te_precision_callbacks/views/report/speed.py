@@ -19,14 +19,15 @@ from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.trace_files import own_traces
 from te_precision_callbacks.speed.costs import kernel_bytes
-from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device, device_reported
+from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
 from te_precision_callbacks.speed.errors import DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import StepSpeed, estimate_step
 from te_precision_callbacks.speed.expected import ProductTime, Total, alike, counted, total
 from te_precision_callbacks.speed.memory.rows import KINDS, LIVES, Memory, MemoryRow
 from te_precision_callbacks.speed.printing import reasons_in_words, recipes_in_words
 from te_precision_callbacks.speed.recorded import Step, device_of_run, step_of_run
-from te_precision_callbacks.speed.trace import MeasuredStep, TraceError, measure, read_trace
+from te_precision_callbacks.speed.run_speed import is_measured_on, measured_step
+from te_precision_callbacks.speed.trace import MeasuredStep, TraceError
 from te_precision_callbacks.views.speeds import in_short, without_gain
 
 _MOST_KINDS = 200
@@ -119,9 +120,7 @@ def _trace(
         if bytes_of_file > _MOST_TRACE_BYTES:
             told["problem"] = f"It has {size(bytes_of_file)}, which takes too long to read for a page."
             return told, {}
-        # Layers of several scopes have other names in a step than in the trace of one of its ranks.
-        is_of_one = len(run.gemms["scope"].unique()) == 1
-        measured = measure(read_trace(path), step.coverage if step is not None and is_of_one else ())
+        measured = measured_step(run, step, path, is_own=True)
     except (TraceError, OSError) as error:
         told["problem"] = visible(str(error))
         return told, {}
@@ -157,7 +156,7 @@ def _why_not_beside(measured: MeasuredStep, step: Step | None, speed: StepSpeed 
         return "Nothing is expected that measured times could be compared with."
     if not measured.on_device:
         return f"The trace is of a CPU. Its times are not comparable with those of {speed.device.title}."
-    if device_reported(measured.device) != speed.device:
+    if not is_measured_on(speed.device, measured):
         return (
             f"The trace is of {visible(measured.device)}. Its times are not comparable with those of"
             f" {speed.device.title}."
