@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,13 +44,42 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.tx = [f"{spec}//python={forked.executable(whole=True)}" for spec in config.option.tx]
 
 
+class Collections:
+    """Full garbage collections: each goes through all that imports have made, which is there for good.
+
+    Accelerate asks for several in each training. Where one takes long, all that is there after the test is left out of
+    the later ones.
+    """
+
+    LONG = 0.015  # seconds of the processor
+
+    def __init__(self) -> None:
+        self.was_long = True
+        self._started = 0.0
+
+    def __call__(self, phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            self._started = time.thread_time()
+        elif about["generation"] == 2 and time.thread_time() - self._started > self.LONG:
+            self.was_long = True
+
+    def leave_out(self) -> None:
+        if self.was_long:
+            gc.collect()
+            gc.freeze()
+            self.was_long = False
+
+
+collections = Collections()
+
+
 def pytest_collection_finish() -> None:
-    """What the imports made is there for good: each of many garbage collections would go through all of it."""
-    gc.collect()
-    gc.freeze()
+    gc.callbacks.append(collections)
+    collections.leave_out()
 
 
 def pytest_sessionfinish() -> None:
+    gc.callbacks.remove(collections)
     gc.unfreeze()
 
 
@@ -186,6 +216,7 @@ def nothing_left_behind() -> Iterator[None]:
     assert after == before
     # Delayed scaling updates the amax histories of all layers that there have ever been in the process.
     FP8GlobalStateManager.reset()
+    collections.leave_out()
 
 
 @pytest.fixture(params=["one thread", "two threads"])

@@ -9,6 +9,10 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_without: dict[tuple[str, ...], dict[str, Any]] = {}
+"""Names of functions -> the modules, by name, that were imported whole and have none of them: of thousands, nearly all.
+They are not looked through again."""
+
 
 class Callers:
     """Finds them, anew when Python modules have come."""
@@ -29,11 +33,9 @@ class Callers:
             self._modules = len(sys.modules)
             self._callers = [
                 (module, name)
-                for module in list(sys.modules.values())
-                # Of thousands of modules some have one of the names.
-                if not origins.keys().isdisjoint((names := getattr(module, "__dict__", {})).keys())
+                for module in _modules_with(origins)
                 for name, origin in origins.items()
-                if (found := names.get(name)) is not None
+                if (found := vars(module).get(name)) is not None
                 # Transformer Engine's modules may have one of the user's own.
                 if found is getattr(origin, name) or (callable(found) and _is_of_transformer_engine(module))
             ]
@@ -54,6 +56,22 @@ class Callers:
                 " hands to it, and then calls it.",
                 " and ".join(theirs),
             )
+
+
+def _modules_with(names: Mapping[str, Any]) -> list[Any]:
+    """The modules that have a variable of one of these names, in the order of their import."""
+    without = _without.setdefault(tuple(names), {})
+    found = []
+    for path, module in list(sys.modules.items()):
+        if without.get(path) is module:
+            continue
+        variables = getattr(module, "__dict__", {})
+        if not names.keys().isdisjoint(variables.keys()):
+            found.append(module)
+        # A notebook, which has no spec, and what is being imported may get one yet.
+        elif (spec := variables.get("__spec__")) is not None and not getattr(spec, "_initializing", False):
+            without[path] = module
+    return found
 
 
 def _is_of_transformer_engine(module: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -57,6 +58,15 @@ _TRAINERS = ("lightning", "accelerate", "transformers", "megatron-core", "peft")
 _MOST_NAMED = 3
 
 Row = dict[str, Any]
+
+
+@functools.cache
+def _installed(package: str) -> str | None:
+    """Its version; None if it is not installed as a package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 class RunFacts:
@@ -178,11 +188,8 @@ class RunFacts:
         facts = torch_facts()
         found = dict(versions()) | {"python": platform.python_version()}
         for name in _TRAINERS:
-            if name.partition("-")[0] in sys.modules:
-                try:
-                    found[name] = version(name)
-                except PackageNotFoundError:
-                    continue
+            if name.partition("-")[0] in sys.modules and (installed := _installed(name)) is not None:
+                found[name] = installed
         return {
             "front_door": self._front_door,
             "versions": found,
