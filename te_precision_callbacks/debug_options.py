@@ -70,8 +70,8 @@ class DebugRun(Protocol):
 
 
 def add_debug_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config``, ``_require``, ``_records``, ``_statistics_log``
-    and ``_report`` to a parser.
+    """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config``, ``_require``, ``_records``, ``_statistics_log``,
+    ``_on_finding`` and ``_report`` to a parser.
 
     ``--debug`` may be given several times, and takes ``"a b"`` as ``a b``; an unknown name ends the program with a
     message that lists all names. ``arguments.debug`` is a tuple, ``arguments.te_precision_report`` True or False, and

@@ -18,6 +18,7 @@ from te_precision_callbacks.debug_options import (
     add_debug_options,
     debugging,
 )
+from te_precision_callbacks.diagnosis import PrecisionFindingError
 from te_precision_callbacks.overflow import ActivationOverflowError
 from tests.conftest import Keeper, statistics
 from tests.lightning.models import logged_lines
@@ -129,6 +130,14 @@ def test_the_statistics_log(tmp_path: Path) -> None:
     assert not (tmp_path / "nvdlfw_inspect_statistics_logs").exists()
     with pytest.raises(OptionError, match=r"te_precision_statistics_log='off'.*--debug te_precision"):
         debugging(parser().parse_args(flags[2:]), net())
+
+
+def test_a_finding_stops_the_loop(tmp_path: Path) -> None:
+    flags = ["--debug", "te_precision", "--te-precision-on-finding"]
+    with pytest.raises(PrecisionFindingError, match="nonfinite"):
+        train(parser().parse_args([*flags, "stop: nonfinite"]), net(), spoil_at=1, log_dir=tmp_path, quiet=True)
+    with pytest.raises(OptionError, match="there is no rule 'nonfinit'"):
+        debugging(parser().parse_args([*flags, "stop: nonfinit"]), net())
 
 
 @pytest.mark.parametrize("flags", [[], ["--te_precision_report"], ["--te-precision-report"]])

@@ -94,6 +94,12 @@ FLAGS = (
         "the ranks that write the statistics log, 'rank0' (the default), 'all' or 'off', and the most that a rank's log"
         " grows to, such as 'rank0, 4GiB'",
     ),
+    Flag(
+        "on_finding",
+        "REACTION",
+        "what happens when a rule finds something: 'warn' (the default), 'stop', or 'stop: ' with severities or rules,"
+        " such as 'stop: error'",
+    ),
     Flag("report", "", "write the page of the run, report.html, into the log folder at its end"),
 )
 """The arguments of scripts besides ``--debug``."""

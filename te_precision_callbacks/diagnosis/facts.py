@@ -84,6 +84,7 @@ class Settings:
 
     Attributes:
         loss_is_scaled: whether a GradScaler has stepped an optimizer of the model.
+        adds_eps: whether an optimizer that has stepped the model adds ``eps`` as Adam does; None if that is not known.
         float16: whether a layer computes in float16 beside its products in low precision.
         ranks: how many ranks reduce their statistics together.
         alike: whether these have the same layers.
@@ -95,6 +96,7 @@ class Settings:
     """
 
     loss_is_scaled: bool = False
+    adds_eps: bool | None = None
     float16: bool = False
     ranks: int = 1
     alike: bool = True

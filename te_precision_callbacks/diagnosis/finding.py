@@ -131,11 +131,13 @@ class Verdict(Sequence[Finding]):
         findings: the findings, the worst first.
         judged: the ids of the rules that were judged.
         not_judged: the rules that were not, although they apply to the run.
+        is_partial: whether a part of the run cannot be read, so that the verdict is on the rest.
     """
 
     findings: tuple[Finding, ...] = ()
     judged: tuple[str, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()
+    is_partial: bool = False
 
     def __getitem__(self, index: Any) -> Any:
         return self.findings[index]
@@ -157,8 +159,9 @@ class Verdict(Sequence[Finding]):
     def summary(self) -> str:
         """The verdict in one line, without the findings."""
         rules = f"{len(self.judged)} of {many(len(self.judged) + len(self.not_judged), 'rule')}"
+        partial = ", and a part of the run cannot be read" if self.is_partial else ""
         if not self.judged:
-            return "Nothing could be judged."
+            return f"Nothing could be judged{partial}."
         counts = [
             many(count, severity)
             for severity in SEVERITIES
@@ -166,8 +169,8 @@ class Verdict(Sequence[Finding]):
         ]
         if self.healthy:
             also = f", {counts[0]}" if counts else ""
-            return f"Nothing wrong in {rules} judged{also}."
-        return f"{', '.join(counts)} in {rules} judged."
+            return f"Nothing wrong in {rules} judged{also}{partial}."
+        return f"{', '.join(counts)} in {rules} judged{partial}."
 
     def __str__(self) -> str:
         first = f" First: {self.findings[0]}." if self.findings and not self.healthy else ""
@@ -182,6 +185,7 @@ class Verdict(Sequence[Finding]):
             "verdict": str(self),
             "summary": self.summary,
             "healthy": self.healthy,
+            "partial": self.is_partial,
             "judged": len(self.judged),
             "judged_rules": list(self.judged),
             "findings": [finding.as_json() for finding in self.findings],

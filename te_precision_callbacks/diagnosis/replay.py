@@ -11,6 +11,7 @@ replay.verdict(open_run("logs"))        # later: those that have come since
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator
@@ -84,7 +85,7 @@ class Replay:
         self._seen = read.up_to(self._last, self._told)
         if self._know(facts, facts.last):
             self._seen = None  # what comes next would see them in its own step
-        return diagnosis.verdict
+        return dataclasses.replace(diagnosis.verdict, is_partial=bool(run.unread))
 
     def _tell(self, read: _Read, until: int) -> None:
         """Judge what the trainer has logged up to an iteration."""

@@ -151,16 +151,16 @@ class ForwardHooks:
             self._tap.hear(self._watched.armed)
         self._tap.listen(*listeners, ranges=self._has_ranges)
 
-    def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> bool:
+    def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> Collection[tuple[int, str]]:
         """Ask the features of a module that is observed on its fused path, in its forward.
 
         Returns:
-            Whether they look at anything.
+            What they look at: numbers of layers and tensors.
         """
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         if id(module) not in self._watched.fused or kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
-            return False
+            return ()
         iteration = TEDebugState.get_iteration()
         notes, current = self.answers.notes, self.answers.current
         notes.note_plan(
@@ -171,15 +171,16 @@ class ForwardHooks:
             input_needs_gradient=current.input_needs_gradient,
         )
         if kind is ForwardKind.SILENT:
-            return False
+            return ()
         layers = self._watched.layers[id(module)]
         module.__dict__["next_iter_when_debug_should_be_run"] = self._fused_observation.ask(layers, iteration)
-        if not self._fused_observation.wants(layers):
-            return False
+        wanted = self._fused_observation.wanted(layers)
+        if not wanted:
+            return ()
         notes.look_at_scales(module, iteration)
-        if current.has_quantized_input and self._fused_observation.looks_at_activation(layers):
+        if current.has_quantized_input and (0, "activation") in wanted:
             notes.report_quantized_input(module)
-        return True
+        return wanted
 
     def keep(self) -> None:
         """End observation, but keep the features that change precision, until :meth:`remove`."""

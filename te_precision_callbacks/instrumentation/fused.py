@@ -5,15 +5,17 @@ Transformer Engine calls features on its debug path only, which is unfused and r
 layer's GEMMs are handed (``tap.py``): the quantized operands, and the high-precision tensors that the path has anyway.
 Training is the same to the last bit.
 
-Some high-precision tensors never exist there: a norm or an activation function writes its result in the format of the
-GEMM. :data:`HIGH_PRECISION_ON_FUSED_PATH` is the list of those that do exist. Read from Transformer Engine 2.20.2
-(``pytorch/module``).
+A norm or an activation function may write its result in the format of the GEMM alone. Its high-precision values are
+then computed once more (``unfused.py``). :data:`HIGH_PRECISION_ON_FUSED_PATH` is the list of the tensors that can be
+had. Read from Transformer Engine 2.20.2 (``pytorch/module``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe, class_names
@@ -39,15 +41,12 @@ _ALL = frozenset(TENSORS)
 HIGH_PRECISION_ON_FUSED_PATH: Mapping[str, tuple[frozenset[str], ...]] = {
     "Linear": (_ALL,),
     "GroupedLinear": (_ALL,),
-    "LayerNormLinear": (_ALL - {"activation"},),
-    "LayerNormMLP": (
-        frozenset({"weight", "wgrad", "dgrad"}),
-        frozenset({"weight", "gradient", "output", "wgrad"}),
-    ),
+    "LayerNormLinear": (_ALL,),
+    "LayerNormMLP": (_ALL - {"output"}, _ALL - {"dgrad"}),
 }
-"""Class of a module -> for each of its layers the tensors that its fused path has in high precision.
+"""Class of a module -> for each of its layers the tensors that can be had in high precision on its fused path.
 
-LayerNormMLP may fuse the activation function, and its derivative, into the GEMMs of both layers.
+LayerNormMLP may fuse the activation function, and its derivative, into the GEMMs that write the other two.
 """
 
 _OVERLAPPING = ("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgrad")
@@ -103,7 +102,10 @@ def why_not_fused(
 
 
 def _parts(module: Any) -> tuple[frozenset[str], ...] | None:
-    return next((parts for name in class_names(module) if (parts := HIGH_PRECISION_ON_FUSED_PATH.get(name))), None)
+    parts = next((parts for name in class_names(module) if (parts := HIGH_PRECISION_ON_FUSED_PATH.get(name))), None)
+    if parts is not None and getattr(module, "gemm_gelu_fusion", False):  # NVTE_GEMM_GELU_FUSION=1
+        return parts[0], parts[1] - {"activation"}
+    return parts
 
 
 def _why_not(name: str, options: Any, has: frozenset[str], module: Any, only_looks: Callable[[str], bool]) -> str:
@@ -263,13 +265,9 @@ class FusedObservation:
             answer = self._answers[id(watchers)] = _asked(watchers, iteration)
         return answer
 
-    def wants(self, layers: Sequence[str]) -> bool:
-        """Whether anything is looked at in the iteration that was asked for last."""
-        return any(self._due[layer].watchers for layer in layers)
-
-    def looks_at_activation(self, layers: Sequence[str]) -> bool:
-        """Whether the first layer's activation is looked at in the iteration that was asked for last."""
-        return "activation" in self._due[layers[0]].watchers
+    def wanted(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
+        """What is looked at in the iteration that was asked for last: numbers of layers, and tensors."""
+        return frozenset((number, tensor) for number, layer in enumerate(layers) for tensor in self._due[layer].watchers)
 
     def __call__(self, event: GemmEvent) -> None:
         """Show the tensors of a GEMM to the features that look at them."""
@@ -315,6 +313,7 @@ def _tensors(event: GemmEvent) -> Iterator[tuple[str, Any, Any]]:
     it, and the result."""
     for operand in event.operands:
         if operand.first:
-            yield operand.tensor, operand.high, operand.given
+            plain = type(operand.given) in (torch.Tensor, torch.nn.Parameter)
+            yield operand.tensor, operand.given if plain and operand.high is None else operand.high, operand.given
     if event.out is not None:
         yield RESULT[event.gemm], event.out, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,11 +28,12 @@ class Forward:
             nobody knows which layer a GEMM belongs to.
         events: how many events there have been.
         half: the layer of a LayerNormMLP whose GEMM ran last; -1 at the begin of a forward, 2 at that of a backward.
+        wanted: (number of the layer, tensor) of the tensors that are looked at before their quantization.
         high: (number of the layer, tensor) -> the tensor before its quantization, of the forward or backward that runs;
-            None where nobody wants them.
+            None where nobody wants any.
     """
 
-    __slots__ = ("_halves", "_read", "events", "half", "high", "is_heard", "kind", "layers", "recipe")
+    __slots__ = ("_halves", "_read", "events", "half", "high", "is_heard", "kind", "layers", "recipe", "wanted")
 
     def __init__(
         self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool, is_heard: bool = True
@@ -42,10 +43,15 @@ class Forward:
         self.layers = layers
         self.kind = kind
         self.recipe = recipe
+        self.wanted: Collection[tuple[int, str]] = ()
         self.high: dict[tuple[int, str], Any] | None = None
         self._halves = halves
         self.half = 0
         self._read: set[tuple[int, str]] = set()
+
+    def wants(self, number: int, tensor: str) -> bool:
+        """Whether a tensor is looked at, and no GEMM has read it yet."""
+        return (number, tensor) in self.wanted and (number, tensor) not in self._read
 
     def operand(self, number: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
         """An operand of a GEMM of one of the layers."""

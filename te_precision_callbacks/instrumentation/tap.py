@@ -10,6 +10,7 @@ Read from Transformer Engine 2.20.2. While installed, these are replaced, and no
   runs in another thread.
 - ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) in the same way, and ``forward``
   and ``backward`` of ``FusedAttnFunc``.
+- ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``unfused.py``).
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
 - ``te.Linear.forward``, which ``torch.compile`` takes into the graph as one operator (torch 2.15), with GEMMs that
   Python never sees. It runs outside of the graph, as the forwards of all other modules do.
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ from te_precision_callbacks.instrumentation.handed import (
 )
 from te_precision_callbacks.instrumentation.operations_tap import OperationsTap
 from te_precision_callbacks.instrumentation.running import OF_NO_LAYER, UNHEARD, Forward, Running
+from te_precision_callbacks.instrumentation.unfused import UnfusedTensors
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedOperation
 
@@ -79,7 +81,8 @@ class GemmTap:
         report: receives failures of listeners.
         running: what threads run.
         enter: called in each forward of a module of which there are events, behind its preparation, with the module and
-            the kind of the forward; returns whether listeners want the tensors before their quantization.
+            the kind of the forward; returns the tensors that listeners want before their quantization, each as the
+            number of the layer and the tensor's name.
         silent: called with layers, what has run, and whether it was the backward, behind a forward or backward of
             training that has GEMMs and had no event, for example because a separate kernel runs them.
         attention: receives the events of attention.
@@ -94,7 +97,7 @@ class GemmTap:
         report: Callable[[str, str, Exception], None],
         running: Running | None = None,
         *,
-        enter: Callable[[torch.nn.Module, ForwardKind], bool] | None = None,
+        enter: Callable[[torch.nn.Module, ForwardKind], Collection[tuple[int, str]]] | None = None,
         silent: Callable[[Sequence[str], str, bool], None] | None = None,
         attention: AttentionListener | None = None,
     ) -> None:
@@ -104,6 +107,7 @@ class GemmTap:
         self._enter = enter
         self._silent = silent
         self._attention = AttentionTap(classify, report, self._running, attention)
+        self._unfused = UnfusedTensors(self._running, report)
         self.operations = OperationsTap(classify, self._running, self._tell_silent)
         self._listeners: tuple[Listener, ...] = ()
         self._layers: Mapping[int, Sequence[str]] = {}
@@ -170,7 +174,7 @@ class GemmTap:
     def _install(self) -> None:
         from transformer_engine.pytorch.attention.dot_product_attention import backends
         from transformer_engine.pytorch.cpp_extensions import fused_attn, gemm
-        from transformer_engine.pytorch.module import _common, base
+        from transformer_engine.pytorch.module import _common, base, layernorm_linear, layernorm_mlp
         from transformer_engine.pytorch.module.linear import Linear
         from transformer_engine.pytorch.ops import fuser
 
@@ -195,6 +199,10 @@ class GemmTap:
         for function, high in (*functions_of_modules(), (backends.FusedAttnFunc, None)):
             self._seams.replace(function, "forward", staticmethod(self._around_forward(function.forward, high)))
             self._seams.replace(function, "backward", staticmethod(self._around_backward(function.backward)))
+        for owner in (layernorm_linear, layernorm_mlp):
+            around_norm = self._unfused.around_norm(owner.apply_normalization)
+            self._seams.replace(owner, "apply_normalization", around_norm)
+        self._seams.replace(layernorm_mlp, "_act_func", self._unfused.around_act_func(layernorm_mlp._act_func))
         store = _common.WeightGradStore
         self._seams.replace(store, "put", self._around_put(store.put))
         self._seams.replace(
@@ -234,7 +242,8 @@ class GemmTap:
             halves = "LayerNormMLP" in class_names(module)
             recipe = recipe_in_force(module, fp8=module.fp8)
             entered = Forward(self._layers[id(module)], self._classify(module), recipe, halves=halves)
-            if self._enter is not None and self._enter(module, entered.kind):
+            entered.wanted = () if self._enter is None else self._enter(module, entered.kind)
+            if entered.wanted:
                 entered.high = {}
         except ObservationError:
             raise

@@ -42,6 +42,7 @@ class UpdateWatch:
         is_due: whether statistics are due in this step.
         is_trained_by: whether an optimizer steps parameters of the model.
         take: receives a name, and a number on its device.
+        note_eps: called with whether an optimizer is of Adam's kind, once for each that has stepped the model.
         report: receives failures.
     """
 
@@ -50,11 +51,14 @@ class UpdateWatch:
         is_due: Callable[[], bool],
         is_trained_by: Callable[[torch.optim.Optimizer], bool],
         take: Callable[[str, torch.Tensor], None],
+        note_eps: Callable[[bool], None],
         report: Callable[[str, str, Exception], None],
     ) -> None:
         self._is_due = is_due
         self._is_trained_by = is_trained_by
         self._take = take
+        self._note_eps = note_eps
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._report = report
         self._largest_rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakKeyDictionary()
         self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -94,9 +98,13 @@ class UpdateWatch:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare what the step has left of the elements."""
         before, self._before = self._before, []
-        if not before:
-            return
         try:
+            if optimizer not in self._known:
+                self._known.add(optimizer)
+                if self._is_trained_by(optimizer):
+                    self._note_eps(any(map(_adds_eps, optimizer.param_groups)))
+            if not before:
+                return
             asked = torch.cat([has_gradient for _, _, has_gradient in before])
             same = torch.cat([now == then for now, then, _ in before])
             self._take(UNCHANGED, 100 * (same & asked).sum() / asked.sum().clamp(min=1))
@@ -107,7 +115,7 @@ class UpdateWatch:
         """Compare gradients with ``eps``, where the optimizer is one of Adam's kind."""
         found: list[torch.Tensor] = []
         for group in optimizer.param_groups:
-            if "betas" not in group or not group.get("eps"):
+            if not _adds_eps(group):
                 continue
             gradients = [_some(gradient) for _, gradient in _usable(group["params"])]
             if gradients:
@@ -117,6 +125,11 @@ class UpdateWatch:
                 found.append((norms > 0) & (norms < float(group["eps"]) * sizes))
         if found:
             self._take(BELOW_EPS, 100 * torch.cat(found).float().mean())
+
+
+def _adds_eps(group: Mapping[str, Any]) -> bool:
+    """Whether the optimizer of a group of parameters adds ``eps`` as Adam does."""
+    return "betas" in group and bool(group.get("eps"))
 
 
 def _before_step(watch: weakref.ref[UpdateWatch]) -> Callable[..., None]:

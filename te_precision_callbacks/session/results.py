@@ -39,6 +39,7 @@ class RunResults:
         resume: the result of the audit of a resume; None without one.
         diagnosis: the rules, and what they have found.
         scales_loss: whether a GradScaler has stepped an optimizer of the model.
+        adds_eps: whether an optimizer that has stepped the model adds ``eps`` as Adam does; None before the first step.
     """
 
     log_dir: Path
@@ -55,6 +56,7 @@ class RunResults:
     resume: ResumeReport | None = None
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
     scales_loss: bool = False
+    adds_eps: bool | None = None
 
     def __post_init__(self) -> None:
         self.layers = LayerHistory(self.iterations)

@@ -145,6 +145,7 @@ class Run:
             lambda: bool(self.hooks.answers.watched.armed),
             model.is_trained_by,
             lambda name, value: self._delivery.take_scalar(name, value),
+            self._note_eps,
             failures.report,
         )
         self._scaling = LossScaling(model.is_trained_by, self._note_scaling, failures.report)
@@ -229,6 +230,9 @@ class Run:
             self.overflow.attach(model, ranks.messages)
         ranks.settle()
         self._profiling.begin(self.inspector.iteration)
+
+    def _note_eps(self, adds: bool) -> None:
+        self._results.adds_eps = adds or bool(self._results.adds_eps)
 
     def _note_scaling(self) -> None:
         self._results.scales_loss = True

@@ -99,7 +99,8 @@ class RunFacts:
         results = self._results
         coverage = results.coverage
         changes = results.layers.changes, results.audit.changes, coverage.changes
-        return *changes, len(coverage.of_other_ranks), len(results.unconverted), results.scales_loss
+        optimizers = results.scales_loss, results.adds_eps
+        return *changes, len(coverage.of_other_ranks), len(results.unconverted), *optimizers
 
     @without_collections()
     def take(self) -> Facts:
@@ -170,6 +171,7 @@ class RunFacts:
         several = reduces and is_distributed(self._options.process_group)
         return {
             "loss_is_scaled": self._results.scales_loss,
+            "adds_eps": self._results.adds_eps,
             "float16": computes_in_float16(found),
             "ranks": torch.distributed.get_world_size(self._options.process_group) if several else 1,
             "alike": not layers.of_other_ranks,

@@ -21,6 +21,7 @@ from te_precision_callbacks.base.debug_values import (
 )
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.contract import read_contract
+from te_precision_callbacks.diagnosis.reaction import reads_stop
 from te_precision_callbacks.options import read_statistics_log
 from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.transformers.unwatched import warn_where_unwatched
@@ -71,9 +72,10 @@ class TrainingArguments(transformers.TrainingArguments):
             transformers takes.
         te_precision_config: with ``te_precision``, the path of the config, or a mapping. None: statistics on every
             Transformer Engine layer.
-        te_precision_require: the callback's ``require``. It and the three arguments below need ``te_precision``.
+        te_precision_require: the callback's ``require``. It and the four arguments below need ``te_precision``.
         te_precision_records: the callback's ``records``.
         te_precision_statistics_log: the callback's ``statistics_log``.
+        te_precision_on_finding: the callback's ``on_finding``, except a function.
         te_precision_report: the callback's ``report``.
 
     Raises:
@@ -94,6 +96,7 @@ class TrainingArguments(transformers.TrainingArguments):
     te_precision_require: str | None = field(default=None, metadata=_HELP["require"])
     te_precision_records: str | None = field(default=None, metadata=_HELP["records"])
     te_precision_statistics_log: str | None = field(default=None, metadata=_HELP["statistics_log"])
+    te_precision_on_finding: str | None = field(default=None, metadata=_HELP["on_finding"])
     te_precision_report: bool = field(default=False, metadata=_HELP["report"])
 
     def __post_init__(self) -> None:
@@ -110,6 +113,7 @@ class TrainingArguments(transformers.TrainingArguments):
         read_contract(given.get("require"))
         record_limit(given.get("records", "on"))
         read_statistics_log(given.get("statistics_log", "rank0"))
+        reads_stop(given.get("on_finding", "warn"))
         if isinstance(config, os.PathLike):
             self.te_precision_config = os.fspath(config)
         self.debug = [option for option in options if isinstance(option, DebugOption)]

@@ -16,6 +16,7 @@ from te_precision_callbacks.base.debug_values import (
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.contract import ContractSource
 from te_precision_callbacks.config.loading import ConfigSource
+from te_precision_callbacks.diagnosis.reaction import OnFinding
 from te_precision_callbacks.runs.limits import Records
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.transformers.arguments import parse_options
@@ -41,6 +42,7 @@ class Trainer(transformers.Trainer):
         te_precision_require: a contract.
         te_precision_records: whether to record the run, or how much of it.
         te_precision_statistics_log: which ranks write the statistics log.
+        te_precision_on_finding: what happens when a rule finds something.
         te_precision_report: whether to write the page of the run.
         **keywords: as transformers' Trainer takes them.
 
@@ -64,6 +66,7 @@ class Trainer(transformers.Trainer):
         te_precision_require: ContractSource = None,
         te_precision_records: Records | None = None,
         te_precision_statistics_log: str | None = None,
+        te_precision_on_finding: OnFinding | None = None,
         te_precision_report: bool | None = None,
         **keywords: Any,
     ) -> None:
@@ -75,6 +78,7 @@ class Trainer(transformers.Trainer):
             "require": te_precision_require,
             "records": te_precision_records,
             "statistics_log": te_precision_statistics_log,
+            "on_finding": te_precision_on_finding,
             "report": te_precision_report,
         }
         given = given_flags(self.args, options, instead)

@@ -49,6 +49,13 @@ def test_what_both_have_is_not_listed(bad: Path, tmp_path: Path) -> None:
     assert (found.only_a, found.only_b, found.summary) == ((), (), "B has no finding that A has not.")
 
 
+def test_that_a_part_cannot_be_read_is_in_the_first_line(healthy: Path, tmp_path: Path) -> None:
+    damaged = defective(tmp_path / "damaged", power=0)
+    next(damaged.rglob("run.json")).write_text("{")
+    line = command(healthy, damaged).output.splitlines()[0]
+    assert line == "B has no finding that A has not. A part of B cannot be read."
+
+
 def test_json(healthy: Path, bad: Path) -> None:
     found = json.loads(command(healthy, bad, "--json").output)["verdicts"]
     (finding,) = found["only_b"]

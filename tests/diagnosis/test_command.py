@@ -192,10 +192,13 @@ def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert first == "A part of the run cannot be read. The verdict is on the rest:"
     assert "cannot be read, and its rows are missing" in f"{second} {rest[0]}"
-    assert "Nothing wrong in" in result.output
+    (line,) = [line for line in result.output.splitlines() if line.startswith("Nothing wrong in")]
+    assert line.endswith("judged, and a part of the run cannot be read.")
+    assert line in called("show", tmp_path).output
     assert result.output.count("its rows are missing") == 1, "it is told once"
     told = json.loads(called("diagnose", tmp_path, "--json").output)
     assert len(told["unread"]) == 1
+    assert told["partial"]
     assert told["unread"][0] in told["notes"]
     next(tmp_path.rglob("run.json")).write_text("{")
     assert len(json.loads(called("diagnose", tmp_path, "--json").output)["unread"]) == 2

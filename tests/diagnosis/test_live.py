@@ -264,6 +264,20 @@ def test_gradients_below_eps(tmp_path: Path, scale: float, rules: list[str]) -> 
     assert [finding.rule for finding in session.findings if finding.severity != "note"] == rules
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_eps_is_a_rule_of_optimizers_that_have_one(tmp_path: Path, kind: type[torch.optim.Optimizer]) -> None:
+    net, other = te.Linear(32, 32), torch.nn.Linear(4, 4)
+    optimizer, of_other = kind(net.parameters(), lr=1e-3), torch.optim.Adam(other.parameters())
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for _ in range(2):
+            (net(torch.randn(16, 32)).sum() + other(torch.ones(2, 4)).sum()).backward()
+            optimizer.step()
+            of_other.step()
+            session.step()
+    for verdict in (session.findings, diagnose(tmp_path)):
+        assert ("below-eps" in [each.rule for each in verdict.not_judged]) == (kind is torch.optim.AdamW)
+
+
 @pytest.mark.parametrize(("enabled", "rules"), [(True, ["grad-scaler"]), (False, [])])
 def test_a_scaler_of_gradients_in_bfloat16(tmp_path: Path, enabled: bool, rules: list[str]) -> None:
     torch.manual_seed(0)

@@ -188,6 +188,18 @@ def test_the_statistics_log_on_the_command_line(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("nvdlfw_inspect_statistics_logs"))
 
 
+def test_a_reaction_on_the_command_line(tmp_path: Path) -> None:
+    found = parsed("--debug", "te_precision", "--te_precision_on_finding", "stop: error")
+    assert found.te_precision_on_finding == "stop: error"
+    with pytest.raises(OptionError, match="on_finding= must be 'warn', 'stop'"):
+        parsed("--debug", "te_precision", "--te_precision_on_finding", "halt")
+    args = arguments(tmp_path, TrainingArguments, debug="te_precision", te_precision_on_finding="stop")
+    made = [trainer(args, kind=Trainer), trainer(args, kind=Trainer, te_precision_on_finding="warn")]
+    callbacks = [one for each in made for one in each.callback_handler.callbacks]
+    reactions = [one._options.on_finding for one in callbacks if isinstance(one, PrecisionDebugTrainerCallback)]
+    assert reactions == ["stop", "warn"]
+
+
 # ---------------------------------------------------------------------- the trainer
 
 

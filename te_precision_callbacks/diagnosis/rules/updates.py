@@ -77,6 +77,12 @@ class BelowEps(_OfOneNumber):
     statistic, most, needed = BELOW_EPS, SMALL, SMALL_STEPS
     seen = "the gradients of {:.3g} % of the weights are smaller than the optimizer's eps"
 
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if facts.settings is not None and facts.settings.adds_eps is not None:
+            self.applies = facts.settings.adds_eps
+        yield from ()
+
 
 _COLLECT = "no config, or a section with the name default_statistics"
 

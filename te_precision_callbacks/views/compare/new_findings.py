@@ -36,11 +36,14 @@ class ComparedVerdicts:
 
     @property
     def summary(self) -> str:
-        """What B has that A has not, in a sentence."""
+        """What B has that A has not, in a sentence, and whether a part of either cannot be read."""
+        partial = " and ".join(name for name, verdict in (("A", self.a), ("B", self.b)) if verdict.is_partial)
+        unread = f" A part of {partial} cannot be read." if partial else ""
         if not self.b.judged:
-            return "Nothing could be judged in B."
+            return f"Nothing could be judged in B.{unread}"
         gone = f" A has {many(len(self.only_a), 'finding')} that B has not." if self.only_a else ""
-        return f"B has {many(len(self.only_b), 'finding') if self.only_b else 'no finding'} that A has not.{gone}"
+        found = many(len(self.only_b), "finding") if self.only_b else "no finding"
+        return f"B has {found} that A has not.{gone}{unread}"
 
     def in_words(self) -> Iterator[str]:
         """The findings that only B has, a text for each."""

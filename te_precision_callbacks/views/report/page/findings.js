@@ -28,7 +28,7 @@ const toFindings = (...children) => link({ page: "findings" }, ...children);
 // The verdict, with its first findings: what a report begins with.
 function verdictPart(report) {
   const { verdict } = report, { findings, not_judged: notJudged } = verdict;
-  const state = !verdict.judged ? "none" : findings[0]?.severity ?? "healthy", left = findings.length - FINDINGS_AT_THE_TOP;
+  const state = !verdict.judged ? "none" : findings[0]?.severity ?? (verdict.partial ? "none" : "healthy"), left = findings.length - FINDINGS_AT_THE_TOP;
   return el("section", { class: `card verdict ${state}`, "aria-labelledby": "verdict" },
     el("h2", { id: "verdict" }, verdict.summary),
     findings.length > 0 && el("ol", { "aria-label": "Findings, the worst first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),

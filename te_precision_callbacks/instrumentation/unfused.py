@@ -1,0 +1,89 @@
+"""The tensors that a fused kernel writes in low precision alone: computed once more, in high precision.
+
+A kernel that fuses a norm, an activation function or its derivative with quantization gives the operand of a GEMM, and
+never its values before quantization. Where a feature looks at such a tensor, the same function of Transformer Engine
+runs a second time without a quantizer. What training computes with is the result of the first call.
+
+Read from Transformer Engine 2.20.2 (``pytorch/module``): the modules call ``apply_normalization``, and the functions
+that ``_act_func`` gives: the activation function, its derivative, and that fused with the gradient of the bias.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from te_precision_callbacks.instrumentation.running import Running
+
+_QUANTIZER_OF_NORM = 5
+"""The place of ``output_quantizer`` among the arguments of ``apply_normalization``."""
+
+
+class UnfusedTensors:
+    """Notes these tensors for the forward or backward that runs.
+
+    Args:
+        running: what threads run.
+        report: receives failures.
+    """
+
+    def __init__(self, running: Running, report: Callable[[str, str, Exception], None]) -> None:
+        self._running = running
+        self._report = report
+
+    def around_norm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """``apply_normalization``, whose result is the activation of a module's first layer."""
+
+        @functools.wraps(upstream)
+        def apply_normalization(*arguments: Any) -> Any:
+            result = upstream(*arguments)
+
+            def alone() -> Any:
+                if arguments[_QUANTIZER_OF_NORM] is None:
+                    return result[0]
+                return upstream(*arguments[:_QUANTIZER_OF_NORM], None, *arguments[_QUANTIZER_OF_NORM + 1 :])[0]
+
+            self._note(0, "activation", alone)
+            return result
+
+        return apply_normalization
+
+    def around_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """``_act_func`` of LayerNormMLP: the activation of fc2 is its result, and the gradient of fc1 its derivative's."""
+
+        @functools.wraps(upstream)
+        def act_func(*arguments: Any, **keywords: Any) -> Any:
+            forward, backward, with_bias = upstream(*arguments, **keywords)
+            return (
+                self._around(forward, forward, 1, "activation"),
+                self._around(backward, backward, 0, "gradient"),
+                with_bias and self._around(with_bias, backward, 0, "gradient"),
+            )
+
+        return act_func
+
+    def _around(self, function: Any, unfused: Any, number: int, tensor: str) -> Callable[..., Any]:
+        """A function whose last argument is the quantizer of its result.
+
+        Args:
+            function: the function.
+            unfused: the function that gives its result in high precision without a quantizer.
+            number, tensor: the number of the layer, and which of its tensors the result is.
+        """
+
+        def around(*arguments: Any, **keywords: Any) -> Any:
+            result = function(*arguments, **keywords)
+            *of_values, quantizer = arguments
+            self._note(number, tensor, lambda: result if quantizer is None else unfused(*of_values, None, **keywords))
+            return result
+
+        return around
+
+    def _note(self, number: int, tensor: str, compute: Callable[[], Any]) -> None:
+        forward = self._running.here.running
+        if forward is not None and forward.high is not None and forward.wants(number, tensor):
+            try:
+                forward.high[number, tensor] = compute()
+            except Exception as error:
+                self._report("computing once more", f"{forward.layers[number]} {tensor}", error)
