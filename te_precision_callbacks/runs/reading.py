@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.runs.bounds import MOST_ITERATION, open_regular, pieces_of, read_json
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError
 from te_precision_callbacks.runs.event_lines import event_row, events_table
@@ -62,6 +64,7 @@ from te_precision_callbacks.runs.run_files import (
 )
 from te_precision_callbacks.runs.soundness import sound
 from te_precision_callbacks.runs.tables import FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+from te_precision_callbacks.runs.trace_files import traces_without_run
 
 _MOST_ATTEMPTS = 5
 """How often a run is read that is thinned meanwhile."""
@@ -182,6 +185,13 @@ def _below(path: Path) -> str:
 
 def _what_it_is(path: Path) -> str:
     if path.is_dir():
+        if traces := traces_without_run(path):
+            more = f", and {many(len(traces) - 1, 'other')}" if traces[1:] else ""
+            return (
+                f"no recorded run is in this folder, but a trace of profile=: {traces[-1]}{more}. A session with"
+                ' records="off", or one that was killed before it had recorded anything, leaves it alone. Read it with'
+                f" te-precision speed --trace {shlex.quote(str(traces[-1]))}"
+            )
         return (
             f"no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
             f" nvidia-dlfw-inspect has nvdlfw_inspect_statistics_logs/.{_below(path)}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from te_precision_callbacks.runs.run_files import FOLDER, rank_name, segment_name
@@ -13,6 +14,7 @@ from te_precision_callbacks.runs.segment_rows import Place
 _TRACES = "traces"
 _WITHOUT_RECORDS = "precision_traces"
 _SUFFIX = ".json.gz"
+_NAME = re.compile(rf"(seg-\d+\.)?rank-\d+\.iterations-\d+-\d+{re.escape(_SUFFIX)}")
 
 
 def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, last: int) -> Path:
@@ -41,3 +43,10 @@ def own_traces(given: Path, run_id: str) -> list[Path]:
         if found := traces_of(folder):
             return found
     return []
+
+
+def traces_without_run(given: Path) -> list[Path]:
+    """The traces in a folder that has no recorded run: of a session without records, or that was killed before them."""
+    places = (f"{_TRACES}/*", f"*/{_TRACES}/*", f"{FOLDER}/*/{_TRACES}/*", f"{_WITHOUT_RECORDS}/*", "*")
+    found = (path for place in places for path in given.glob(f"{place}{_SUFFIX}"))
+    return sorted(path for path in found if _NAME.fullmatch(path.name))

@@ -31,21 +31,31 @@ def in_short(error: Exception) -> str:
 
 
 def closing_lines(
-    verdict: Verdict, coverage: Coverage, log_dir: Path, page: str, *, stopped: bool = False, ended_by: str = ""
+    verdict: Verdict,
+    coverage: Coverage,
+    log_dir: Path,
+    page: str,
+    *,
+    trace: str = "",
+    speed: str = "",
+    stopped: bool = False,
+    ended_by: str = "",
 ) -> Sequence[str]:
-    """At most :data:`MOST_LINES` lines: the verdict, the first findings, the coverage, the folder, the page.
+    """At most :data:`MOST_LINES` lines: the verdict, the first findings, the coverage, the folder, the trace, the page.
 
     Args:
         verdict: what the rules have found.
         coverage: the products of the last step.
         log_dir: the folder of the session's files.
         page: the page, or the command that makes it; empty if there is nothing for a page.
+        trace, speed: the trace of ``profile=``, and the command that reads it; empty without one.
         stopped: whether a finding ends the run. Its error has all that was seen, so findings are named in short.
         ended_by: what else of this package ends the run, such as the overflow detector: it comes before the verdict,
             which knows nothing of it.
     """
-    last = [f"  {coverage}." if coverage else "", f"  logs: {log_dir}", f"  page: {page}" if page else ""]
-    last = [line for line in last if line]
+    places = {"logs": str(log_dir), "trace": trace, "speed": speed, "page": page}
+    last = [f"  {coverage}."] if coverage else []
+    last += [f"  {what}: {where}" for what, where in places.items() if where]
     findings = verdict.findings
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []
     room = MOST_LINES - 1 - len(first) - len(last)

@@ -70,17 +70,28 @@ class LogAndRecords:
         place = None if self.records is None else self.records.place
         return new_trace_file(self._log_dir, place, own_rank(), first, last)
 
+    @property
+    def _run_id(self) -> str:
+        """The name of the run, or an empty text if nothing is recorded that a view could show."""
+        records = self.records
+        return "" if records is None or records.place is None or not records.has_content else records.place.run_id
+
     def tell_command(self) -> str:
         """Log the command that makes the page of the run.
 
         Returns:
             The name of the run, or an empty text if nothing is recorded that a page could show.
         """
-        if self.records is None or self.records.place is None or not self.records.has_content:
-            return ""
-        run_id: str = self.records.place.run_id
-        self.page = tell_command(self._log_dir, run_id)
+        run_id = self._run_id
+        if run_id:
+            self.page = tell_command(self._log_dir, run_id)
         return run_id
+
+    def speed_command(self, trace: Path) -> str:
+        """The command that reads a trace of the run."""
+        if run_id := self._run_id:
+            return f"te-precision speed {_quoted_run(self._log_dir, run_id)}"
+        return f"te-precision speed --trace {shlex.quote(str(trace))}"
 
     def write_page(self, run_id: str, sinks: Sinks) -> None:
         """Write the page of the run into the log folder, and hand it to the trainer's loggers.
@@ -103,7 +114,12 @@ def tell_command(log_dir: Path, run_id: str) -> str:
         log_dir: the session's log folder.
         run_id: the run; the folder may have others.
     """
-    path = log_dir if list_runs(log_dir) == (run_id,) else log_dir / FOLDER / run_id
-    command = f"te-precision report {shlex.quote(str(path.absolute()))}"
+    command = f"te-precision report {_quoted_run(log_dir, run_id)}"
     logger.info("%s makes one page of this run.", command)
     return command
+
+
+def _quoted_run(log_dir: Path, run_id: str) -> str:
+    """The path of a run for a command: the log folder, or the run's own if there are others in it."""
+    path = log_dir if list_runs(log_dir) == (run_id,) else log_dir / FOLDER / run_id
+    return shlex.quote(str(path.absolute()))

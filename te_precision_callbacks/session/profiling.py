@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -15,7 +16,7 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.instrumentation.module_ranges import ModuleRanges
 from te_precision_callbacks.instrumentation.profiler import StepProfiler, export
 from te_precision_callbacks.options import ProfileChoice
-from te_precision_callbacks.speed.trace.range_names import iteration_range
+from te_precision_callbacks.speed.trace.range_names import iteration_range, unended_range
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ class Profiling:
         trace_file: the file of a trace, by its first and last iteration.
         notices: the messages that the run has logged once.
         report: receives failures.
+
+    Attributes:
+        trace: the trace, once it is written.
     """
 
     def __init__(
@@ -44,7 +48,9 @@ class Profiling:
         notices: Notices,
         report: Callable[[str, str, BaseException], None],
     ) -> None:
+        self.trace: Path | None = None
         self._choice = choice if choice is not None and (choice.on_all_ranks or own_rank() == 0) else None
+        self._asked = self._choice
         self._modules = modules
         self._put_ranges = put_ranges
         self._trace_file = trace_file
@@ -52,8 +58,10 @@ class Profiling:
         self._report = report
         self._ranges = ModuleRanges()
         self._profiler: StepProfiler | None = None
-        self._iteration: record_function | None = None
-        self._profiled: list[int] = []
+        self._running: tuple[int, record_function] | None = None
+        self._has_ranges = False
+        self._ended: list[int] = []
+        self._stopped: Any = None
 
     def begin(self, iteration: int) -> None:
         """Begin an iteration; where no profile is due, this compares two numbers."""
@@ -63,58 +71,105 @@ class Profiling:
         self._guarded("starting", lambda: self._begin(choice, iteration))
 
     def end(self, iteration: int) -> None:
-        """End an iteration, with its profile if it is the last one."""
-        if self._iteration is not None:
+        """End an iteration; of the last one the profile ends, too, and :meth:`write` writes it."""
+        if self._running is not None:
             self._guarded("ending", lambda: self._end(iteration))
 
-    def close(self) -> None:
-        """End the profile, also before its last iteration; a trace of fewer iterations is written too."""
+    def write(self) -> None:
+        """Write the trace of a profile that has ended, once it is known where the run is recorded."""
+        if self._stopped is not None:
+            self._guarded("writing", self._write)
+
+    def close(self, iteration: int) -> None:
+        """End the profile, also before its last iteration, and say which iterations were not profiled.
+
+        Args:
+            iteration: the first iteration that the run does not have.
+        """
         self._choice = None
-        self._guarded("ending", self._close)
+        self._guarded("ending", self._stop)
+        self.write()
+        self._say_missing(iteration)
 
     def _begin(self, choice: ProfileChoice, iteration: int) -> None:
         if iteration < choice.first:
-            self._profiler = StepProfiler()
-            if not self._profiler.warm_up():
-                self._profiler = None
+            if self._profiler is None and (profiler := StepProfiler()).warm_up():
+                self._profiler = profiler
             return
-        if self._iteration is not None:
+        if self._running is not None and self._running[0] == iteration:
             return
-        if not self._profiled:
+        self._leave()  # an iteration that a resume has made another one
+        if not self._has_ranges:
+            self._has_ranges = True
             self._put_ranges(True)
             self._ranges.put(self._modules())
             self._profiler = self._profiler or StepProfiler()
             if not self._profiler.start():
                 self._say_other()
-        self._profiled.append(iteration)
-        self._iteration = record_function(iteration_range(iteration))
-        self._iteration.__enter__()  # type: ignore[no-untyped-call]
+        around = record_function(iteration_range(iteration))
+        self._running = iteration, around
+        around.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, iteration: int) -> None:
-        around, self._iteration = self._iteration, None
-        if around is not None:
-            around.__exit__(None, None, None)
+        self._leave(iteration)
         if self._choice is None or iteration >= self._choice.last:
-            self.close()
+            self._choice = None
+            self._stop()
 
-    def _close(self) -> None:
-        around, self._iteration = self._iteration, None
+    def _leave(self, ending: int | None = None) -> None:
+        """Leave the iteration that runs; it counts if it is the one that ends."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        iteration, around = running
+        around.__exit__(None, None, None)
+        if iteration == ending:
+            self._ended.append(iteration)
+        else:
+            with record_function(unended_range(iteration)):
+                pass
+
+    def _stop(self) -> None:
+        """Take the ranges away, and end the profiler."""
         profiler, self._profiler = self._profiler, None
-        profiled, self._profiled = self._profiled, []
         try:
-            if around is not None:
-                around.__exit__(None, None, None)
-            if profiled:
+            self._leave()
+            if self._has_ranges:
+                self._has_ranges = False
                 self._ranges.remove()
                 self._put_ranges(False)
         finally:
             profile = None if profiler is None else profiler.stop()
         if profiler is not None and profiler.given_up:
             self._say_other()
-        if profile is not None:
-            path = self._trace_file(profiled[0], profiled[-1])
-            export(profile, path)
-            logger.info("The profile of iterations %d to %d: %s", profiled[0], profiled[-1], path)
+        self._stopped = profile if self._ended else None
+
+    def _write(self) -> None:
+        profile, self._stopped = self._stopped, None
+        path = self._trace_file(self._ended[0], self._ended[-1])
+        export(profile, path)
+        self.trace = path
+        logger.info("The profile of iterations %d to %d: %s", self._ended[0], self._ended[-1], path)
+
+    def _say_missing(self, iteration: int) -> None:
+        """Warn that not all iterations that were asked for have been profiled."""
+        asked, self._asked = self._asked, None
+        if asked is None or own_rank() != 0:
+            return
+        wanted, ran = asked.last - asked.first + 1, len(self._ended)
+        if ran >= wanted:
+            return
+        first, last = asked.first, asked.last
+        text = f"profile= asked for {_iterations(first, last)}, and "
+        if ran:
+            text += f"{ran} of these {wanted} ran: {_iterations(self._ended[0], self._ended[-1])}."
+        else:
+            text += "none of them ran, so there is no trace."
+        if iteration <= last:
+            text += f" The run ended before iteration {iteration} had ended."
+        else:
+            text += " The run began with a later one."
+        logger.warning("%s Choose iterations that a run reaches; the first one is 0.", text)
 
     def _say_other(self) -> None:
         if self._notices.first("profiler"):
@@ -131,7 +186,11 @@ class Profiling:
         except ObservationError:
             raise
         except Exception as error:
-            self._choice = None
-            if self._profiler is not None or self._iteration is not None or self._profiled:
-                self._guarded("ending", self._close)
+            self._choice = self._asked = self._stopped = None
+            if self._profiler is not None or self._running is not None or self._has_ranges:
+                self._guarded("ending", self._stop)
             self._report(doing, "a profile", error)
+
+
+def _iterations(first: int, last: int) -> str:
+    return f"iteration {first}" if first == last else f"iterations {first} to {last}"

@@ -212,6 +212,8 @@ class Run:
         self._results.layers.go_to(iteration)
         self._delivery.forget_logging_step()
         self.hooks.arm()
+        if self.model.attached:
+            self._profiling.begin(iteration)
 
     def attach(self, model: Model) -> None:
         """As ``InspectSession.attach``."""
@@ -318,6 +320,7 @@ class Run:
         self.model.note_products()
         self._chronicle.begin(self.ranks)
         self._sinks.start()  # with the iteration at which the run begins
+        self._profiling.write()  # where the run is recorded, which is known now
         self._judgement.begin_step(ending.iteration)
         try:
             self._delivery.take(ending)
@@ -421,7 +424,7 @@ class Run:
             then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
             if self.model.attached:
                 then("handing over", "the last statistics", lambda: self._hand_over_rest(error, logging_step, guard))
-            then("ending", "the profile", self._profiling.close)
+            then("ending", "the profile", lambda: self._profiling.close(self.inspector.iteration))
 
     def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
         """Do a part of the end. What fails in it is reported, and not raised unless somebody has asked for that."""
@@ -608,8 +611,16 @@ class Run:
             verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
             stopped = isinstance(error, PrecisionFindingError)
             ended_by = "" if stopped or not isinstance(error, PrecisionDebugError) else in_short(error)
+            written, trace = self._written, self._profiling.trace
             lines = closing_lines(
-                verdict, coverage, self._results.log_dir, self._written.page, stopped=stopped, ended_by=ended_by
+                verdict,
+                coverage,
+                self._results.log_dir,
+                written.page,
+                trace="" if trace is None else str(trace),
+                speed="" if trace is None else written.speed_command(trace),
+                stopped=stopped,
+                ended_by=ended_by,
             )
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 

@@ -4,6 +4,7 @@ Usage::
 
     te-precision speed RUN --device h200
     te-precision speed RUN --trace trace.json.gz
+    te-precision speed --trace trace.json.gz
     te-precision speed --shapes 15872x4096x12288,15872x4096x4096 --recipe fp8_current_scaling --device b300
     te-precision speed RUN --calibrate
     te-precision speed RUN --table speed_calibration.json --json
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from te_precision_callbacks.speed.estimate import StepSpeed
     from te_precision_callbacks.speed.expected import CallPlan
     from te_precision_callbacks.speed.recorded import Step
+    from te_precision_callbacks.speed.run_speed import RunSpeed
 
 
 DeviceName = Annotated[
@@ -78,7 +80,7 @@ TableFile = Annotated[
 
 def speed_command(
     path: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A recorded run: its log folder. Or give --shapes.")
+        str | None, typer.Argument(metavar="[RUN]", help="A recorded run: its log folder. Or give --shapes or --trace.")
     ] = None,
     *,
     shapes: Annotated[
@@ -102,17 +104,26 @@ def speed_command(
             "--trace",
             metavar="FILE",
             help="A trace of torch.profiler of the run, whose times are shown beside the expected ones. The default is"
-            " the last one that the run has made itself with profile=.",
+            " the last one that the run has made itself with profile=. Without a run, the trace alone is shown.",
         ),
     ] = None,
     run: Run = None,
     as_json: Json = False,
 ) -> None:
     """Show where low precision saves time, where it does not, and what to do: for a GPU that need not be here."""
+    if path is None and shapes is None and trace is not None:
+        expecting = {"--recipe": recipe, "--device": device, "--plan": plan, "--table": table}
+        for name, value in (expecting | {"--calibrate": calibrate or None}).items():
+            if value is not None:
+                raise typer.BadParameter(
+                    "it is for expected times; give the log folder of the run, too", param_hint=name
+                )
+        _show_trace(trace, as_json=as_json)
+        return
     if (path is None) == (shapes is None):
-        raise typer.BadParameter("give either the log folder of a run or --shapes", param_hint="RUN")
+        raise typer.BadParameter("give the log folder of a run, --shapes, or --trace", param_hint="RUN")
     if path is None and trace is not None:
-        raise typer.BadParameter("a trace is of a run; give its log folder", param_hint="--trace")
+        raise typer.BadParameter("a trace has no shapes to expect times of; give one of the two", param_hint="--trace")
     calls = call_plan(plan, "training" if shapes is None else "benchmark")
 
     def expect(step: Step, chosen: Device) -> StepSpeed:
@@ -122,13 +133,25 @@ def speed_command(
         _show_shapes(str(shapes), recipe, device, calls, expect, as_json=as_json)
         return
     from te_precision_callbacks.runs.choosing import chosen_run
-    from te_precision_callbacks.speed.printing import show_run
     from te_precision_callbacks.speed.run_speed import run_speed
 
     recorded, told = chosen_run(path, run)
     if told:
         terminal.show_text(told, err=as_json)
-    known = run_speed(recorded, expect, device=device, trace=trace)
+    _show(run_speed(recorded, expect, device=device, trace=trace), as_json=as_json)
+
+
+def _show_trace(trace: Path, *, as_json: bool) -> None:
+    """Print what a step took in a trace whose run is not known."""
+    from te_precision_callbacks.speed.run_speed import RunSpeed
+    from te_precision_callbacks.speed.trace import measure, read_trace
+
+    _show(RunSpeed(None, measure(read_trace(trace)), (), ()), as_json=as_json)
+
+
+def _show(known: RunSpeed, *, as_json: bool) -> None:
+    from te_precision_callbacks.speed.printing import show_run
+
     if as_json:
         terminal.show_json(known.as_json())
     else:

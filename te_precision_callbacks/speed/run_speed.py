@@ -18,8 +18,8 @@ from typing import Any
 
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.trace_files import own_traces
-from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.errors import DeviceError
+from te_precision_callbacks.speed.devices import Device, device_named
+from te_precision_callbacks.speed.errors import DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import StepSpeed
 from te_precision_callbacks.speed.expected import ProductTime
 from te_precision_callbacks.speed.memory.rows import MemoryRow, by_kind, total
@@ -97,21 +97,17 @@ def run_speed(run: RecordedRun, expect: Expect, *, device: str | None = None, tr
         trace: a trace of the run; None for the last one that the run has made itself with ``profile=``.
 
     Raises:
-        SpeedError: the run has no products, or the device does not run a recipe.
+        SpeedError: the run has no products, and no trace either; or the device does not run a recipe.
         DeviceError: the device is not known; or the run has no GPU, and no trace either.
         TraceError: the given trace cannot be read, or is of another run.
     """
-    step = step_of_run(run)
+    step, chosen, why_not = _step_and_device(run, device)
     measured, notes = _measured(run, step, trace)
-    try:
-        chosen = device_of_run(run, device)
-    except DeviceError as error:
-        if measured is None or device is not None:
-            raise
-        notes.append(f"No times are expected: {error}")
-        expected = None
-    else:
-        expected = expect(step, chosen)
+    if why_not is not None:
+        if measured is None:
+            raise why_not
+        notes.append(f"No times are expected: {why_not}")
+    expected = None if step is None or chosen is None else expect(step, chosen)
     found = RunSpeed(expected, measured, tuple(memory_of_step(run)), tuple(notes))
     if expected is None or measured is None or found.is_comparable:
         return found
@@ -119,6 +115,23 @@ def run_speed(run: RecordedRun, expect: Expect, *, device: str | None = None, tr
         f"The trace is of {measured.device}, and times are expected for {expected.device.title}: they are not compared."
     )
     return RunSpeed(expected, measured, found.memory, (*notes, note))
+
+
+def _step_and_device(run: RecordedRun, device: str | None) -> tuple[Step | None, Device | None, SpeedError | None]:
+    """The step of a run and the device that its times are expected for, or why one of them is not known.
+
+    Raises:
+        DeviceError: the named device is not known.
+    """
+    chosen = None if device is None else device_named(device)
+    try:
+        step = step_of_run(run)
+    except SpeedError as error:
+        return None, None, error
+    try:
+        return step, chosen or device_of_run(run, None), None
+    except DeviceError as error:
+        return step, None, error
 
 
 def measured_step(run: RecordedRun, step: Step | None, trace: Path, *, is_own: bool = False) -> MeasuredStep:
@@ -142,7 +155,7 @@ def is_measured_on(device: Device, measured: MeasuredStep) -> bool:
     return measured.device in (device.title, *device.reported_as)
 
 
-def _measured(run: RecordedRun, step: Step, trace: Path | None) -> tuple[MeasuredStep | None, list[str]]:
+def _measured(run: RecordedRun, step: Step | None, trace: Path | None) -> tuple[MeasuredStep | None, list[str]]:
     """What a trace says of a step, and what is wrong with the run's own one."""
     if trace is not None:
         return measured_step(run, step, trace), []

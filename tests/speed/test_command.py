@@ -245,8 +245,10 @@ def test_what_cannot_be_asked(arguments: tuple[str, ...], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("speed",), "give either the log folder of a run or"),
-        (("speed", "logs", "--shapes", OUTPUT), "give either the log folder of a run or"),
+        (("speed",), "give the log folder of a run, --shapes, or --trace"),
+        (("speed", "logs", "--shapes", OUTPUT), "give the log folder of a run, --shapes, or --trace"),
+        (("speed", "--shapes", OUTPUT, "--trace", "x.json"), "a trace has no shapes to expect times of"),
+        (("speed", "--trace", "x.json", "--device", "h200"), "it is for expected times; give the log folder"),
         (("speed", "--shapes", OUTPUT, "--recipe", "mxfp8"), "shapes need a device"),
         (("speed", "--shapes", OUTPUT, "--device", "b300"), "shapes need a recipe"),
         (("check", "empty.yaml", "--speed"), "give --model, too"),

@@ -63,10 +63,21 @@ def byte_lm(micro_batches: int = 1, *, again: bool = False) -> tuple[torch.nn.Mo
     return model, step
 
 
+def tiny() -> tuple[torch.nn.Module, Callable[[], None]]:
+    """A model of one layer, and a step of its training."""
+    model = te.Linear(32, 32)
+
+    def step() -> None:
+        with te.autocast(enabled=True):
+            model(torch.randn(32, 32)).sum().backward()
+
+    return model, step
+
+
 def trained(
     folder: Path, step: Callable[[], None], model: torch.nn.Module, steps: int = 4, **keywords: Any
 ) -> Coverage:
-    with InspectSession(None, model=model, log_dir=folder, **QUIET, **keywords) as session:
+    with InspectSession(None, model=model, log_dir=folder, **{**QUIET, **keywords}) as session:
         for _ in range(steps):
             step()
             session.step()
@@ -253,7 +264,7 @@ def test_a_trace_that_cannot_be_written_ends_no_training(
     model, step = byte_lm()
     with caplog.at_level(logging.ERROR):
         trained(tmp_path, step, model, steps=3, profile=1)
-    assert "ending a profile: OSError" in caplog.text
+    assert "writing a profile: OSError" in caplog.text
     assert not profiler_runs()
 
 
@@ -267,16 +278,60 @@ def test_a_run_that_ends_in_a_profile_writes_what_there_is(tmp_path: Path) -> No
             step()
             session.step()
         raise RuntimeError("of the script")
-    assert only_trace(tmp_path).name.endswith("iterations-000001-000002.json.gz")
-    assert not profiler_runs()
+    assert only_trace(tmp_path).name.endswith("iterations-000001-000001.json.gz")
+    assert measure(read_trace(only_trace(tmp_path))).iterations == (1,), "without the one that has only begun"
 
 
-def test_without_records_the_trace_is_in_the_log_folder(tmp_path: Path) -> None:
-    model, step = byte_lm()
-    trained(tmp_path, step, model, steps=2, profile=1, records="off")
-    assert [path.name for path in tmp_path.glob("precision_traces/*")] == [
-        "rank-00000.iterations-000001-000001.json.gz"
-    ]
+@pytest.mark.parametrize(
+    ("profile", "begins", "ran", "said"),
+    [
+        ("7", 0, None, "asked for iteration 7, and none of them ran, so there is no trace. The run ended before iter"),
+        ("1-9", 0, "1-3", "asked for iterations 1 to 9, and 3 of these 9 ran: iterations 1 to 3. The run ended before"),
+        ("0-3", 2, "2-3", "asked for iterations 0 to 3, and 2 of these 4 ran: iterations 2 to 3. The run began with"),
+        ("0", 2, None, "asked for iteration 0, and none of them ran, so there is no trace. The run began with a later"),
+        ("2-3", 0, "2-3", ""),
+    ],
+)
+def test_iterations_that_the_run_does_not_have(
+    profile: str, begins: int, ran: str | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, step = tiny()
+    with InspectSession(None, model=model, log_dir=tmp_path, **QUIET, profile=profile) as session:
+        if begins:
+            session.iteration = begins
+        for _ in range(begins, 4):
+            step()
+            session.step()
+    told = [record.getMessage() for record in caplog.records if "profile= asked" in record.getMessage()]
+    assert len(told) == bool(said)
+    assert said in "".join(told)
+    (run,) = list_runs(tmp_path)
+    names = [path.name for path in traces_of(tmp_path / FOLDER / run)]
+    numbers = "" if ran is None else "-".join(f"{int(number):06d}" for number in ran.split("-"))
+    assert names == ([] if ran is None else [f"seg-000.rank-00000.iterations-{numbers}.json.gz"])
+
+
+def test_the_first_iteration_is_profiled_into_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
+    model, step = tiny()
+    trained(tmp_path, step, model, steps=2, profile=0, quiet=False)
+    assert not (tmp_path / "precision_traces").exists()
+    lines = capsys.readouterr().err.splitlines()
+    assert f"  trace: {only_trace(tmp_path)}" in lines
+    assert f"  speed: te-precision speed {tmp_path}" in lines
+
+
+def test_without_records_the_trace_is_in_the_log_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
+    model, step = tiny()
+    trained(tmp_path, step, model, steps=2, profile=1, records="off", quiet=False)
+    (path,) = tmp_path.glob("precision_traces/*")
+    assert path.name == "rank-00000.iterations-000001-000001.json.gz"
+    assert f"  speed: te-precision speed --trace {path}" in capsys.readouterr().err.splitlines()
 
 
 @pytest.mark.parametrize("when", ["it has warmed up", "it runs", "the other one has warmed up"])

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.runs import RunWriter
+from te_precision_callbacks.runs import NotARunError, RunWriter, open_run
 from te_precision_callbacks.speed.trace import TraceError
 from tests.speed.planted import Planted, products
 
@@ -92,6 +92,30 @@ def test_a_trace_of_another_device_is_not_compared() -> None:
     found = read()
     assert found["products"] == [], "no device is known, so nothing is expected"
     assert found["measured"]["wall_ms"] > 0
+
+
+@pytest.mark.parametrize("where", ["logs", "logs/precision_records", "logs/precision_records/20261124-1", "traces"])
+def test_a_killed_run_of_which_only_a_trace_is_left(where: str) -> None:
+    name = "seg-000.rank-00000.iterations-000000-000000.json.gz"
+    traces = Path("logs/precision_records/20261124-1/traces")
+    traces.mkdir(parents=True)
+    trace = Planted().write(traces / name)
+    with pytest.raises(NotARunError) as raised:
+        open_run(traces if where == "traces" else where)
+    assert str(raised.value).endswith(f"Read it with te-precision speed --trace {trace}")
+    found = CliRunner().invoke(cli.app, ("speed", "--trace", str(trace), "--json"))
+    assert json.loads(found.stdout)["measured"]["device"] == H100
+
+
+def test_a_run_that_was_killed_before_its_products_were_recorded_has_its_trace() -> None:
+    with RunWriter.begin("logs", gpu=H100, world=1) as writer:
+        writer.add_step(0)
+    traces = Path("logs/precision_records") / writer.run_id / "traces"
+    traces.mkdir()
+    Planted().write(traces / "seg-000.rank-00000.iterations-000000-000000.json.gz")
+    found = read()
+    assert found["measured"]["device"] == H100
+    assert any("has no matrix products with sizes" in note for note in found["notes"])
 
 
 def test_a_damaged_trace_is_left_out_where_it_was_not_asked_for() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from te_precision_callbacks.speed.trace.range_names import read_iteration, read_layer
+from te_precision_callbacks.speed.trace.range_names import read_iteration, read_layer, read_unended
 from te_precision_callbacks.speed.trace.timeline import NOTHING, HostKind, Trace, nested
 
 Pass = Literal["forward", "backward", "recompute", "optimizer", ""]
@@ -47,7 +47,8 @@ class Contexts:
     Attributes:
         of: the context of each event of the host.
         outer: the place of the event around each event; NOTHING without one.
-        iterations: number of an iteration -> when its ranges begin and end, in microseconds.
+        iterations: number of an iteration -> when its ranges begin and end, in microseconds. Without those that the
+            run has left before their end.
         linked: the unit of a backward -> the place of the operator of the forward whose node it is.
     """
 
@@ -63,6 +64,7 @@ def contexts_of(trace: Trace) -> Contexts:
     host, names = trace.host, trace.names
     of = [_OUTSIDE] * len(order)
     iterations: dict[int, tuple[float, float]] = {}
+    unended: set[int | None] = set()
     first_at: dict[tuple[int, float], int] = {}
     for place in order:
         around = of[outer[place]] if outer[place] != NOTHING else _OUTSIDE
@@ -73,6 +75,7 @@ def contexts_of(trace: Trace) -> Contexts:
             of[place] = _in_range(around, name)
             if (iteration := read_iteration(name)) is not None:
                 iterations.setdefault(iteration, (host.begin[place], host.end[place]))
+            unended.add(read_unended(name))
         else:
             of[place] = _in_operator(around, place, name, has_node=host.sequence[place] != NOTHING)
             first_at.setdefault((host.lane[place], host.begin[place]), place)
@@ -81,7 +84,8 @@ def contexts_of(trace: Trace) -> Contexts:
         for backward, forward in trace.forward_of.items()
         if backward in first_at and forward in first_at
     }
-    return Contexts(of, outer, dict(sorted(iterations.items())), linked or _by_sequence(trace, of, order))
+    ended = {number: span for number, span in sorted(iterations.items()) if number not in unended}
+    return Contexts(of, outer, ended, linked or _by_sequence(trace, of, order))
 
 
 def _in_range(around: Context, name: str) -> Context:

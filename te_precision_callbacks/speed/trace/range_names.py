@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 _MARK = "te_precision|"
 _ITERATION = f"{_MARK}iteration|"
+_UNENDED = f"{_MARK}unended|"
 _LAYER = f"{_MARK}layer|"
 
 
@@ -38,6 +39,16 @@ def read_iteration(name: str) -> int | None:
     """The iteration of a range around one, also of ``ProfilerStep#3`` of torch.profiler; None for another range."""
     number = name.removeprefix(_ITERATION) if name.startswith(_ITERATION) else name.removeprefix("ProfilerStep#")
     return int(number) if number != name and number.isdigit() else None
+
+
+def unended_range(iteration: int) -> str:
+    """The name of a range behind that of an iteration which the run has left before its end."""
+    return f"{_UNENDED}{iteration}"
+
+
+def read_unended(name: str) -> int | None:
+    """The iteration of which a range says that it has not ended; None for another range."""
+    return int(name.removeprefix(_UNENDED)) if name.startswith(_UNENDED) else None
 
 
 def read_layer(name: str) -> LayerRange | None:
