@@ -51,6 +51,7 @@ from tests.engine.test_triton_kernel import (
     fresh_kernel,
     interpreted,
     loads,
+    triton_folder,
 )
 
 pytestmark = [
@@ -61,7 +62,7 @@ pytestmark = [
     ),  # numpy
 ]
 
-__all__ = ["compiles"]  # a fixture that is used by its name
+__all__ = ["compiles", "triton_folder"]  # fixtures that are used by their names
 
 Add = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]
 
@@ -291,38 +292,42 @@ def test_a_form_beside_its_tensor(way: Add, form: Form) -> None:
     assert right["limits"]["zero_blocks"] > 0 or form.square
 
 
-SPECIAL_SCALES: dict[str, list[tuple[Any, float]]] = {
-    "mxfp8": [(0, 2.0**-127), (254, 2.0**127), (255, NAN), (1, 2.0**-126)],
-    "nvfp4": [(0, 0.0), (0x7E, 448.0), (0x7F, NAN), (1, 2.0**-9)],
-    "fp8_block_scaling": [(np.float32(f), f) for f in (0.0, INF, NAN, 1e-40, 2.0**127, 2.0**-127, 0.3)],
-}
-"""How they are stored, and the number that this stands for."""
+Scales = list[tuple[Any, float]]
+
+SPECIAL_SCALES: list[tuple[Form, Scales]] = [
+    (FORMS[3], [(0, 2.0**-127), (254, 2.0**127), (1, 2.0**-126)]),
+    (FORMS[3], [(255, NAN)]),
+    (FORMS[4], [(0, 0.0), (0x7E, 448.0), (1, 2.0**-9)]),
+    (FORMS[4], [(0x7F, NAN)]),
+    (FORMS[9], [(np.float32(f), f) for f in (0.0, 1e-40, 2.0**127, 2.0**-127, 0.3)]),
+    (FORMS[9], [(np.float32(INF), INF)]),
+    (FORMS[9], [(np.float32(NAN), NAN)]),
+]
+"""How they are stored, and the number that this stands for; inf and nan are all that is left of a sum, so alone."""
 
 
-@pytest.mark.parametrize("which", range(7))
-@pytest.mark.parametrize("form", [FORMS[3], FORMS[4], FORMS[9]], ids=[NAMES[at] for at in (3, 4, 9)])
+@pytest.mark.parametrize(("form", "scales"), SPECIAL_SCALES)
 @np.errstate(over="ignore")
-def test_scales_at_their_ends(way: Add, form: Form, which: int) -> None:
-    """One of them at a time, since inf and nan are all that is left of a sum: in some blocks."""
-    if which >= len(SPECIAL_SCALES[form.recipe]):
-        return
+def test_scales_at_their_ends(way: Add, form: Form, scales: Scales) -> None:
+    """In some blocks, one after the other."""
     x = tensor_of(form)[:, : 20 if form.recipe != "nvfp4" else 16]
     quantized = quantized_by(form, x)
-    stored, number = SPECIAL_SCALES[form.recipe][which]
-    factor = np.float32(number)
-    if form.recipe == "nvfp4":
-        factor = factor * quantized.tensor_amax * np.float32(1 / (448 * 6))
-    blocks = [
-        block._replace(stored_scale=stored, factor=factor) if place % 5 == 1 else block
-        for place, block in enumerate(quantized.blocks)
-    ]
+    unit = quantized.tensor_amax * np.float32(1 / (448 * 6)) if form.recipe == "nvfp4" else np.float32(1)
+    blocks = list(quantized.blocks)
+    assert len(blocks) > 5 * len(scales)
+    for at, place in enumerate(range(1, len(blocks), 5)):
+        stored, number = scales[at % len(scales)]
+        blocks[place] = blocks[place]._replace(stored_scale=stored, factor=np.float32(number) * unit)
     quantized = quantized._replace(blocks=blocks)
     found = measured(way, Pending(x, None, None, False, Places(), in_blocks(form, quantized, x.shape)))
     assert_same(found, expected(form, x, quantized))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("form", [FORMS[5], FORMS[9]], ids=[NAMES[at] for at in (5, 9)])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [(FORMS[9], torch.float32), (FORMS[5], torch.float16), (FORMS[9], torch.float8_e5m2)],
+    ids=["float32", "float16", "float8_e5m2"],
+)
 def test_other_dtypes(kernel: ModuleType, form: Form, dtype: torch.dtype) -> None:
     x = tensor_of(form).float().nan_to_num(1.0, 2.0, 3.0).clamp(-3e4, 3e4).to(dtype)
     quantized = quantized_by(form, x.float())
@@ -339,8 +344,9 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("form", [FORMS[4], FORMS[10]], ids=[NAMES[at] for at in (4, 10)])
+@pytest.mark.parametrize(
+    ("form", "name"), [*((FORMS[4], name) for name in NUMBERS), (FORMS[10], "subnormal"), (FORMS[10], "huge")]
+)
 def test_unusual_numbers(kernel: ModuleType, form: Form, name: str) -> None:
     x = NUMBERS[name](spread(*shape_of(form), by=1)[:, :16])
     quantized = quantized_by(form, x)
@@ -356,11 +362,12 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("form", [FORMS[3], FORMS[7]], ids=[NAMES[at] for at in (3, 7)])
+@pytest.mark.parametrize(
+    ("form", "view"), [*((FORMS[3], view) for view in VIEWS), (FORMS[7], "a transpose"), (FORMS[7], "not a matrix")]
+)
 def test_views(kernel: ModuleType, form: Form, view: str) -> None:
     """Codes and scales lie along the tensor's neighbours, or across."""
-    x = VIEWS[view](spread(80, 160))
+    x = VIEWS[view](spread(80, 96))
     quantized = quantized_by(form, x)
     pending = Pending(x, None, None, False, Places(), in_blocks(form, quantized, x.shape))
     assert_same(measured(by_kernel(kernel), pending), expected(form, x, quantized))
@@ -616,9 +623,8 @@ def test_it_compiles_without_spilling_registers(tmp_path: Path, form: Form, capa
 
 
 @pytest.mark.usefixtures("compiles")
-@pytest.mark.parametrize(("form", "capability"), [(FORMS[7], 90), (FORMS[10], 100)], ids=[NAMES[7], NAMES[10]])
-def test_everything_compiles(form: Form, capability: int) -> None:
-    assert all(made["cubin"] for made in compiled_for(form, capability).values())
+def test_everything_compiles() -> None:
+    assert all(made["cubin"] for made in compiled_for(FORMS[7], 90).values())
 
 
 OF_ANY_RECIPE = ("moments", "maxima", "compared", "scales", "scale_maxima")

@@ -196,7 +196,7 @@ def test_every_number_of_a_format(measure: Measure, values: torch.Tensor) -> Non
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_each_byte_of_a_format_alone(measure: Measure, dtype: torch.dtype) -> None:
-    for code in (0x00, 0x80, 0x01, 0x07, 0x08, 0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0xFB, 0xFC, 0xFE, 0xFF):
+    for code in (0x80, 0x01, 0x7B, 0x7C, 0x7E, 0x7F, 0xFC):
         value = torch.tensor([code], dtype=torch.uint8).view(dtype)
         assert_same(measure(value), columns(value))
 
@@ -245,9 +245,16 @@ def test_no_dimension(measure: Measure) -> None:
     assert_same(measure(value, codes, scale_inv[0]), columns(value, codes, scale_inv))
 
 
-@pytest.mark.parametrize("spoiled", [False, True], ids=["finite", "with inf"])
-@pytest.mark.parametrize("factor", [1.0, 2.0**-60, 2.0**70], ids=["plain", "tiny", "huge"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "factor", "spoiled"),
+    [
+        (torch.float32, 1.0, True),
+        (torch.float32, 2.0**-60, False),
+        (torch.bfloat16, 2.0**70, True),
+        (torch.bfloat16, 1.0, False),
+    ],
+    ids=["float32, with inf", "float32, tiny", "bfloat16, huge, with inf", "bfloat16"],
+)
 def test_a_mean_of_a_thousand_deviations(measure: Measure, dtype: torch.dtype, factor: float, spoiled: bool) -> None:
     values = ((normal(20_001, seed=1) * 3.0 + 3000.0) * factor).to(dtype)
     values[5:20_000:50] = INF if spoiled else values[5]
@@ -267,8 +274,8 @@ def test_numbers_that_round_where_float32_adds_them(measure: Measure) -> None:
 
 
 def test_equal_elements_have_no_spread(measure: Measure) -> None:
-    for value in (0.1, 3.7, -1e20):
-        passes = [measure(torch.full((count,), value)) for count in (20_001, 100_000)]
+    for value in (0.1, -1e20):
+        passes = [measure(torch.full((count,), value)) for count in (20_001, 50_000)]
         assert [statistic("std", *some) for some in ([passes[0]], [passes[1]], passes)] == [0.0] * 3
 
 
@@ -300,10 +307,9 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
 @pytest.mark.parametrize("view", VIEWS)
-def test_views(measure: Measure, view: str, dtype: torch.dtype) -> None:
-    values = VIEWS[view](normal(5760).to(dtype))
+def test_views(measure: Measure, view: str) -> None:
+    values = VIEWS[view](normal(5760).to(torch.float8_e5m2))
     assert_same(measure(values, histogram=True), columns(values, histogram_too=True))
 
 
@@ -363,9 +369,15 @@ def test_indices_beyond_int32_take_the_same_path(kernel: ModuleType, monkeypatch
 # --- values and their codes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("e5m2", [False, True])
-@pytest.mark.parametrize("dtype", WIDE)
-@pytest.mark.parametrize("scale_inv", [0.0123, 3.0])
+@pytest.mark.parametrize(
+    ("dtype", "e5m2", "scale_inv"),
+    [
+        (torch.float32, False, 0.0123),
+        (torch.float16, True, 3.0),
+        (torch.bfloat16, False, 3.0),
+        (torch.bfloat16, True, 0.0123),
+    ],
+)
 def test_random_values_and_codes(measure: Measure, dtype: torch.dtype, e5m2: bool, scale_inv: float) -> None:
     values = (normal(7000) * 10.0 ** normal(7000, seed=1)).to(dtype)
     codes, scale = quantized(values, scale_inv, e5m2=e5m2)
@@ -525,23 +537,17 @@ def vectors(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(size, dtype=torch.float64), torch.full((size,), -1.0, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("codes", [False, True])
-@pytest.mark.parametrize("histogram", [False, True])
+@pytest.mark.parametrize(("codes", "histogram"), [(False, True), (True, False)], ids=["histogram", "codes"])
 def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType, codes: bool, histogram: bool) -> None:
     """Small and large ones, with places that are not in their order."""
-    shapes = [(16,), (64, 1040), (3, 16, 48), (128, 96)]
+    shapes = [(16,), (32, 520), (3, 16, 48), (128, 96)]
     pending = [
         pending_of(normal(*shape, seed=at).to(torch.bfloat16), 300 * (at * 3 % 4), codes=codes, histogram=histogram)
         for at, shape in enumerate(shapes)
     ]
     assert list(map(len, kernel.grouped(pending))) == [4]
-    together, alone = vectors(1200), vectors(1200)
+    together, by_hand = vectors(1200), vectors(1200)
     kernel.add(pending, *together)
-    for one in pending:
-        kernel.add([one], *alone)
-    assert torch.equal(together[0], alone[0])
-    assert torch.equal(together[1], alone[1])
-    by_hand = vectors(1200)
     for one in pending:
         sums, maxima = measured_by(kernel.add, one.values, one.codes, one.scale_inv, histogram=histogram)
         begin = one.places.moments
@@ -680,11 +686,16 @@ def ptx(values: torch.Tensor, *arguments: Any, **options: Any) -> str:
     return str(made["ptx"])
 
 
+@pytest.fixture(scope="module")
+def triton_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
 @pytest.fixture
-def compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Triton compiles, into a folder of the test's."""
+def compiles(monkeypatch: pytest.MonkeyPatch, triton_folder: Path) -> None:
+    """Triton compiles, and keeps what it makes for the other tests of the file that look at it."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(triton_folder))
     if not isinstance(tl.sum, triton.JITFunction):
         pytest.skip("triton was imported with TRITON_INTERPRET=1")
 
@@ -695,8 +706,10 @@ def loads(code: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("compiles")
-@pytest.mark.parametrize("together", [1, 3])
-@pytest.mark.parametrize("dtype", [*WIDE, *FP8])
+@pytest.mark.parametrize(
+    ("dtype", "together"),
+    [(torch.float32, 1), (torch.float16, 1), (torch.bfloat16, 3), (FP8[0], 1), (FP8[1], 1)],
+)
 def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype, together: int) -> None:
     code = ptx(torch.zeros(64, 64, dtype=dtype).t(), together=together)
     assert loads(code) == ["v4.b32"] * (32 * dtype.itemsize // 16)
@@ -705,14 +718,13 @@ def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype, together:
 
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize(
-    ("dtype", "e5m2"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True), (FP8[0], False)]
+    ("dtype", "e5m2", "together"), [(torch.float32, True, 1), (torch.bfloat16, False, 2), (FP8[0], True, 1)]
 )
-def test_codes_and_histogram_compile(dtype: torch.dtype, e5m2: bool) -> None:
+def test_codes_and_histogram_compile(dtype: torch.dtype, e5m2: bool, together: int) -> None:
     values, codes = torch.zeros(64, 64, dtype=dtype), torch.zeros(64, 64, dtype=torch.uint8)
-    for together in (1, 2):
-        code = ptx(values, codes, torch.ones(1), e5m2=e5m2, histogram=True, together=together)
-        assert "v4.b32" in loads(code)
-        assert ".ftz" not in code
+    code = ptx(values, codes, torch.ones(1), e5m2=e5m2, histogram=True, together=together)
+    assert "v4.b32" in loads(code)
+    assert ".ftz" not in code
 
 
 @pytest.mark.usefixtures("compiles")
@@ -722,8 +734,10 @@ def test_codes_and_histogram_compile(dtype: torch.dtype, e5m2: bool) -> None:
         pytest.param(torch.zeros(1), id="one element"),
         pytest.param(torch.zeros(33, 35)[:, :31], id="part of the columns"),
         pytest.param(torch.zeros(4, 2048, dtype=torch.bfloat16)[:, :1024], id="rows of a multiple of a run"),
-        pytest.param(VIEWS["five dimensions that stay"](torch.zeros(5760)), id="five dimensions"),
-        pytest.param(torch.zeros(4095).expand(2**20, 4095), id="more than 2^31 elements"),
+        pytest.param(
+            VIEWS["five dimensions that stay"](torch.zeros(5760))[:, :, :1].expand(3, 5, 2**30, 5, 9),
+            id="five dimensions, more than 2^31 elements",
+        ),
     ],
 )
 def test_views_compile(values: torch.Tensor) -> None:
@@ -747,9 +761,7 @@ def test_float64_is_for_threads_not_for_elements(with_codes: bool) -> None:
     ("kernel", "dtype", "together", "with_codes", "capability"),
     [
         ("_measure", torch.float32, 1, True, 90),
-        ("_measure", torch.float32, 1, False, 100),
-        ("_measure", torch.bfloat16, 1, False, 90),
-        ("_measure", torch.bfloat16, 1, True, 100),
+        ("_measure", torch.bfloat16, 1, False, 100),
         ("_measure", torch.bfloat16, 3, True, 90),
         ("_measure", torch.bfloat16, 3, True, 100),
         ("_measure", torch.bfloat16, 3, False, 90),
