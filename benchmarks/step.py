@@ -6,8 +6,9 @@ The model of examples/byte_lm.py trains in FP8, with all of its Transformer Engi
 watched in every step. What is counted:
   none       the step without debugging.
   ours       the step in an InspectSession with observe="debug", from the forward to the end of session.step().
-  fused      the step in an InspectSession with observe="fused", with the statistics of the tensors that exist on the
-             fused path: without the results of norms and activation functions, which are written in FP8 alone.
+  fused      the step in an InspectSession with observe="fused", with the statistics of the tensors that can be had on
+             the fused path: all but the output of fc1 and the dgrad of fc2. The results of norms and of activation
+             functions, which are written in FP8 alone, are computed once more.
   te         the step with the same YAML under plain nvidia-dlfw-inspect and Transformer Engine's feature folder, to the
              end of debug_api.step(); its torch.compile on or off, whichever is faster (te_mode). Both write their
              statistics to a file.
@@ -89,7 +90,7 @@ def config(*, fp8: bool = False, **schedule: int) -> Config:
 
 
 def fused_config(*, fp8: bool = False) -> Config:
-    """The statistics of the tensors of all layers that exist on the fused path."""
+    """The statistics of the tensors of all layers that can be had on the fused path."""
     from te_precision_callbacks.instrumentation.fused import HIGH_PRECISION_ON_FUSED_PATH
 
     of_class = HIGH_PRECISION_ON_FUSED_PATH

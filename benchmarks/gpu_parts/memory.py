@@ -18,7 +18,7 @@ from te_precision_callbacks.base.vocabulary import Observe
 PATHS: tuple[Observe, ...] = ("fused", "debug")
 _STEPS = 3
 _FUSED_MAY_ADD = 64 * 2**20
-"""Bytes: partial results of a pass, and the slots. No tensor is copied on the fused path."""
+"""Bytes: partial results of a pass, the slots, and one result of a norm or activation function, computed once more."""
 
 Way = Callable[[], AbstractContextManager[EndOfStep]]
 

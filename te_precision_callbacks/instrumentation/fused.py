@@ -2,7 +2,7 @@
 
 Transformer Engine calls features on its debug path only, which is unfused and rounds some tensors otherwise. With
 ``observe="fused"`` or ``"auto"`` a layer takes its own path, and the features that only look at tensors get what the
-layer's GEMMs are handed (``tap.py``): the quantized operands, and the high-precision tensors that the path has anyway.
+layer's GEMMs are handed (``tap.py``): the quantized operands, and the tensors before their quantization.
 Training is the same to the last bit.
 
 A norm or an activation function may write its result in the format of the GEMM alone. Its high-precision values are
@@ -267,7 +267,9 @@ class FusedObservation:
 
     def wanted(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
         """What is looked at in the iteration that was asked for last: numbers of layers, and tensors."""
-        return frozenset((number, tensor) for number, layer in enumerate(layers) for tensor in self._due[layer].watchers)
+        return frozenset(
+            (number, tensor) for number, layer in enumerate(layers) for tensor in self._due[layer].watchers
+        )
 
     def __call__(self, event: GemmEvent) -> None:
         """Show the tensors of a GEMM to the features that look at them."""

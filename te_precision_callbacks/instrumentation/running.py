@@ -58,7 +58,7 @@ class Forward:
         key = number, tensor
         first = key not in self._read
         self._read.add(key)
-        high = None if self.high is None else self.high.get(key)
+        high = None if self.high is None else self.high.pop(key, None)  # nobody looks at it a second time
         return GemmOperand(tensor, given, columnwise, high, first)
 
     def next_number_of(self, gemm: str) -> int:

@@ -50,7 +50,7 @@ class UnfusedTensors:
         return apply_normalization
 
     def around_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """``_act_func`` of LayerNormMLP: the activation of fc2 is its result, and the gradient of fc1 its derivative's."""
+        """``_act_func`` of LayerNormMLP, whose functions give the activation of fc2 and the gradient of fc1."""
 
         @functools.wraps(upstream)
         def act_func(*arguments: Any, **keywords: Any) -> Any:

@@ -152,15 +152,15 @@ def test_layers_that_the_debug_path_refuses_run_without_features() -> None:
 
 def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
     delayed = te.Linear(32, 32, delay_wgrad_compute=True)
-    model = torch.nn.Sequential(delayed, te.LayerNormLinear(32, 32))
-    config = {"s": feature("LogTensorStats", ["all"], tensors=["activation"], stats=["max"])}
+    model = torch.nn.Sequential(delayed, te.LayerNormMLP(32, 32))
+    config = {"s": feature("LogTensorStats", ["all"], tensors=["output"], stats=["max"])}
     checked = check(model, config)
     assert checked.findings == ()
-    assert set(checked.features) == {"0", "1"}
+    assert set(checked.features) == {"0", "1.fc1", "1.fc2"}
     [note] = checked.notes
     assert note == (
         'observe="auto": 1 of 2 modules with features are observed on their own fused path. The others take Transformer'
-        " Engine's debug path: 1: LogTensorStats: the fused path of LayerNormLinear never has its activation in high"
+        " Engine's debug path: 1: LogTensorStats: the fused path of LayerNormMLP never has its output in high"
         " precision, which 'max' needs"
     )
     [finding] = check(model, config, observe="debug").findings
