@@ -203,6 +203,7 @@ class _Check:
         self._memory, self._cached_weights = memory, cached_weights
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
+        self._operations = named_operations(model)
         self._sections = {section.name: section for section in config.enabled_sections}
         self._findings: list[Finding] = []
         self._notes: list[str] = []
@@ -224,6 +225,7 @@ class _Check:
         products = plan_products(
             self._model,
             self._modules,
+            self._operations,
             acting,
             self._recipe,
             tokens=self._tokens or 1,
@@ -233,8 +235,8 @@ class _Check:
         self._findings += of_recipe(self._recipe, self._modules, acting)
         self._findings += of_shapes(
             self._recipe,
-            self._model,
             self._modules,
+            self._operations,
             products.coverage,
             tokens=self._tokens,
             tokens_of=None if ran is None else ran.tokens,
@@ -302,7 +304,7 @@ class _Check:
                     self._findings.append(Finding("rule", text, found.layers))
 
     def _facts(self, coverage: Coverage) -> Facts:
-        found = computing(self._modules, named_operations(self._model))
+        found = computing(self._modules, self._operations)
         roots = (root for _, root in named_roots(self._model) or ())
         ignored = [] if self._recipe is None else ignored_arguments([self._recipe], uses_of(found, roots))
         return Facts.of_plan(coverage, recipe_text(self._recipe), ignored)

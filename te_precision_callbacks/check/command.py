@@ -25,7 +25,7 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
-from te_precision_callbacks.base.vocabulary import Observe
+from te_precision_callbacks.base.vocabulary import RECIPES, Observe
 from te_precision_callbacks.check.accelerate_conversion import Conversion, Converted
 from te_precision_callbacks.speed.command import Calibrate, DeviceName, PlanName, TableFile, call_plan, speed_of_step
 
@@ -194,6 +194,8 @@ def check_command(
     from te_precision_callbacks.speed.printing import show_step
 
     target = None if device is None else device_named(device)
+    if target is not None and recipe is not None and recipe in RECIPES:
+        target.check_recipe(recipe)  # which says what to do for this device
     calls = call_plan(plan, "training")
     with gathered_warnings() as more:
         checked, made_on, converted = _checked(
