@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
 from te_precision_callbacks.check.dry_run import dry_run
 from te_precision_callbacks.check.findings import Finding, by_key, listed, of_recipe, of_shapes, without_kernel
@@ -101,6 +102,7 @@ class CheckedModel:
         return f"{findings or notebooks.paragraph('No findings.')}{notes}{self.coverage._repr_html_()}"
 
 
+@without_collections()
 def check_model(
     model: Model,
     config: Config,

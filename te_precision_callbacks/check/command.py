@@ -23,6 +23,7 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import RECIPES, Observe
@@ -197,7 +198,7 @@ def check_command(
     if target is not None and recipe is not None and recipe in RECIPES:
         target.check_recipe(recipe)  # which says what to do for this device
     calls = call_plan(plan, "training")
-    with gathered_warnings() as more:
+    with gathered_warnings() as more, without_collections():
         checked, made_on, converted = _checked(
             model,
             loaded,
@@ -348,6 +349,7 @@ def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
     return max((each for each in target.ALLOWED if each <= capability), default=target.DEFAULT)
 
 
+@without_collections()
 def _speed(checked: CheckedModel, device: Device, plan: CallPlan, *, calibrate: bool, table: Path | None) -> StepSpeed:
     """What is expected of the planned step."""
     from te_precision_callbacks.layers.folding import folded
