@@ -101,8 +101,16 @@ def test_fused_attention(causal: bool) -> None:
     assert [(product.role, product.macs) for product in products] == [
         ("qk", one), ("pv", one), ("pv", one), ("pv", one), ("qk", one), ("qk", one)
     ]  # fmt: skip
+    left = pytest.approx(torch.ones(rows, rows).tril().mean().item()) if causal else None
+    assert [product.mask_share for product in products] == [left, left, None, None, None, None]
     assert products[0][2:6] == (rows, columns, size, batch * heads)
     assert products[1][2:6] == (rows, size, columns, batch * heads)
+
+
+def test_the_argument_of_fused_attention_that_says_that_it_is_causal() -> None:
+    for name, place in matrix_products._FUSED.items():
+        schema = getattr(torch.ops.aten, name).default._schema
+        assert schema.arguments[place].name == "is_causal", name
 
 
 def test_attention_over_sequences_of_different_lengths() -> None:

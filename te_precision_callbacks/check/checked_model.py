@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
 from te_precision_callbacks.check.dry_run import dry_run
 from te_precision_callbacks.check.findings import Finding, by_key, listed, of_recipe, of_shapes, without_kernel
@@ -101,6 +102,7 @@ class CheckedModel:
         return f"{findings or notebooks.paragraph('No findings.')}{notes}{self.coverage._repr_html_()}"
 
 
+@without_collections()
 def check_model(
     model: Model,
     config: Config,
@@ -203,6 +205,7 @@ class _Check:
         self._memory, self._cached_weights = memory, cached_weights
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
+        self._operations = named_operations(model)
         self._sections = {section.name: section for section in config.enabled_sections}
         self._findings: list[Finding] = []
         self._notes: list[str] = []
@@ -224,6 +227,7 @@ class _Check:
         products = plan_products(
             self._model,
             self._modules,
+            self._operations,
             acting,
             self._recipe,
             tokens=self._tokens or 1,
@@ -233,8 +237,8 @@ class _Check:
         self._findings += of_recipe(self._recipe, self._modules, acting)
         self._findings += of_shapes(
             self._recipe,
-            self._model,
             self._modules,
+            self._operations,
             products.coverage,
             tokens=self._tokens,
             tokens_of=None if ran is None else ran.tokens,
@@ -302,7 +306,7 @@ class _Check:
                     self._findings.append(Finding("rule", text, found.layers))
 
     def _facts(self, coverage: Coverage) -> Facts:
-        found = computing(self._modules, named_operations(self._model))
+        found = computing(self._modules, self._operations)
         roots = (root for _, root in named_roots(self._model) or ())
         ignored = [] if self._recipe is None else ignored_arguments([self._recipe], uses_of(found, roots))
         return Facts.of_plan(coverage, recipe_text(self._recipe), ignored)

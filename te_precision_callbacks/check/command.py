@@ -23,9 +23,10 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
-from te_precision_callbacks.base.vocabulary import Observe
+from te_precision_callbacks.base.vocabulary import RECIPES, Observe
 from te_precision_callbacks.check.accelerate_conversion import Conversion, Converted
 from te_precision_callbacks.speed.command import Calibrate, DeviceName, PlanName, TableFile, call_plan, speed_of_step
 
@@ -194,8 +195,10 @@ def check_command(
     from te_precision_callbacks.speed.printing import show_step
 
     target = None if device is None else device_named(device)
+    if target is not None and recipe is not None and recipe in RECIPES:
+        target.check_recipe(recipe)  # which says what to do for this device
     calls = call_plan(plan, "training")
-    with gathered_warnings() as more:
+    with gathered_warnings() as more, without_collections():
         checked, made_on, converted = _checked(
             model,
             loaded,
@@ -346,6 +349,7 @@ def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
     return max((each for each in target.ALLOWED if each <= capability), default=target.DEFAULT)
 
 
+@without_collections()
 def _speed(checked: CheckedModel, device: Device, plan: CallPlan, *, calibrate: bool, table: Path | None) -> StepSpeed:
     """What is expected of the planned step."""
     from te_precision_callbacks.layers.folding import folded

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
 from te_precision_callbacks.check.stand_ins import stand_ins
+from te_precision_callbacks.coverage.masks import causal_share
 from te_precision_callbacks.coverage.micro_batches import leaves
 from te_precision_callbacks.coverage.planned_products import Ran
 from te_precision_callbacks.coverage.seen_products import ModelProducts
@@ -58,7 +60,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     try:
         with _left_as_it_is(model), meta_device() if on_meta else contextlib.nullcontext():
             products.watch(model, module_names(model), operations)
-            with stand_ins(model, modules, products) as seen:
+            with stand_ins(model, modules, products) as seen, _Masks(products):
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
                     result = model(*arguments, **keywords)
                 in_backward = True
@@ -83,6 +85,33 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
         products.close()
     found = () if counted is None else counted[0]
     return Ran(found, seen.recipes, seen.tokens, seen.left_out, seen.without_kernel)
+
+
+class _Masks(TorchFunctionMode):
+    """Notes causal masks of torch's attention, which takes it apart on the meta device, where no operator shows them.
+
+    Args:
+        products: what is counted.
+    """
+
+    def __init__(self, products: ModelProducts) -> None:
+        super().__init__()
+        self._products = products
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **keywords)
+        given = {**dict(zip(_OF_ATTENTION, args, strict=False)), **keywords}
+        share = None
+        if given.get("is_causal"):
+            share = causal_share(given["query"].shape[-2], given["key"].shape[-2])
+        with self._products.masked(share):
+            return func(*args, **keywords)
+
+
+_OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""The first arguments of ``scaled_dot_product_attention``."""
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -1,13 +1,14 @@
 """What a plan does not fit: the recipe that features and modules need, and the shapes that GEMMs accept.
 
-findings = [*of_recipe(recipe, modules, acting), *of_shapes(recipe, model, modules, coverage, tokens=4096)]
+findings = [*of_recipe(recipe, modules, acting), *of_shapes(recipe, modules, operations, coverage, tokens=4096)]
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -20,7 +21,7 @@ from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations
+from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
 from te_precision_callbacks.reference import is_installed
 
 FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "contract"]
@@ -89,8 +90,8 @@ def of_recipe(
 
 def of_shapes(
     recipe: Any,
-    model: Model,
     modules: Sequence[NamedModule],
+    operations: Sequence[NamedOperation],
     coverage: Coverage,
     *,
     tokens: int | None = None,
@@ -100,26 +101,31 @@ def of_shapes(
 
     Args:
         recipe: one of Transformer Engine's recipes, or None.
-        model: the model.
-        modules: its modules of Transformer Engine.
+        modules: the modules of Transformer Engine.
+        operations: its operations of ``te.ops``.
         coverage: what is planned.
         tokens: the tokens of a step; None leaves out what depends on them. So does a layer that shares the tokens with
             others, whose share a router decides.
         tokens_of: layer -> the tokens of each of its calls, in place of ``tokens``.
     """
+    from transformer_engine.pytorch.utils import get_device_compute_capability
+
     name = recipe_text(recipe)
     if name not in SCALING_OF_RECIPE:
         return
     low = by_key((product.layer, product.gemm) for product in coverage if product.is_low)
     refused: list[tuple[tuple[str, ...], str]] = []
     by_hadamard: list[str] = []
-    for layer in _layers(model, modules):
-        gemms = [gemm for gemm in GEMMS if gemm in low.get(layer.name, ())]
+    capability = get_device_compute_capability()
+    for layer in _layers(modules, operations):
+        gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer.name, ()))
         counts = [tokens] if tokens_of is None else tokens_of.get(layer.name, ())
-        texts = tuple(dict.fromkeys(text for count in counts for text in _refused(name, layer, count, gemms)))
+        texts = tuple(
+            dict.fromkeys(text for count in counts for text in _refused(name, capability, layer.facts, count, gemms))
+        )
         if texts:
             refused.append((texts, layer.name))
-        if name == "nvfp4" and "wgrad" in gemms and layer.dtype != torch.bfloat16:
+        if name == "nvfp4" and "wgrad" in gemms and layer.facts.dtype != torch.bfloat16:
             by_hadamard.append(layer.name)
     for texts, names in by_key(refused).items():
         yield Finding("shape", f"{listed(names)}: {'; '.join(texts)}.", tuple(names))
@@ -143,8 +149,7 @@ def without_kernel(layers: Sequence[str]) -> Finding:
     return Finding("recipe", text, tuple(layers))
 
 
-@dataclass(frozen=True)
-class _Layer:
+class _LayerFacts(NamedTuple):
     """The facts about a layer that decide which shapes it accepts.
 
     Attributes:
@@ -152,7 +157,6 @@ class _Layer:
         shares_tokens: whether it gets a share of the tokens only.
     """
 
-    name: str
     in_features: int
     out_features: int
     dtype: torch.dtype
@@ -160,39 +164,42 @@ class _Layer:
     shares_tokens: bool
 
 
-def _layers(model: Model, modules: Sequence[NamedModule]) -> Iterator[_Layer]:
+class _Layer(NamedTuple):
+    name: str
+    facts: _LayerFacts
+
+
+def _layers(modules: Sequence[NamedModule], operations: Sequence[NamedOperation]) -> Iterator[_Layer]:
     for named in modules:
         shares = hasattr(named.module, "num_gemms")
         dtype = next(p.dtype for p in named.module.parameters(recurse=False) if p.ndim > 1)
         for layer, sizes in zip(named.layers, layer_features(named.module), strict=True):
-            yield _Layer(layer.name, *sizes, dtype, asserts=not shares, shares_tokens=shares)
-    for operation in named_operations(model):
+            yield _Layer(layer.name, _LayerFacts(*sizes, dtype, asserts=not shares, shares_tokens=shares))
+    for operation in operations:
         module: Any = operation.module
         dtype = next(module.parameters(recurse=False)).dtype
+        shares = len(operation.layers) > 1
+        sizes = module.in_features, module.out_features
         for name in operation.layers:
-            shares = len(operation.layers) > 1
-            yield _Layer(name, module.in_features, module.out_features, dtype, asserts=False, shares_tokens=shares)
+            yield _Layer(name, _LayerFacts(*sizes, dtype, asserts=False, shares_tokens=shares))
 
 
-def _refused(recipe: str, layer: _Layer, tokens: int | None, gemms: Collection[GemmName]) -> Iterator[str]:
-    from transformer_engine.pytorch.utils import get_device_compute_capability
-
+@functools.lru_cache(maxsize=1 << 10)
+def _refused(
+    recipe: str, capability: tuple[int, int], layer: _LayerFacts, tokens: int | None, gemms: tuple[GemmName, ...]
+) -> tuple[str, ...]:
+    """Why GEMMs of a layer do not run; layers of a model are alike."""
     sizes = {
         "tokens": _ANY_MULTIPLE if tokens is None or layer.shares_tokens else tokens,
         "in_features": layer.in_features,
         "out_features": layer.out_features,
     }
     found = refusals(
-        recipe,
-        get_device_compute_capability(),
-        **sizes,
-        gemms=gemms,
-        result_bytes=layer.dtype.itemsize,
-        asserted=layer.asserts,
+        recipe, capability, **sizes, gemms=gemms, result_bytes=layer.dtype.itemsize, asserted=layer.asserts
     )
     if layer.asserts and "fprop" not in gemms:
         found += asserted_refusals(**sizes)
-    return map(str, found)
+    return tuple(map(str, found))
 
 
 def listed(names: Iterable[str]) -> str:

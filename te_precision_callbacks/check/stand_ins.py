@@ -30,14 +30,17 @@ import torch
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.gemm_events import AttentionSizes
 from te_precision_callbacks.coverage.gemm_precision import FROZEN
+from te_precision_callbacks.coverage.masks import share_left
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import Gemm, dtype_name, gemms_left_out
-from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, UNFUSED_KERNEL
+from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED, OTHER_KERNEL, UNFUSED_KERNEL
 from te_precision_callbacks.coverage.seen_products import ModelProducts, format_made_by
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, in_evaluation
 from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations
+from te_precision_callbacks.reference import is_installed
 
+_OF_MASK = ("attn_mask_type", "window_size")
 _NAMED = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 _MLP_ACTIVATIONS_OF_HALF_THE_SIZE = "GLU"  # the end of their names, in modules and in te.ops
 _KEEP_SHAPE = frozenset(
@@ -222,11 +225,13 @@ class _StandIns:
         heads, size = query.shape[-2], value.shape[-1]
         result = self._own(query, call_own, lambda: query.new_empty(*query.shape[:-2], heads * size))
         sizes = AttentionSizes.of(query, key, value, form)
+        masked = {name: getattr(module, name) if given[name] is None else given[name] for name in _OF_MASK}
+        share = share_left({**masked, "qkv_format": form}, sizes.rows, sizes.columns)
         if _counts():
-            self._products.see_attention(layer, sizes, *forward, kernel)
+            self._products.see_attention(layer, sizes, *forward, kernel, mask_share=share)
 
         def back() -> None:
-            self._products.see_attention(layer, sizes, *backward, kernel, backward=True)
+            self._products.see_attention(layer, sizes, *backward, kernel, backward=True, mask_share=share)
 
         return _told(result, back, query, key, value)
 
@@ -364,7 +369,7 @@ def _attention_formats(
     asked, chosen = _ask_for_kernel(module, own)
     flash, _, fused, _, unfused, *_ = chosen
     if unfused or not (flash or fused):
-        return UNFUSED_KERNEL if unfused else "", same, same
+        return _without_fp8() if unfused else "", same, same
     kernel = FUSED if fused else OTHER_KERNEL
     if not (asked.fp8 and asked.fp8_meta["recipe"].fp8_dpa):
         return kernel, same, same
@@ -376,6 +381,11 @@ def _attention_formats(
         return kernel, forward, same
     of_gradient = format_made_by(gradient, high)
     return kernel, forward, ((format_made_by(scores, of_gradient), operand), (of_gradient, operand))
+
+
+def _without_fp8() -> str:
+    """The kernel of attention in high precision: the reference backend has one, and a GPU in its place has others."""
+    return ANY_KERNEL if is_installed() else UNFUSED_KERNEL
 
 
 def _ask_for_kernel(module: Any, own: functools.partial[Any]) -> tuple[Any, Sequence[Any]]:

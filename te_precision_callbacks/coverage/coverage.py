@@ -74,6 +74,8 @@ class Product:
         not_run: why the step left it out, as in ``session.precision``; what is not counted, and why.
         reason: why it does not run in low precision; None if it does, or does not run.
         reason_ref: what exactly: the section with its file and line, the dimension, the variable.
+        mask_share: of attention, the share of the multiply-adds that its mask leaves, such as (S + 1) / (2 S) of a
+            causal mask over S tokens; 1 without a mask, None where that is not known. ``macs`` has all of them.
     """
 
     layer: str
@@ -91,6 +93,7 @@ class Product:
     not_run: str = ""
     reason: Reason | None = None
     reason_ref: str = ""
+    mask_share: float | None = None
 
     @classmethod
     def left_out(cls, layer: str, family: Family, gemm: ProductName, why: str) -> Product:

@@ -3,7 +3,8 @@
     for product in products_of("aten::addmm", (bias, activation, weight), result):
         product.n, product.m, product.k, product.macs
 
-The full mathematical size counts: a causal mask leaves no multiply-add out, nor does a sparse operand, and what a fused
+The full mathematical size counts: a causal mask, which is noted, leaves no multiply-add out, nor does a sparse operand,
+and what a fused
 backward of attention computes again counts once. The operators are those of torch 2.13
 (``aten/src/ATen/native/native_functions.yaml``, ``torch/nn/attention``, ``torch/_higher_order_ops/flex_attention.py``),
 and of flash-attn 2.8 and its version 3 for Hopper (``flash_attn_interface.py`` of each).
@@ -19,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_precision_callbacks.coverage.marks import tensors_in
+from te_precision_callbacks.coverage.masks import causal_share
 
 Role = Literal["", "fprop", "dgrad", "wgrad", "qk", "pv", "lookup"]
 """What a product is for, where its operator shows it: attention multiplies the queries by the keys (``qk``), and the
@@ -71,6 +73,7 @@ class MatrixProduct(NamedTuple):
         role: see :data:`Role`.
         bounds: those of several sequences, whose lengths only the device knows: the sizes are then those of all
             sequences as one, and :meth:`Bounds.sizes` gives those of each.
+        mask_share: as ``Product.mask_share``, where the operator shows a causal mask.
     """
 
     a: torch.Tensor
@@ -81,6 +84,7 @@ class MatrixProduct(NamedTuple):
     batch: int = 1
     role: Role = ""
     bounds: Bounds | None = None
+    mask_share: float | None = None
 
     @property
     def macs(self) -> int:
@@ -200,7 +204,14 @@ def _lookup(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     yield MatrixProduct(indices, weight, indices.numel(), weight.shape[-1], 0, role="lookup")
 
 
-def _attention(*, backward: bool, heads_first: bool, bounds: int | None = None, first: int | None = None) -> _Find:
+def _attention(
+    *,
+    backward: bool,
+    heads_first: bool,
+    bounds: int | None = None,
+    first: int | None = None,
+    causal: int | None = None,
+) -> _Find:
     """Fused attention: of a backward the first argument is the gradient, followed by query, key and value.
 
     Args:
@@ -208,6 +219,7 @@ def _attention(*, backward: bool, heads_first: bool, bounds: int | None = None, 
         heads_first: whether operands are [batch, heads, length, size], or [..., length, heads, size].
         bounds: the number of the argument with the bounds of several sequences of queries, followed by that of keys.
         first: the number of the argument with the queries; by default the first one, behind the gradient.
+        causal: of a forward the number of the argument that says whether its mask is causal.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
     start = int(backward) if first is None else first
@@ -225,8 +237,10 @@ def _attention(*, backward: bool, heads_first: bool, bounds: int | None = None, 
             tensors = arguments[0], query, key, value
             yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, several)
         else:
-            yield MatrixProduct(query, key, rows, columns, size, batch, "qk", _bounds(several, _N, _M))
-            yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv", _bounds(several, _N, _K))
+            is_causal = causal is not None and len(arguments) > causal and arguments[causal]
+            share = causal_share(rows, columns) if is_causal else None
+            yield MatrixProduct(query, key, rows, columns, size, batch, "qk", _bounds(several, _N, _M), share)
+            yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv", _bounds(several, _N, _K), share)
 
     return find
 
@@ -357,13 +371,14 @@ def _recurrent(weights: slice, *, packed: bool = True, mask: int | None = None, 
     return find
 
 
-_FUSED = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-)
+_FUSED = {
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_fused_attention_overrideable": 5,
+}
+"""The operators of ``scaled_dot_product_attention`` -> the number of their argument ``is_causal``."""
 
 
 _PRODUCTS = ("mm", "bmm", "mv", "dot", "vdot", "_scaled_mm", "_scaled_mm_v2", "_int_mm")
@@ -399,7 +414,7 @@ _OF_ATEN: Mapping[str, _Find] = {
     "mkldnn_rnn_layer": _recurrent(slice(1, 5), packed=False),
     "mkldnn_rnn_layer_backward": _recurrent(slice(1, 5), packed=False, backward=True),
     **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _lookup),
-    **dict.fromkeys(_FUSED, _attention(backward=False, heads_first=True)),
+    **{name: _attention(backward=False, heads_first=True, causal=place) for name, place in _FUSED.items()},
     **{f"{name}_backward": _attention(backward=True, heads_first=True) for name in _FUSED},
     "_flash_attention_forward": _attention(backward=False, heads_first=False, bounds=3),
     "_flash_attention_forward_no_dropout_inplace": _attention(backward=False, heads_first=False, bounds=4, first=1),

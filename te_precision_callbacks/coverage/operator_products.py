@@ -209,7 +209,10 @@ class OperatorProducts:
         if not role and UNFUSED in class_names(inside[1]):  # its softmax may be a kernel of Transformer Engine
             role = "qk" if operator == "aten::baddbmm" else "pv"
         family = "attention" if role in ("qk", "pv") else "functional"
-        return SeenProduct(inside[0], family, role, formats, sizes, kind_of(inside[1]), bounds=product.bounds)
+        kind = kind_of(inside[1])
+        return SeenProduct(
+            inside[0], family, role, formats, sizes, kind, bounds=product.bounds, mask_share=product.mask_share
+        )
 
     def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
         """The class of the module that computes a product; that of its weight where no module runs, as in a compiled

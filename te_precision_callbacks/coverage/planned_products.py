@@ -1,9 +1,9 @@
 """The matrix products of a model's step, planned from its modules: nothing runs, and the model may be on ``meta``.
 
-    planned = plan_products(model, modules, acting, recipe, tokens=4096)
+    planned = plan_products(model, modules, operations, acting, recipe, tokens=4096)
     planned.coverage.share("fp8")     # as session.coverage() of the step that was planned
     planned.not_counted               # modules with a weight of which no product is planned
-    planned = plan_products(model, modules, acting, recipe, ran=ran)      # of a step whose products are known
+    planned = plan_products(model, modules, operations, acting, recipe, ran=ran)   # of a step that was called
 
 The formats are those of the quantizers that Transformer Engine makes for the recipe, changed by what the features of a
 config do. Some things are assumed, since modules do not tell them: each layer of Transformer Engine runs in
@@ -42,9 +42,10 @@ from te_precision_callbacks.coverage.precision_audit import (
     quantizers_of_layers,
     recipe_text,
 )
+from te_precision_callbacks.coverage.precision_history import Format
 from te_precision_callbacks.coverage.seen_product import OPERAND_NAMES, kind_of
 from te_precision_callbacks.coverage.shapes import layer_features
-from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
+from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation, module_names, named_roots
 
 NOT_REACHED = "the forward does not reach it"
 """Why a product of a step whose products are known is not among them."""
@@ -90,6 +91,7 @@ class PlannedProducts:
 def plan_products(
     model: Model,
     modules: Sequence[NamedModule],
+    operations: Sequence[NamedOperation],
     acting: Mapping[str, Sequence[Acting]],
     recipe: Any,
     *,
@@ -102,13 +104,14 @@ def plan_products(
     Args:
         model: the model, on any device.
         modules: its modules of Transformer Engine.
+        operations: its operations of ``te.ops``.
         acting: layer -> the sections of the config that act on it.
         recipe: one of Transformer Engine's recipes; None for high precision.
         tokens: the tokens of a step on this rank.
         ran: the products of a step, in place of its tokens.
         unconverted: layers that a trainer's conversion left without Transformer Engine, and why.
     """
-    return _Planner(model, modules, acting, recipe, tokens, ran, unconverted or {}).planned()
+    return _Planner(model, modules, operations, acting, recipe, tokens, ran, unconverted or {}).planned()
 
 
 class _Planner:
@@ -118,6 +121,7 @@ class _Planner:
         self,
         model: Model,
         modules: Sequence[NamedModule],
+        operations: Sequence[NamedOperation],
         acting: Mapping[str, Sequence[Acting]],
         recipe: Any,
         tokens: int,
@@ -126,7 +130,7 @@ class _Planner:
     ) -> None:
         self._model = model
         self._named = {id(named.module): named for named in modules}
-        self._operations = {id(found.module): found.layers for found in named_operations(model)}
+        self._operations = {id(found.module): found.layers for found in operations}
         self._acting = acting
         self._recipe = recipe
         self._tokens = tokens
@@ -134,6 +138,8 @@ class _Planner:
         self._ran = ran
         self._recipes = {} if ran is None else ran.recipes
         self._reached = set() if ran is None else {product.layer for product in ran.products}
+        self._quantizers = MadeQuantizers()
+        self._formats: dict[tuple[object, ...], Mapping[Operand, Format]] = {}
         self._products: list[Product] = []
         self._precision: list[GemmPrecision] = []
         self._facts: dict[str, LayerFacts] = {}
@@ -145,7 +151,8 @@ class _Planner:
         self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
         others: dict[str, torch.nn.Module | None] = {}
         counted: set[int] = set()
-        for key, path in module_names(self._model).items():
+        names = module_names(self._model)
+        for key, path in names.items():
             module = below[key]
             layers = self._plan_te(key, module)
             if not layers and not self._knows(path, module):
@@ -164,15 +171,7 @@ class _Planner:
         if self._ran is not None:
             return PlannedProducts(Coverage(self._products_of(self._ran)), not_reached=left)
         products = in_precision(self._products, self._facts, self._precision, self._unconverted)
-        return PlannedProducts(Coverage(products), not_counted=left, attention=self._attention(below))
-
-    def _attention(self, below: Mapping[int, torch.nn.Module]) -> tuple[str, ...]:
-        found: list[str] = []
-        for key, path in module_names(self._model).items():
-            is_inner = any(path.startswith(f"{outer}.") for outer in found[-1:])
-            if not is_inner and any("Attention" in name for name in class_names(below[key])):
-                found.append(path)
-        return tuple(found)
+        return PlannedProducts(Coverage(products), not_counted=left, attention=_attention(names, below))
 
     def _plan_te(self, key: int, module: torch.nn.Module) -> Sequence[str]:
         """Plan the products of a module of Transformer Engine, and return its layers; none of any other module."""
@@ -207,8 +206,8 @@ class _Planner:
     def _plan_module(self, module: Any, layers: Sequence[str]) -> None:
         left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
         recipe = self._recipe_of(layers)
-        made = [[], []] if recipe is None else made_quantizers(module, recipe, 3 * len(layers), 2 * len(layers))
-        of_layers = quantizers_of_layers(made[0], made[1], len(layers))
+        forward, backward = self._quantizers.of(module, recipe, 3 * len(layers), 2 * len(layers))
+        of_layers = quantizers_of_layers(forward, backward, len(layers))
         dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
         groups = getattr(module, "num_gemms", 1)
         for layer, quantizers, sizes in zip(layers, of_layers, layer_features(module), strict=True):
@@ -220,7 +219,7 @@ class _Planner:
         left_out = {Gemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}
         recipe = self._recipe_of(layers)
         counts = module.num_quantizers("forward"), module.num_quantizers("backward")
-        forward, backward = ([], []) if recipe is None else made_quantizers(module, recipe, *counts)
+        forward, backward = self._quantizers.of(module, recipe, *counts)
         for number, layer in enumerate(layers):
             quantizers = {}
             if forward:
@@ -247,7 +246,7 @@ class _Planner:
         in_force = self._recipe_of([layer])
         override = None if in_force is None else in_force.backward_override
         recipe = recipe_text(in_force)
-        formats = formats_of_layer(layer, quantizers, dtype, recipe=recipe, backward_override=override)
+        formats = self._formats_of(quantizers, dtype, recipe, override)
         sections = self._acting.get(layer, ())
         kept = kept_by_sections(sections)
         modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
@@ -262,11 +261,20 @@ class _Planner:
                 continue
             self._products.append(Product(layer, family, gemm, gemm != "fprop", n, m, k, 1, 1, macs, {}, "planned"))
             operands: dict[str, str] = {
-                tensor: (dtype_name(dtype) if gemm in kept else formats[Operand(layer, gemm, tensor)].text)
+                tensor: (dtype_name(dtype) if gemm in kept else formats[Operand("", gemm, tensor)].text)
                 + (MODIFIED if (gemm, tensor) in modified else "")
                 for tensor in OPERANDS[gemm]
             }
             self._precision.append(GemmPrecision(layer, gemm, operands, seen=False, recipe=recipe or NO_RECIPE))
+
+    def _formats_of(
+        self, quantizers: Mapping[str, Any], dtype: torch.dtype, recipe: str, override: str | None
+    ) -> Mapping[Operand, Format]:
+        """The formats of a layer without a name; many layers have the same quantizers."""
+        key = (*map(id, quantizers.values()), *quantizers, dtype, recipe, override)
+        if key not in self._formats:
+            self._formats[key] = formats_of_layer("", quantizers, dtype, recipe=recipe, backward_override=override)
+        return self._formats[key]
 
     # ------------------------------------------------------------------ torch
 
@@ -319,14 +327,46 @@ class _Planner:
             )
 
 
-def made_quantizers(module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
-    """The quantizers that a module or an operation of Transformer Engine makes for a recipe, forward and backward.
+def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -> tuple[str, ...]:
+    """The paths of modules of attention; modules within them are left out."""
+    found: list[str] = []
+    for key, path in names.items():
+        is_inner = any(path.startswith(f"{outer}.") for outer in found[-1:])
+        if not is_inner and any("Attention" in name for name in class_names(below[key])):
+            found.append(path)
+    return tuple(found)
 
-    Args:
-        module: the module or operation; it does not change.
-        recipe: the recipe.
-        forward, backward: how many it makes.
-    """
+
+class MadeQuantizers:
+    """The quantizers that modules and operations of Transformer Engine make, none of which changes. They are kept, so
+    that the id of one is that of no other."""
+
+    def __init__(self) -> None:
+        self._of_class: dict[tuple[int, type, int, int], list[list[Any]]] = {}
+        self._others: list[list[list[Any]]] = []
+
+    def of(self, module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
+        """Those of a module for a recipe, in Transformer Engine's order, forward and backward; none without one.
+
+        Those of Transformer Engine's own recipes are the same for all modules of a class.
+
+        Args:
+            module: the module or operation.
+            recipe: the recipe; None for high precision.
+            forward, backward: how many it makes.
+        """
+        if recipe is None:
+            return [[], []]
+        if recipe.custom():
+            self._others.append(_made_quantizers(module, recipe, forward, backward))
+            return self._others[-1]
+        key = id(recipe), type(module), forward, backward
+        if key not in self._of_class:
+            self._of_class[key] = _made_quantizers(module, recipe, forward, backward)
+        return self._of_class[key]
+
+
+def _made_quantizers(module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
     from transformer_engine.pytorch.quantization import RecipeState
 
     is_operation = hasattr(module, "num_quantizers")

@@ -37,6 +37,8 @@ UNFUSED = "UnfusedDotProductAttention"
 UNFUSED_KERNEL = "Transformer Engine's unfused attention"
 FUSED = "Transformer Engine's fused attention"
 OTHER_KERNEL = "another kernel of Transformer Engine's attention, counted by its sizes"
+ANY_KERNEL = Reason.ATTENTION.value
+"""Of a plan without the GPU, where it is not known which of its kernels Transformer Engine takes in high precision."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +59,7 @@ class SeenProduct:
         call: the call of the model in which it has run; None where each call is looked at.
         not_counted: the operator, and why it is not counted; empty for a product.
         bounds: as those of a :class:`MatrixProduct`.
+        mask_share: as ``Product.mask_share``; a product of a backward that torch has run has that of its forward.
     """
 
     layer: str
@@ -72,6 +75,7 @@ class SeenProduct:
     call: Call | None = None
     not_counted: str = ""
     bounds: Bounds | None = None
+    mask_share: float | None = None
 
     @property
     def calls(self) -> int:
@@ -85,7 +89,7 @@ class SeenProduct:
         """Why it does not run in low precision, as far as its place shows."""
         if self.family in ("te", "te_ops", "lookup"):
             return None
-        return Reason.ATTENTION if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL) else Reason.NOT_TE
+        return Reason.ATTENTION if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL, ANY_KERNEL) else Reason.NOT_TE
 
     @property
     def origin(self) -> SeenProduct:
@@ -130,6 +134,7 @@ def summed(seen: Iterable[SeenProduct]) -> Iterator[Product]:
             dict(zip(names, formats, strict=True)),
             reason=first.reason,
             reason_ref=first.kind,
+            mask_share=_mask_share(calls),
         )
         weight = first.weight
         if weight is None or gemm != "fprop" or not has_backward:
@@ -138,3 +143,15 @@ def summed(seen: Iterable[SeenProduct]) -> Iterator[Product]:
             yield Product.left_out(layer, first.family, "dgrad", NO_INPUT_GRADIENT)
         if not weight.trains:
             yield Product.left_out(layer, first.family, "wgrad", FROZEN)
+
+
+def _mask_share(calls: Iterable[SeenProduct]) -> float | None:
+    """The share that the masks of calls leave of their multiply-adds; None if one is not known."""
+    left = whole = 0.0
+    for call in calls:
+        share = call.origin.mask_share
+        if share is None:
+            return None
+        macs = call.calls * math.prod(call.sizes)
+        left, whole = left + share * macs, whole + macs
+    return left / whole if whole else None

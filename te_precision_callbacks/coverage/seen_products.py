@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.coverage import Family, Product, StateRow
 from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
+from te_precision_callbacks.coverage.masks import share_left
 from te_precision_callbacks.coverage.matrix_products import Role
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.operator_products import in_backward
@@ -178,6 +180,15 @@ class ModelProducts:
         family: Family = "te_ops" if layer in self._operations else "te"
         self._seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1)))
 
+    @contextmanager
+    def masked(self, share: float | None) -> Iterator[None]:
+        """Surrounds operators that compute attention with a mask, of which ``share`` is left."""
+        begun = len(self._seen)
+        yield
+        for seen in self._seen[begun:]:
+            if seen.family == "attention" and not seen.backward:
+                seen.mask_share = share
+
     def enter_attention(self, layer: str, kind: ForwardKind) -> None:
         """Note that a forward of Transformer Engine's attention begins."""
         self._watch.operators.told.discard(layer)
@@ -191,7 +202,10 @@ class ModelProducts:
         if event.backward:
             gradient = format_of(event.gradient, columnwise=False)
             scores = format_made_by(event.scores, gradient)
-            self.see_attention(event.layer, event.sizes, (scores, key), (gradient, value), FUSED, backward=True)
+            share = share_left(event.arguments, event.sizes.rows, event.sizes.columns)
+            self.see_attention(
+                event.layer, event.sizes, (scores, key), (gradient, value), FUSED, backward=True, mask_share=share
+            )
         else:
             probabilities = format_made_by(event.probabilities, query)
             self.see_attention(event.layer, event.sizes, (query, key), (probabilities, value), FUSED)
@@ -205,15 +219,22 @@ class ModelProducts:
             self._watch.operators.nodes.note_running(
                 SeenProduct(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=call)
             )
-        if layer in self._watch.operators.told or kind is not ForwardKind.OBSERVED or (call is None and in_backward()):
+        if kind is not ForwardKind.OBSERVED or (call is None and in_backward()):
             return
         tensors = given["query_layer"], given["key_layer"], given["value_layer"]
-        query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
         sizes = AttentionSizes.of(*tensors, given["qkv_format"])
+        share = share_left(given, sizes.rows, sizes.columns)
+        if layer in self._watch.operators.told:
+            for seen in itertools.takewhile(lambda seen: seen.layer == layer, reversed(self._seen)):
+                seen.mask_share = share
+            return
+        query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
         begun = len(self._seen)
-        self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL)
+        self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, mask_share=share)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, backward=True)
+            self.see_attention(
+                layer, sizes, (query, key), (query, value), OTHER_KERNEL, backward=True, mask_share=share
+            )
         for seen in self._seen[begun:]:
             seen.call = call
 
@@ -226,6 +247,7 @@ class ModelProducts:
         kind: str,
         *,
         backward: bool = False,
+        mask_share: float | None = None,
     ) -> None:
         """Count the products of attention.
 
@@ -235,6 +257,7 @@ class ModelProducts:
             qk, pv: the formats of the operands of each.
             kind: what computes them: :data:`FUSED`, :data:`UNFUSED_KERNEL` or :data:`OTHER_KERNEL`.
             backward: whether they are those of the backward, two of each.
+            mask_share: as ``Product.mask_share``.
         """
         batch, rows, columns, size, size_v = sizes
         products: tuple[tuple[Role, tuple[str, str], tuple[int, int, int, int]], ...] = (
@@ -243,7 +266,9 @@ class ModelProducts:
         )
         for role, formats, of_forward in products:
             for _ in range(2 if backward else 1):  # a gradient for each of two operands, with as many multiply-adds
-                self._seen.append(SeenProduct(layer, "attention", role, formats, of_forward, kind, backward=backward))
+                seen = SeenProduct(layer, "attention", role, formats, of_forward, kind, backward=backward)
+                seen.mask_share = mask_share
+                self._seen.append(seen)
 
     def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
         """Note that layers of Transformer Engine have run without an event of a GEMM.

@@ -10,6 +10,7 @@ GEMMs their parts, ``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``,
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -522,7 +523,13 @@ def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
 
 
 def _is_peft(module: torch.nn.Module, class_name: str) -> bool:
-    return any(base.__name__ == class_name and base.__module__.startswith("peft.") for base in type(module).__mro__)
+    return class_name in _peft_classes(type(module).__mro__)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _peft_classes(bases: tuple[type, ...]) -> frozenset[str]:
+    """The names of PEFT's classes among the bases of a class; asked for each child of each module."""
+    return frozenset(base.__name__ for base in bases if base.__module__.startswith("peft."))
 
 
 def is_wrapper(module: torch.nn.Module) -> bool:
@@ -590,7 +597,9 @@ def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
     ]
     for old, new in _OLD_SPELLINGS:
         candidates += [
-            alias.replace(old, new) for alias in [name + part, *candidates] if re.search(rf"\b{old}\b", alias)
+            alias.replace(old, new)
+            for alias in [name + part, *candidates]
+            if old in alias and re.search(rf"\b{old}\b", alias)
         ]
     whole = _joined(found.scope, name) + part
     if found.scope:

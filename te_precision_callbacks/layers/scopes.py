@@ -38,7 +38,7 @@ def found_scope(module: torch.nn.Module) -> FoundScope:
     Args:
         module: a Transformer Engine module.
     """
-    parameters = list(module.parameters(recurse=False))
+    parameters = [each for each in module._parameters.values() if each is not None]  # as parameters(recurse=False)
     stage, experts = _of_megatron(parameters)
     for mesh in {id(found): found for found in map(_mesh, parameters) if found is not None}.values():
         # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a part of that of the whole job.

@@ -140,6 +140,7 @@ GEMMS = pa.schema(
         ("batch", pa.int64()),
         ("calls", pa.int64()),  # a step
         ("macs", pa.int64()),  # a step
+        ("mask_share", pa.float64()),  # as Product.mask_share
         ("order", pa.int64()),
         ("runs", pa.string()),  # seen, planned, never, uncounted
         ("not_run", pa.string()),

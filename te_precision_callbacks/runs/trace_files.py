@@ -38,11 +38,14 @@ def traces_of(run: Path) -> list[Path]:
 
 
 def own_traces(given: Path, run_id: str) -> list[Path]:
-    """The traces of a run, given the path that it was read from: the log folder, that of all records, or its own."""
-    for folder in (given / FOLDER / run_id, given / run_id, given):
+    """The traces of a run, given the path that it was read from: the log folder, that of all records, or its own. A run
+    of which there is only a statistics log has those of a session without records."""
+    if (given / FOLDER / run_id).is_dir():
+        return traces_of(given / FOLDER / run_id)
+    for folder in (given / run_id, given):
         if found := traces_of(folder):
             return found
-    return []
+    return sorted(path for path in (given / _WITHOUT_RECORDS).glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.name))
 
 
 def traces_without_run(given: Path) -> list[Path]:

@@ -166,7 +166,7 @@ class Profiling:
         else:
             text += "none of them ran, so there is no trace."
         if iteration <= last:
-            text += f" The run ended before iteration {iteration} had ended."
+            text += f" The run ended before iteration {iteration}."
         else:
             text += " The run began with a later one."
         logger.warning("%s Choose iterations that a run reaches; the first one is 0.", text)

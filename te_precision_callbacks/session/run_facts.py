@@ -300,6 +300,7 @@ class RunFacts:
                     "batch": product.batch,
                     "calls": product.calls,
                     "macs": product.macs,
+                    "mask_share": product.mask_share,
                     "order": order,
                     "runs": product.runs,
                     "not_run": product.not_run,

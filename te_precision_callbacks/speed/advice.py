@@ -1,6 +1,6 @@
 """What to do for speed, in the order of the milliseconds that it saves.
 
-    for advice in advise(step, device):
+    for advice in advise(PricedStep.of(step, device)):
         advice.text, advice.saves_ms, advice.interval, advice.patch
 
 Each advice is priced by the same model as the step, with only what it changes changed. Two of them may not add up: a
@@ -22,18 +22,9 @@ from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.costs import padded
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.errors import SpeedError
-from te_precision_callbacks.speed.expected import (
-    CallPlan,
-    Measured,
-    ProductTime,
-    counted,
-    recipes_of,
-    shape_of,
-    timed,
-    total,
-)
-from te_precision_callbacks.speed.recorded import Step
-from te_precision_callbacks.speed.waterfall import layers_without_gain, main_recipe
+from te_precision_callbacks.speed.expected import ProductTime, shape_of, total
+from te_precision_callbacks.speed.priced import PricedStep
+from te_precision_callbacks.speed.waterfall import layers_without_gain
 
 _LEAST_SHARE = 0.002
 """What saves less than this share of the products' time is not worth a line."""
@@ -84,47 +75,20 @@ class Advice:
         }
 
 
-def advise(
-    step: Step,
-    device: Device,
-    *,
-    plan: CallPlan = "training",
-    recipe: str = "",
-    times: Sequence[ProductTime] | None = None,
-    table: Measured | None = None,
-) -> list[Advice]:
-    """What to do, what saves most first, and last what is a guess, whose interval has no lower end. Arguments and
-    errors are those of
-    :func:`~te_precision_callbacks.speed.waterfall.waterfall`."""
-    products = counted(step.coverage)
-    recipes = recipes_of(products, step.recipes)
-    if times is None:
-        times = timed(products, recipes, device, plan=plan, table=table)
-    advisor = _Advisor(products, recipes, times, device, plan, recipe or main_recipe(step), table)
-    whole = sum(one.low_ms for one in times if not math.isnan(one.low_ms))
-    found = [one for one in advisor.all() if one.saves_ms > _LEAST_SHARE * whole]
+def advise(priced: PricedStep) -> list[Advice]:
+    """What to do, what saves most first, and last what is a guess, whose interval has no lower end."""
+    whole = sum(one.low_ms for one in priced.times if not math.isnan(one.low_ms))
+    found = [one for one in _Advisor(priced).all() if one.saves_ms > _LEAST_SHARE * whole]
     return sorted(found, key=lambda one: (not math.isfinite(one.interval[0]), -one.saves_ms))
 
 
 class _Advisor:
-    """Arguments are those of :func:`advise`, for products that have a time, each with its recipe.
+    """Arguments are those of :func:`advise`."""
 
-    Args:
-        recipe: what layers in high precision could run in; empty if nothing is known of that.
-    """
-
-    def __init__(
-        self,
-        products: Sequence[Product],
-        recipes: Sequence[str],
-        times: Sequence[ProductTime],
-        device: Device,
-        plan: CallPlan,
-        recipe: str,
-        table: Measured | None,
-    ) -> None:
-        self._products, self._recipes, self._times = products, recipes, times
-        self._device, self._plan, self._recipe, self._table = device, plan, recipe, table
+    def __init__(self, priced: PricedStep) -> None:
+        self._timed = priced.timed
+        self._products, self._recipes, self._times = priced.products, priced.recipes, priced.times
+        self._device, self._recipe = priced.device, priced.recipe
 
     def all(self) -> Iterable[Advice]:
         yield from self._keep_high()
@@ -132,9 +96,6 @@ class _Advisor:
         yield from self._one_micro_batch()
         yield from self._low_instead()
         yield from self._attention()
-
-    def _timed(self, products: Sequence[Product], recipes: Sequence[str]) -> list[ProductTime]:
-        return timed(products, recipes, self._device, plan=self._plan, table=self._table)
 
     def _keep_high(self) -> Iterable[Advice]:
         """Layers that low precision makes slower."""
@@ -149,6 +110,7 @@ class _Advisor:
             whole.low_ms - whole.high_ms,
             _saved(whole.low_ms, whole.interval),
             keep_high(*names, others={one.layer for one in self._times} - set(names)),
+            _DEBUG_PATH,
         )
 
     def _other_recipe(self) -> Iterable[Advice]:
@@ -247,6 +209,12 @@ class _Advisor:
                 " Measure it",
             )
 
+
+_DEBUG_PATH = (
+    "while a session runs, this config takes the modules of these layers to Transformer Engine's debug path, whose time"
+    " is not in the figure; te.autocast(enabled=False) around them in the model has no such cost"
+)
+"""What limits the saving of ``DisableFP8Layer``: docs/high-precision.md."""
 
 _NUMERICS = "changes the numerics: compare the losses"
 

@@ -17,7 +17,8 @@ from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.speed.advice import Advice, advise
 from te_precision_callbacks.speed.costs import Shape
 from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.expected import CallPlan, Measured, ProductTime, Total, expected, total
+from te_precision_callbacks.speed.expected import CallPlan, Measured, ProductTime, Total, total
+from te_precision_callbacks.speed.priced import PricedStep
 from te_precision_callbacks.speed.recorded import Step
 from te_precision_callbacks.speed.waterfall import Waterfall, waterfall
 
@@ -78,15 +79,15 @@ def estimate_step(
     Raises:
         SpeedError: the device does not run a recipe.
     """
-    times = expected(step.coverage, step.recipes, device, plan=plan, table=table)
+    priced = PricedStep.of(step, device, plan=plan, recipe=recipe, table=table)
     return StepSpeed(
         device,
         plan,
-        tuple(times),
-        total(times, device),
-        waterfall(step, device, plan=plan, recipe=recipe, times=times, table=table),
-        tuple(advise(step, device, plan=plan, recipe=recipe, times=times, table=table)),
-        (*step.notes, *notes_of(times, device)),
+        tuple(priced.times),
+        total(priced.times, device),
+        waterfall(priced),
+        tuple(advise(priced)),
+        (*step.notes, *notes_of(priced.times, device)),
     )
 
 

@@ -33,6 +33,7 @@ from te_precision_callbacks.base.vocabulary import (
     OperandName,
 )
 from te_precision_callbacks.coverage.coverage import Product, Reason
+from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.speed.costs import (
     Cost,
     Shape,
@@ -102,6 +103,7 @@ class ProductTime:
         reason: why it does not run in low precision; None if it does.
         why: the same in words.
         precision: the precision of the product as it runs.
+        mask_share: as ``Product.mask_share``: the times have that share of the operations; None counts as 1.
     """
 
     layer: str
@@ -118,6 +120,7 @@ class ProductTime:
     reason: Reason | None = None
     why: str = ""
     precision: str = ""
+    mask_share: float | None = None
 
     def of(self, layer: str) -> ProductTime:
         """That of the same product of another layer."""
@@ -324,7 +327,8 @@ def _kind(product: Product, recipe: str) -> object:
     """What makes products of several layers alike."""
     p = product
     sizes = p.n, p.m, p.k, p.batch, p.calls, p.macs
-    return p.gemm, p.family, p.backward, *sizes, p.precision, p.reason, p.reason_ref, p.not_run, recipe
+    why = p.reason, p.reason_ref, p.not_run
+    return p.gemm, p.family, p.backward, *sizes, p.precision, *why, p.mask_share, recipe
 
 
 def _times_of_layer(
@@ -336,14 +340,20 @@ def _times_of_layer(
     ]
 
 
-def alike(times: Sequence[ProductTime]) -> dict[object, list[list[ProductTime]]]:
-    """The products of layers, of which each is like the others under one key."""
+def alike(times: Sequence[ProductTime], *, by_name: bool = False) -> dict[object, list[list[ProductTime]]]:
+    """The products of layers, of which each is like the others under one key.
+
+    Args:
+        times: the times.
+        by_name: whether names of alike layers differ in their numbers alone, so that one text names them.
+    """
     of_layer: dict[str, list[ProductTime]] = defaultdict(list)
     for one in times:
         of_layer[one.layer].append(one)
     alike: dict[object, list[list[ProductTime]]] = defaultdict(list)
-    for found in of_layer.values():
-        key = tuple((p.gemm, p.backward, p.shape, p.calls, p.recipe, p.source, p.why) for p in found)
+    for layer, found in of_layer.items():
+        form = form_of(layer) if by_name else ""
+        key = form, *((p.gemm, p.backward, p.shape, p.calls, p.recipe, p.source, p.why, p.mask_share) for p in found)
         alike[key].append(found)
     return alike
 
@@ -391,8 +401,11 @@ def _time_of(
     shape = shape_of(product)
     count = calls_of(product)
     measured = None if table is None else table.high_ms(shape)
-    of_model = attention_ms if product.family == "attention" else high_ms
-    high = (of_model(shape, device) if measured is None else measured) * count
+    if product.family == "attention":
+        of_model = attention_ms(shape, device) * (1 if product.mask_share is None else product.mask_share)
+    else:
+        of_model = high_ms(shape, device)
+    high = (of_model if measured is None else measured) * count
     made = ProductTime(
         product.layer,
         product.gemm,
@@ -407,6 +420,7 @@ def _time_of(
         reason=product.reason,
         why=product.why,
         precision=product.precision,
+        mask_share=product.mask_share,
     )
     if not recipe:
         return made

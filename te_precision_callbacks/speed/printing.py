@@ -42,7 +42,7 @@ def show_times(times: Sequence[ProductTime], whole: Total, device: Device, plan:
     table = terminal.table(
         "layer", "MxKxN", "recipe", "BF16", "as it runs", "of it casts", "times as fast", "verdict, or why not low"
     )
-    rows = list(alike(times).values())
+    rows = list(alike(times, by_name=True).values())
     for layers in rows[:_MOST_ROWS]:
         one = total(layers[0], device)
         table.add_row(
@@ -79,9 +79,16 @@ def recipes_in_words(products: Sequence[ProductTime]) -> str:
 def reasons_in_words(products: Sequence[ProductTime]) -> list[str]:
     """Why products of a layer are not in low precision, one for each of them."""
     found = [product.why for product in products if not product.recipe and product.why]
-    if any(product.family == "attention" for product in products):
-        found.append("counts without its mask")
-    return found
+    return [*found, *dict.fromkeys(filter(None, map(_mask_in_words, products)))]
+
+
+def _mask_in_words(product: ProductTime) -> str:
+    """How the mask of attention counts; empty for what has none."""
+    if product.family != "attention" or product.mask_share == 1:
+        return ""
+    if product.mask_share is None:
+        return "counts without its mask"
+    return f"{100 * product.mask_share:.1f} % of it counts, which its causal mask leaves"
 
 
 def show_step(speed: StepSpeed) -> None:
@@ -113,7 +120,7 @@ def show_run(known: RunSpeed) -> None:
 def _show_beside(known: RunSpeed, times: Sequence[ProductTime]) -> None:
     """Print what GEMMs are expected to take, and what they took; alike layers are one row."""
     table = terminal.table("layer", "GEMM", "expected", "measured", "ratio")
-    for layers in list(alike(times).values())[:_MOST_ROWS]:
+    for layers in list(alike(times, by_name=True).values())[:_MOST_ROWS]:
         for same in zip(*layers, strict=True):
             measured = [known.gemm_ms(one) for one in same]
             took = sum(ms for ms in measured if ms is not None)

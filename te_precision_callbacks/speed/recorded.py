@@ -85,14 +85,14 @@ def memory_of_step(run: RecordedRun) -> list[MemoryRow]:
     return [MemoryRow(**row) for row in run.memory.select([each.name for each in fields(MemoryRow)]).to_pylist()]
 
 
-def device_of_run(run: RecordedRun, name: str | None) -> Device:
-    """The device that times are expected for: the named one, or that of the run.
+def device_of_run(run: RecordedRun, given: Device | str | None) -> Device:
+    """The device that times are expected for: the given one, or that of this name, or that of the run.
 
     Raises:
         DeviceError: the run names no GPU, one that is not known, or several.
     """
-    if name is not None:
-        return device_named(name)
+    if given is not None:
+        return device_named(given) if isinstance(given, str) else given
     found = list(dict.fromkeys(segment.facts.get("gpu") for segment in run.segments))
     if len(found) > 1:
         names = ", ".join(str(gpu or "no GPU") for gpu in found)
@@ -130,4 +130,5 @@ def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> 
         row["not_run"] or "",
         Reason[reason] if reason in Reason.__members__ else Reason.UNKNOWN if reason else None,
         row["reason_ref"] or "",
+        row["mask_share"],
     )

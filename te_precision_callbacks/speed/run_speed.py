@@ -129,7 +129,7 @@ def _step_and_device(run: RecordedRun, device: str | None) -> tuple[Step | None,
     except SpeedError as error:
         return None, None, error
     try:
-        return step, chosen or device_of_run(run, None), None
+        return step, device_of_run(run, chosen), None
     except DeviceError as error:
         return step, None, error
 

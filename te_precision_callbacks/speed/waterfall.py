@@ -1,6 +1,6 @@
 """From the ideal time of a step to the expected one: what each part adds, and what the rest of the step allows.
 
-    fall = waterfall(step, device)
+    fall = waterfall(PricedStep.of(step, device))
     for part in fall.parts:
         part.name, part.ms, part.kind
     fall.expected_ms                # the sum of all parts that are known
@@ -29,26 +29,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import StateRow
 from te_precision_callbacks.speed.costs import gemm_cost
 from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.errors import SpeedError
-from te_precision_callbacks.speed.expected import (
-    UNKNOWN,
-    CallPlan,
-    Measured,
-    ProductTime,
-    calls_of,
-    counted,
-    recipes_of,
-    shape_of,
-    timed,
-)
+from te_precision_callbacks.speed.expected import UNKNOWN, ProductTime, calls_of, shape_of
+from te_precision_callbacks.speed.priced import PricedStep
 from te_precision_callbacks.speed.recorded import Step
 
-WITHOUT_MASK = "attention counts without its mask: causal attention takes about half"
-"""What limits the time of attention, whose mask the products of a step do not have."""
+WITHOUT_MASK = "attention whose mask is not known counts without it: causal attention takes about half"
+"""What limits the time of attention."""
+
+WITH_MASK = "of causal attention what its mask leaves"
+"""How attention counts whose mask is known."""
 
 Kind = Literal["ideal", "loss", "estimate", "unknown"]
 
@@ -142,54 +135,16 @@ class Waterfall:
         }
 
 
-def main_recipe(step: Step) -> str:
-    """The recipe with the most multiply-adds in low precision; empty if nothing runs in low precision."""
-    macs: dict[str, int] = defaultdict(int)
-    products = counted(step.coverage)
-    for product, recipe in zip(products, recipes_of(products, step.recipes), strict=True):
-        if recipe in RECIPES:
-            macs[recipe] += product.macs
-    return max(macs, key=lambda name: macs[name], default="")
-
-
-def waterfall(
-    step: Step,
-    device: Device,
-    *,
-    plan: CallPlan = "training",
-    recipe: str = "",
-    times: Sequence[ProductTime] | None = None,
-    table: Measured | None = None,
-) -> Waterfall:
-    """The parts of a step.
-
-    Args:
-        step: the step.
-        device: the device.
-        plan: how often operands are cast.
-        recipe: the recipe of the ideal for layers in high precision; the default is that of most other products.
-        times: the expected times of its products, as :func:`~te_precision_callbacks.speed.expected.expected` gives
-            them for the same device and plan; None for computing them.
-        table: measured times, from which the others come.
-
-    Raises:
-        SpeedError: the device does not run a recipe.
-    """
-    products = counted(step.coverage)
-    ideal_recipe = recipe or main_recipe(step)
-    if ideal_recipe:
-        device.check_recipe(ideal_recipe)
-    if times is None:
-        times = timed(products, recipes_of(products, step.recipes), device, plan=plan, table=table)
-    if len(times) != len(products):
-        raise SpeedError(f"There are {len(times)} times of {len(products)} products.")
+def waterfall(priced: PricedStep) -> Waterfall:
+    """The parts of a step. The ideal of layers in high precision is in :attr:`PricedStep.recipe`."""
+    step, device, times, ideal_recipe = priced.step, priced.device, priced.times, priced.recipe
     linear = [one for one in times if one.gemm in GEMMS]
     no_gain = layers_without_gain(linear)
     ideal = 0.0
     losses: dict[str, float] = defaultdict(float)
     unknown: dict[str, int] = defaultdict(int)
     other = 0.0
-    for one, product in zip(times, products, strict=True):
+    for one, product in zip(times, priced.products, strict=True):
         if one.gemm not in GEMMS:
             if one.recipe:
                 unknown[f"{'attention' if one.family == 'attention' else 'other products'} in low precision"] += 1
@@ -216,8 +171,12 @@ def waterfall(
     in_order = sorted(losses.items(), key=lambda item: -item[1])
     parts += [Part(cause, ms, "loss") for cause, ms in in_order if ms]
     if other:
-        masked = any(one.family == "attention" and not one.recipe for one in times)
-        why = "their operations, as linear layers take" + (f"; {WITHOUT_MASK}" if masked else "")
+        shares = {one.mask_share for one in times if one.family == "attention" and not one.recipe}
+        why = "their operations, as linear layers take"
+        if shares - {None, 1}:
+            why += f"; {WITH_MASK}"
+        if None in shares:
+            why += f"; {WITHOUT_MASK}"
         parts.append(Part("attention and other products", other, "estimate", why))
     parts += [Part(what, math.nan, "unknown", f"{count} products") for what, count in unknown.items()]
     parts += [Part(what, math.nan, "unknown", why) for what, why in step.unknown.items()]

@@ -1,6 +1,6 @@
 """Expected speed in words: what ``show`` and ``report`` print of a run.
 
-speed = speed_of(run, None)         # on the run's own GPU
+speed = speed_of(run)               # on the run's own GPU
 in_short(speed)                     # "expected 1.31 (1.18 to 1.45) times as fast as BF16 on NVIDIA H200 SXM; ..."
 """
 
@@ -9,26 +9,20 @@ from __future__ import annotations
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.runs.recorded import RecordedRun
-from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.estimate import StepSpeed, estimate_step
 from te_precision_callbacks.speed.printing import times_faster
 from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 from te_precision_callbacks.speed.waterfall import layers_without_gain
 
 
-def speed_of(run: RecordedRun, device: Device | None) -> StepSpeed:
-    """What is expected of the step at the end of a run.
-
-    Args:
-        run: the run.
-        device: the device that times are expected for; None for the run's own GPU.
+def speed_of(run: RecordedRun) -> StepSpeed:
+    """What is expected of the step at the end of a run, on the run's own GPU.
 
     Raises:
-        DeviceError: no device is given, and the run has none whose speed is known.
+        DeviceError: the run has no GPU whose speed is known.
         SpeedError: the run has no products, or the device does not run a recipe.
     """
-    chosen = device_of_run(run, None) if device is None else device
-    return estimate_step(step_of_run(run), chosen)
+    return estimate_step(step_of_run(run), device_of_run(run, None))
 
 
 def without_gain(speed: StepSpeed) -> set[str]:

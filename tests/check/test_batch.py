@@ -137,7 +137,7 @@ def told(coverage: Coverage) -> dict[tuple[str, str, bool], Any]:
             dict(p.operands),
             p.not_run,
             p.reason,
-            p.reason_ref,
+            "" if p.reason is Reason.ATTENTION else p.reason_ref,  # a plan does not know the kernel of a GPU
         )
         for p in coverage
         if p.runs != "never" or p.family != "te_ops"  # the session tells nothing of what an operation leaves out
@@ -244,6 +244,48 @@ def test_attention_is_planned_as_it_runs(name: str, on_meta: bool, tmp_path: Pat
     assert checked.findings == ()
     low = [product.is_low for product in checked.coverage if product.family == "attention"]
     assert low == [recipe() is not None and recipe().fp8_dpa] * 4
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_a_causal_mask_of_attention_is_known(mask: str, tmp_path: Path) -> None:
+    """In a plan, and where it runs, forward and backward: what is left of a square is its lower triangle."""
+    length = 32
+    case = Case(
+        lambda: te.MultiheadAttention(WIDTH, HEADS, attention_dropout=0.0, params_dtype=BF16, attn_mask_type=mask),
+        lambda: torch.ones(length, BATCH, WIDTH, dtype=BF16, requires_grad=True),
+    )
+    left = 1.0 if mask == "no_mask" else torch.ones(length, length).tril().mean().item()
+    checked = plan(case, None, on_meta=True)
+    for coverage in (checked.coverage, step(case.make(), case.batch(), None, tmp_path)):
+        attention = [product for product in coverage if product.family == "attention"]
+        assert len(attention) == 4
+        for product in attention:
+            assert product.mask_share == pytest.approx(left)
+            assert product.macs == (2 if product.backward else 1) * BATCH * length * length * WIDTH, "in full"
+    assert {p.why for p in checked.coverage if p.family == "attention"} == {"attention without FP8"}
+
+
+class OfTorch(torch.nn.Module):
+    """Torch's attention with a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.qkv(x)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, None, 0.0, True)
+
+
+@pytest.mark.parametrize("on_meta", [True, False], ids=["meta", "CPU"])
+def test_a_causal_mask_of_torch_is_known(on_meta: bool) -> None:
+    checked = plan(Case(OfTorch, lambda: torch.ones(2, 3, 8, 16)), None, on_meta=on_meta)
+    left = torch.ones(8, 8).tril().mean().item()
+    attention = [product for product in checked.coverage if product.family == "attention"]
+    assert [(product.gemm, product.mask_share) for product in attention if not product.backward] == [
+        ("qk", left), ("pv", left)
+    ]  # fmt: skip
+    assert {product.mask_share for product in attention} == {left}, "of the backward, too"
 
 
 def test_attention_that_no_kernel_takes() -> None:

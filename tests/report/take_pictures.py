@@ -1,6 +1,7 @@
-"""Takes the pictures of README.md and docs/report.md, docs/images/report-*.png, of pages as they are now.
+"""Takes the pictures of README.md and the docs, docs/images/report-*.png, of pages as they are now.
 
-The first picture of README.md is of a real training with a defect: the gradient of one block is 2^18 too small.
+The first picture of README.md is of a real training with a defect: the gradient of one block is 2^18 too small. That of
+the page *Speed* is of a planted trace, whose times are none of a GPU.
 
 python -m tests.report.take_pictures
 """
@@ -25,12 +26,14 @@ from te_precision_callbacks.views.report import write_report
 from tests.docs.pages import ROOT
 from tests.report.conftest import ARGUMENTS, Look
 from tests.report.runs import drifting
+from tests.report.test_speed import recorded
 
 _LAYER = "decoder.layers.4.self_attention.qkv"
 _PICTURES = {
     "finding": ("page=summary", 860, False),
     "heatmap": ("page=heatmap&statistic=sqnr_db&tensor=activation", 760, False),
     "layer": (f"page=layer&layer={_LAYER}", 1120, False),
+    "speed": ("page=speed", 1180, False),
     "profile": ("page=profile&tensor=activation&step=179", 800, True),
 }
 """Name -> where in the page, its height, whether it is dark."""
@@ -67,15 +70,21 @@ def _with_a_defect(folder: Path) -> RecordedRun:
 def main() -> None:
     """Overwrites the pictures."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        runs = {"drifting": drifting(steps=200), "defect": _with_a_defect(Path(folder) / "defect")}
+        runs = {
+            "drifting": drifting(steps=200),
+            "finding": _with_a_defect(Path(folder) / "defect"),
+            "speed": recorded(Path(folder) / "speed"),
+        }
         reports = {
-            name: write_report(replace(run, path=Path("gpt-fp8")), Path(folder) / f"{name}.html")
+            name: write_report(
+                run if name == "speed" else replace(run, path=Path("gpt-fp8")), Path(folder) / f"{name}.html"
+            )
             for name, run in runs.items()
         }
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
         for name, (address, height, dark) in _PICTURES.items():
             look = Look(browser.new_page(viewport={"width": _WIDTH, "height": height}))
-            look.open(reports["defect" if name == "finding" else "drifting"], address, dark=dark)
+            look.open(reports.get(name, reports["drifting"]), address, dark=dark)
             look.everything_drawn()
             look.page.evaluate("scrollTo(0, 0)")
             taken = Image.open(io.BytesIO(look.page.screenshot())).convert("RGB")

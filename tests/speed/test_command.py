@@ -271,6 +271,7 @@ def test_a_plan_and_its_patch() -> None:
     assert {one["layer"] for one in found["products"]} == {"big", "small", "head"}
     assert {one["recipe"] for one in found["products"] if one["layer"] == "head"} == {None}
     keep = next(one for one in found["advice"] if one["text"].startswith("keep small in BF16"))
+    assert "debug path" in keep["note"]
     Path("patched.yaml").write_text(keep["patch"])
     again = run("check", "patched.yaml", *PLAN[2:], "--json")
     assert again.exit_code == 0, "no finding"
@@ -279,6 +280,11 @@ def test_a_plan_and_its_patch() -> None:
     patched = read("check", "patched.yaml", *PLAN[2:], "--speed", "--device", "h200")["speed"]
     assert found["total"]["low_ms"] - patched["total"]["low_ms"] == pytest.approx(keep["saves_ms"])
     assert "keep small in BF16: no loss of time: saves" in run(*PLAN, "--speed", "--device", "h200").output
+
+
+def test_a_recipe_that_the_device_does_not_run_is_refused_with_its_remedy() -> None:
+    with pytest.raises(PrecisionDebugError, match=r"H200 SXM does not run nvfp4: .* or another device with --device"):
+        raise_of(*PLAN[:5], "nvfp4", *PLAN[6:], "--speed", "--device", "h200")
 
 
 def test_attention_of_tokens_is_unknown() -> None:

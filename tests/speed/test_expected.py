@@ -19,7 +19,8 @@ from te_precision_callbacks.speed.costs import Shape, call_cost, cast_of, high_m
 from te_precision_callbacks.speed.devices import device_named
 from te_precision_callbacks.speed.estimate import estimate_step
 from te_precision_callbacks.speed.expected import expected, recipe_of_product, total
-from te_precision_callbacks.speed.printing import show_step
+from te_precision_callbacks.speed.priced import PricedStep
+from te_precision_callbacks.speed.printing import show_step, show_times
 from te_precision_callbacks.speed.recorded import Step
 from te_precision_callbacks.speed.waterfall import waterfall
 
@@ -89,8 +90,16 @@ def test_only_directions_that_are_read_are_written(low: tuple[str, ...], bytes_o
 def test_attention_counts_without_its_mask() -> None:
     attention = Product("core", "attention", "qk", False, 512, 512, 64, 32, 1, 512 * 512 * 64 * 32, {"q": "BF16"})
     products = [*layer("fc", 4096, (4096, 4096)), attention]
-    parts = {part.name: part for part in waterfall(Step(Coverage(products), CURRENT), H200).parts}
+    parts = {part.name: part for part in waterfall(PricedStep.of(Step(Coverage(products), CURRENT), H200)).parts}
     assert parts["attention and other products"].why.endswith("causal attention takes about half")
+    causal = replace(attention, mask_share=513 / 1024)
+    known = {
+        part.name: part
+        for part in waterfall(PricedStep.of(Step(Coverage([*products[:-1], causal]), CURRENT), H200)).parts
+    }
+    assert known["attention and other products"].why.endswith("of causal attention what its mask leaves")
+    ratio = known["attention and other products"].ms / parts["attention and other products"].ms
+    assert ratio == pytest.approx(513 / 1024)
 
 
 def test_a_guess_ranks_after_what_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +111,17 @@ def test_a_guess_ranks_after_what_is_estimated(capsys: pytest.CaptureFixture[str
     assert speed.advice[-1].text.startswith("fp8_dpa=True")
     show_step(speed)
     assert "ms (at most " in " ".join(capsys.readouterr().out.split())
+
+
+def test_each_row_names_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers of one shape with other names are rows of their own, with their own sums."""
+    names = ("layers.0.fc2", "router", "layers.1.fc2")
+    times = expected([product for name in names for product in layer(name, 64, (64, 64))], CURRENT, H200)
+    show_times(times, total(times, H200), H200, "training")
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "64x64x64" in line}
+    assert rows.keys() == {"layers.{0-1}.fc2", "router"}
+    of_two, of_one = (float(rows[name].split()[4]) for name in ("layers.{0-1}.fc2", "router"))
+    assert of_two == pytest.approx(2 * of_one, abs=0.001)
 
 
 def test_the_plan_of_the_benchmark() -> None:
@@ -209,7 +229,9 @@ def test_the_rest_of_a_step() -> None:
         StateRow("norm", "bfloat16", 10, 0),
         StateRow("residual", "bfloat16", 4, 4 * 2**25),
     )
-    fall = waterfall(Step(Coverage(layer("fc", 4096, (4096, 4096)), state=state), CURRENT, world=8), H200)
+    fall = waterfall(
+        PricedStep.of(Step(Coverage(layer("fc", 4096, (4096, 4096)), state=state), CURRENT, world=8), H200)
+    )
     ms = {part.name: part.ms for part in fall.parts}
     rate = 4.8e9 * H200.fitted.bandwidth
     assert ms["optimizer"] == pytest.approx((2 * 8 + 2 * 4 + 2 + 2) * 1e9 / rate)
@@ -221,10 +243,10 @@ def test_the_rest_of_a_step() -> None:
 
 
 def test_without_types_the_rest_is_unknown() -> None:
-    fall = waterfall(Step(Coverage(layer("fc", 4096, (4096, 4096))), CURRENT), H200)
+    fall = waterfall(PricedStep.of(Step(Coverage(layer("fc", 4096, (4096, 4096))), CURRENT), H200))
     assert [part.name for part in fall.unknown] == ["norms and activations", "optimizer", "communication"]
     assert fall.ceiling == math.inf
-    one_rank = waterfall(Step(Coverage(layer("fc", 4096, (4096, 4096))), CURRENT, world=1), H200)
+    one_rank = waterfall(PricedStep.of(Step(Coverage(layer("fc", 4096, (4096, 4096))), CURRENT, world=1), H200))
     assert "communication" not in [part.name for part in one_rank.unknown]
 
 
@@ -235,7 +257,7 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
         *layer("head", 8192, (8192, 32000), low=(), family="torch", reason=Reason.NOT_TE, calls=2),
     ]
     step = Step(Coverage(products), CURRENT)
-    found = advise(step, B300)
+    found = advise(PricedStep.of(step, B300))
     saved = [one.saves_ms for one in found]
     assert saved == sorted(saved, reverse=True)
     texts = {one.text: one for one in found}
@@ -264,7 +286,9 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
 
 def test_sizes_that_are_refused_are_padded() -> None:
     products = layer("fc", 8192, (8192, 8200), low=(), reason=Reason.SHAPE)
-    [advice] = [one for one in advise(Step(Coverage(products), ""), H200, recipe=CURRENT) if "sizes" in one.text]
+    [advice] = [
+        one for one in advise(PricedStep.of(Step(Coverage(products), ""), H200, recipe=CURRENT)) if "sizes" in one.text
+    ]
     assert "padded from" in advice.text
     assert "8200 to 8208" in advice.text
 

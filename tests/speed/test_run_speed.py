@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.runs import NotARunError, RunWriter, open_run
+from te_precision_callbacks.runs.trace_files import own_traces
 from te_precision_callbacks.speed.trace import TraceError
 from tests.speed.planted import Planted, products
 
@@ -105,6 +106,21 @@ def test_a_killed_run_of_which_only_a_trace_is_left(where: str) -> None:
     assert str(raised.value).endswith(f"Read it with te-precision speed --trace {trace}")
     found = CliRunner().invoke(cli.app, ("speed", "--trace", str(trace), "--json"))
     assert json.loads(found.stdout)["measured"]["device"] == H100
+
+
+def test_a_run_without_records_has_the_trace_in_its_log_folder() -> None:
+    traces = Path("logs/precision_traces")
+    traces.mkdir(parents=True)
+    trace = Planted().write(traces / "rank-00000.iterations-000000-000000.json.gz")
+    statistics = Path("logs/nvdlfw_inspect_statistics_logs")
+    statistics.mkdir()
+    line = "2026-03-01 09:30:00,718 - INFO - fc_activation_max \t\t\t\t iteration=000000 \t\t\t\t value=1.5\n"
+    (statistics / "nvdlfw_inspect_globalrank-0.log").write_text(line)
+    assert read()["measured"]["device"] == H100
+    with RunWriter.begin("logs", gpu=H100, world=1) as writer:
+        writer.add_step(0)
+    assert own_traces(Path("logs"), writer.run_id) == [], "it is of another run"
+    assert own_traces(Path("logs"), "logs") == [trace]
 
 
 def test_a_run_that_was_killed_before_its_products_were_recorded_has_its_trace() -> None:

@@ -40,7 +40,7 @@ import torch
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.vocabulary import ONE_SCALE, class_names, recipe_of
-from te_precision_callbacks.coverage.planned_products import made_quantizers
+from te_precision_callbacks.coverage.planned_products import MadeQuantizers
 from te_precision_callbacks.coverage.precision_audit import quantizers_of_layers, recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
@@ -164,7 +164,7 @@ class _Planner:
         self._cached = cached
         self._rows: list[MemoryRow] = []
         self._not_planned: dict[str, str] = {}
-        self._quantizers: dict[object, list[list[Any]]] = {}
+        self._quantizers = MadeQuantizers()
         self._sizes: dict[object, CodeBytes] = {}
         self._trains = False
         self._groups = False
@@ -226,7 +226,7 @@ class _Planner:
     def _module(self, module: Any, layers: Sequence[str]) -> None:
         names = class_names(module)
         recipe = self._recipes.get(layers[0], self._recipe)
-        forward, backward = self._made(module, recipe, 3 * len(layers), 2 * len(layers))
+        forward, backward = self._quantizers.of(module, recipe, 3 * len(layers), 2 * len(layers))
         quantizers = list(quantizers_of_layers(forward, backward, len(layers)))
         weights = _weights(module, layers)
         is_mlp = "LayerNormMLP" in names
@@ -297,7 +297,7 @@ class _Planner:
 
     def _operation(self, module: Any, layers: Sequence[str]) -> None:
         recipe = self._recipes.get(layers[0], self._recipe)
-        forward, backward = self._made(
+        forward, backward = self._quantizers.of(
             module, recipe, module.num_quantizers("forward"), module.num_quantizers("backward")
         )
         weights = _weights(module, layers)
@@ -472,18 +472,6 @@ class _Planner:
         if self._calls is not None:
             return self._calls.get(layer, ())
         return None if self._tokens is None else [max(1, self._tokens // groups)]
-
-    def _made(self, module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
-        """A module's quantizers for a recipe, in Transformer Engine's order; none without one.
-
-        Those of Transformer Engine's own recipes are the same for all modules of a class.
-        """
-        if recipe is None:
-            return [[], []]
-        key = id(recipe), type(module), forward, backward
-        if recipe.custom() or key not in self._quantizers:
-            self._quantizers[key] = made_quantizers(module, recipe, forward, backward)
-        return self._quantizers[key]
 
     def _bytes(
         self, quantizer: Any, shape: tuple[int, int], linear: _Linear, *, rowwise: bool, columnwise: bool

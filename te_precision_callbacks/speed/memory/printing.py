@@ -23,7 +23,7 @@ from te_precision_callbacks.speed.memory.rows import (
     by_kind,
     total,
 )
-from te_precision_callbacks.speed.memory.why import MemoryReason, break_even_tokens, reasons
+from te_precision_callbacks.speed.memory.why import MemoryReason, break_even_factor, break_even_tokens, reasons
 
 _MOST_NAMES = 4
 _MOST_REASONS = 8
@@ -32,11 +32,10 @@ _MOST_REASONS = 8
 def describe(memory: Memory) -> str:
     """The bytes by kind beside high precision, the break-even, and why they are not fewer."""
     lines = [_heading(memory), "", *describe_rows(memory.rows)]
-    tokens = break_even_tokens(memory)
-    if tokens is not None:
-        lines.append(
-            f"A forward of {tokens:,.0f} tokens or more saves as many bytes of activations as the codes of weights add."
-        )
+    factor = break_even_factor(memory)
+    if factor is not None:
+        of = f"{factor:.2f} times the tokens" if memory.tokens is None else f"{factor * memory.tokens:,.0f} tokens"
+        lines.append(f"A forward of {of} or more saves as many bytes of activations as the codes of weights add.")
     found = reasons(memory)
     if found:
         lines += ["", "Why memory is not lower"]

@@ -60,14 +60,19 @@ def break_even_tokens(memory: Memory) -> float | None:
 
     None without a recipe or tokens, or where a forward saves no fewer bytes than in high precision.
     """
-    if not memory.tokens:
-        return None
+    factor = break_even_factor(memory)
+    return None if factor is None or not memory.tokens else factor * memory.tokens
+
+
+def break_even_factor(memory: Memory) -> float | None:
+    """How many times the planned tokens a forward needs to save on activations what the codes of weights add; None as
+    of :func:`break_even_tokens`."""
     weights = (row for row in memory if row.kind in (*QUANTIZED_WEIGHT, "parameter", "scaling_state"))
     saved = (row for row in memory if row.kind in SAVED)
     added, saving = sum(row.added for row in weights), -sum(row.added for row in saved)
     if saving <= 0:
         return None
-    return max(0.0, added * memory.tokens / saving)
+    return max(0.0, added / saving)
 
 
 def _all(memory: Memory) -> Iterator[MemoryReason]:
@@ -127,10 +132,9 @@ def _of_weights(memory: Memory, codes: list[MemoryRow], kept: dict[str, int]) ->
         f"Quantized weights take {size(_sum(alone))} in place of {size(high)} in high precision.",
         "Codes in both directions are as large as BF16 with FP8, and half of that with NVFP4.",
     )
-    yield MemoryReason(
+    yield _reason(
         "init_values",
-        memory.bytes("init_value").low,
-        _layers(memory.of(kind="init_value")),
+        memory.of(kind="init_value"),
         "The initial values of quantized weights are in host memory: the optimizer makes its master weights from them.",
         "Call clear_high_precision_init_val() of each parameter once the master weights are made.",
     )
@@ -177,26 +181,26 @@ def _of_activations(rows: Iterable[MemoryRow]) -> Iterator[MemoryReason]:
 def _of_steps(memory: Memory) -> Iterator[MemoryReason]:
     yield _reason(
         "gradients",
-        list(memory.of(kind="gradient")),
+        memory.of(kind="gradient"),
         "Gradients of parameters are in high precision in every recipe.",
         "Shard them over ranks (FSDP, distributed optimizer).",
     )
-    yield MemoryReason(
+    yield _reason(
         "gradient_codes",
-        memory.bytes("gradient_codes").low,
-        _layers(memory.of(kind="gradient_codes")),
+        memory.of(kind="gradient_codes"),
         "The backward of a layer quantizes the gradient of its output, beside the one in high precision.",
         "Nothing to do: it is freed before the next layer's. Smaller micro-batches make it smaller.",
     )
     yield _reason(
         "workspace",
-        list(memory.of(kind="workspace")),
+        memory.of(kind="workspace"),
         "GEMMs have workspaces of their own, in every precision.",
         "Nothing to do: they do not grow with the model.",
     )
 
 
-def _reason(key: str, rows: list[MemoryRow], why: str, remedy: str) -> MemoryReason:
+def _reason(key: str, rows: Iterable[MemoryRow], why: str, remedy: str) -> MemoryReason:
+    rows = list(rows)
     return MemoryReason(key, _sum(rows), _layers(rows), why, remedy)
 
 

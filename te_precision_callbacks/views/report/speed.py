@@ -62,7 +62,7 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
     step, speed = None, None
     try:
         step = step_of_run(run)
-        chosen = device_of_run(run, None) if device is None else device
+        chosen = device_of_run(run, device)
         found["device"] = chosen.title
         speed = estimate_step(step, chosen)
     except DeviceError as error:

@@ -202,7 +202,7 @@ def expected_speed(run: RecordedRun) -> str:
         Empty if the run has no GPU whose speed is known, or no products.
     """
     try:
-        speed = speed_of(run, None)
+        speed = speed_of(run)
     except SpeedError:
         return ""
     return f"{in_short(speed)}; more: {_command(run, 'speed')}"

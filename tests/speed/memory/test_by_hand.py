@@ -8,6 +8,7 @@ of a weight. All sizes here are multiples of 512, so that no scale is padded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -151,6 +152,8 @@ def test_the_break_even() -> None:
     memory = planned(te.Linear(4096, 4096, bias=False, params_dtype=BF16, device="meta"), "fp8_current_scaling")
     assert break_even_tokens(memory) == pytest.approx(2 * 4096, rel=1e-6)
     assert "8,192 tokens or more" in describe(memory)
+    factor = f"{2 * 4096 / M:.2f} times the tokens or more"
+    assert factor in describe(replace(memory, tokens=None)), "as a batch has it, whose tokens are those of each layer"
 
 
 def test_primary_weights_take_the_place_of_the_parameter() -> None:

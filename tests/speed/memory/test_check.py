@@ -110,11 +110,14 @@ def test_wrong_use(words: list[str], text: str, folder: Path) -> None:
 
 def test_many_layers_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantizers are made once for a class, and buffers worked out once for a size, however many layers there are."""
+    from te_precision_callbacks.coverage import planned_products
     from te_precision_callbacks.speed.memory import planned
 
     made: list[str] = []
-    own = planned.made_quantizers, planned.planned_bytes
-    monkeypatch.setattr(planned, "made_quantizers", lambda *a, **k: made.append("quantizers") or own[0](*a, **k))
+    own = planned_products._made_quantizers, planned.planned_bytes
+    monkeypatch.setattr(
+        planned_products, "_made_quantizers", lambda *a, **k: made.append("quantizers") or own[0](*a, **k)
+    )
     monkeypatch.setattr(planned, "planned_bytes", lambda *a, **k: made.append("bytes") or own[1](*a, **k))
     with any_capability():
         stand_for((10, 0))

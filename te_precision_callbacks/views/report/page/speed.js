@@ -43,8 +43,8 @@ function speedVerdict({ speed }) {
     total && el("p", {}, `All matrix products of a step: ${milliseconds(total.low_ms)} ms as they run, ${milliseconds(total.high_ms)} ms in BF16.`,
       total.unknown > 0 && ` ${shown(total.unknown)} products of unknown cost are in no figure.`),
     fall && el("p", {}, `The step, as far as it is known: ${milliseconds(fall.expected_ms)} ms expected, ${milliseconds(fall.high_ms)} ms in BF16 (${shown(fall.speedup, 3)} times as fast), ${milliseconds(fall.ideal_ms)} ms in the ideal (${shown(fall.ideal_speedup, 3)}).`,
-      fall.ceiling !== null && ` What is known of the rest allows ${shown(fall.ceiling, 3)} at most.`,
-      unknown.length > 0 && ` Unknown, and in no figure: ${unknown.join(", ")}.`),
+      unknown.length > 0 && ` Unknown, and in no figure: ${unknown.join(", ")}. So what the rest of the step allows at most is not known either.`,
+      !unknown.length && fall.ceiling !== null && ` The rest of the step allows ${shown(fall.ceiling, 3)} at most.`),
     total && el("p", { class: "quiet" }, `Expected times of a model of ${speed.device}; parentheses have the interval of 95 %.`));
 }
 
