@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row, Settings
@@ -151,8 +152,9 @@ class _Read:
         self._saved = sorted(iteration for iteration in saved if iteration is not None)
         logged: dict[int, dict[str, float]] = {}
         for part in run.scalars.to_batches(max_chunksize=1 << 16):  # as Python's objects they are ten times as large
-            columns = (part[name].to_pylist() for name in ("iteration", "name", "value"))
-            for iteration, name, value in zip(*columns, strict=True):
+            columns = part["iteration"], part["name"].cast(pa.string()), part["value"]
+            lists = (column.to_numpy(zero_copy_only=False).tolist() for column in columns)
+            for iteration, name, value in zip(*lists, strict=True):
                 logged.setdefault(iteration, {})[name] = value
         self._logged = sorted(logged.items(), key=_iteration)
 

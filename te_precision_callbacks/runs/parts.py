@@ -132,12 +132,13 @@ def read_part(path: Path, columns: Sequence[str], schema: pa.Schema, series: lis
             path = path.with_suffix(SEALED)
     if path.suffix == SEALED:
         names = [name for name in columns if pa.types.is_dictionary(schema.field(name).type)]
-        with _opened(path, columns, schema, MOST_THINNED if _is_thinned(path) else MOST_PART, names):
-            pass
-        chosen = None if series is None else pc.field("series").isin(series)
-        table = pq.read_table(
-            path, columns=list(columns), filters=chosen, partitioning=None, memory_map=True, read_dictionary=names
-        )
+        with _opened(path, columns, schema, MOST_THINNED if _is_thinned(path) else MOST_PART, names) as file:
+            table = file.read(list(columns)) if series is None else None
+        if series is not None:
+            chosen = pc.field("series").isin(series)
+            table = pq.read_table(
+                path, columns=list(columns), filters=chosen, partitioning=None, memory_map=True, read_dictionary=names
+            )
     elif series is not None:
         table = table.filter(pc.is_in(table["series"], pa.array(series, pa.int32())))
     return _as(table, columns, schema).unify_dictionaries()

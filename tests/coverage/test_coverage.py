@@ -655,8 +655,11 @@ def counted(
 
 
 @pytest.mark.usefixtures("backward_thread")
-@pytest.mark.parametrize("block", ["none", "reentrant", "not reentrant"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "block"),
+    [*((schedule, "reentrant") for schedule in SCHEDULES), *((schedule, "none") for schedule in list(SCHEDULES)[1:3]),
+     *((schedule, "not reentrant") for schedule in list(SCHEDULES)[2:4])],
+)  # fmt: skip
 def test_one_micro_batch_is_looked_at_and_counts_for_all(schedule: str, block: str, tmp_path: Path) -> None:
     def batch(number: int) -> torch.Tensor:
         return torch.full((TOKENS, WIDTH), float(number), requires_grad=True)

@@ -32,7 +32,12 @@ EVERY = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 OF_TENSOR = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "dynamic_range", "cur_amax"]
 OF_QUANTIZED = ["underflows%", "overflows%", "mse", "scale_inv_min", "scale_inv_max"]
 
-PAIRS = [pair for pair in itertools.product(MODULES, RECIPES) if can_run(*pair, "none")]
+PAIRS = [
+    (module, recipe)
+    for module, recipe in itertools.product(MODULES, RECIPES)
+    if can_run(module, recipe, "none") and (module != "TransformerLayer" or recipe in ("none", "delayed", "nvfp4"))
+]
+"""Of a TransformerLayer, whose parts are the others, what differs in its own code: no recipe, a state, and blocks."""
 
 
 @pytest.fixture(autouse=True)
@@ -129,14 +134,14 @@ def run(
 
 @pytest.mark.parametrize(("module", "recipe"), PAIRS)
 def test_training_is_the_same_to_the_last_bit(module: str, recipe: str, tmp_path: Path) -> None:
-    """Outputs, gradients and weights of five steps, with statistics of every tensor that can be had."""
+    """Outputs, gradients and weights of three steps, with statistics of every tensor that can be had."""
     quantized = RECIPES[recipe]() is not None and "high" not in recipe
     config = config_for(module, quantized=quantized)
-    without, _ = run(module, recipe, 5, observe=None)
-    observed, records = run(module, recipe, 5, observe="fused", folder=tmp_path, config=config)
+    without, _ = run(module, recipe, 3, observe=None)
+    observed, records = run(module, recipe, 3, observe="fused", folder=tmp_path, config=config)
     assert len(without) == len(observed)
     assert all(torch.equal(one, other) for one, other in zip(without, observed, strict=True))
-    assert [step.iteration for step in records] == list(range(5))
+    assert [step.iteration for step in records] == list(range(3))
 
 
 def gelu_in_float32(config: Any, checkpoint: str, folder: Path | None, **keywords: Any) -> list[list[torch.Tensor]]:

@@ -22,10 +22,8 @@ from tests.session.test_resume_audit import (
     DELAYED,
     MISSING,
     RECIPES,
-    cut,
     findings,
     warned,
-    with_extra_state,
     without_extra_state,
 )
 
@@ -81,8 +79,7 @@ def changed(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
     return checkpoint
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "quantized"), [("delayed", False), ("delayed", True), ("nvfp4", True)])
 def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, quantized: bool) -> None:
     recipe, capability = RECIPES[name]
     with any_capability():
@@ -101,12 +98,8 @@ def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCapt
     assert caplog.text.count(MISSING) == 1
 
 
-@pytest.mark.parametrize(
-    ("fingerprint", "message"), [("{", "is not JSON"), ('{"schema": 99}', "has schema 99, and this version")]
-)
-def test_a_fingerprint_that_is_damaged_or_of_another_version(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, fingerprint: str, message: str
-) -> None:
+def test_a_fingerprint_that_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fingerprint, message = "{", "is not JSON"
     checkpoint = saved(tmp_path, DELAYED)
     content = torch.load(checkpoint)
     (state,) = (state for state in content["callbacks"].values() if "fingerprints" in state)
@@ -146,21 +139,6 @@ def test_strict_ends_the_fit_before_the_parameters_change(tmp_path: Path) -> Non
         resumed(tmp_path, model, checkpoint, strict=True)
     weights = torch.load(checkpoint)["state_dict"]
     assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
-
-
-def test_histories_that_were_cut(tmp_path: Path) -> None:
-    checkpoint = changed(saved(tmp_path, DELAYED), lambda state: with_extra_state({"model": state}, cut)["model"])
-    callback = resumed(tmp_path, InFp8(DELAYED), checkpoint)
-    assert findings(callback.session.resume_report) == [
-        "Amax histories of 2 steps, of 4 in the checkpoint (forward and backward): all 2 layers."
-    ]
-
-
-def test_another_recipe(tmp_path: Path) -> None:
-    callback = resumed(tmp_path, InFp8(CURRENT), saved(tmp_path, DELAYED))
-    assert findings(callback.session.resume_report) == [
-        "Another recipe: DelayedScaling -> Float8CurrentScaling: all 2 layers."
-    ]
 
 
 def test_scales_that_were_reset_by_hand(tmp_path: Path) -> None:

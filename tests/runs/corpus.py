@@ -262,9 +262,15 @@ SEALED: dict[str, Damage] = {
     "run.json half a pair in a list": fact("recipes", r'["\udfff", {"\ud800": "\ud800"}]'),
     **{
         f"run.json {key} {text}": fact(key, text)
-        for key in ("versions", "environment", "config_text", "recipes", "torch_settings", "writing_ranks", "gpu",
-                    "status", "started_at", "ended_at", "mesh", "host", "pid", "front_door", "config")
-        for text in ("null", "7", '"x"', "[[]]", '{"a": {"b": null}}', "NaN")
+        for keys, texts in (
+            (("versions", "environment", "recipes", "torch_settings", "gpu", "mesh", "config"),
+             ("null", '"x"', "[[]]")),
+            (("config_text", "status", "started_at", "ended_at", "host", "front_door"), ("null", "7", "[[]]")),
+            (("pid", "writing_ranks"), ("null", '"x"', "NaN")),
+            (("recipes", "started_at", "mesh", "pid", "config"), ('{"a": {"b": null}}', )),
+        )
+        for key in keys
+        for text in texts
     },
     "events cut": bytes_of("events.jsonl", lambda data: data[:-20]),
     "events no text": bytes_of("events.jsonl", lambda data: b"\xff\xfe\n" + data),
@@ -279,8 +285,13 @@ SEALED: dict[str, Damage] = {
     "events data no JSON": event("data", '"{"'),
     **{
         f"events {key} {text}": event(key, text)
-        for key in ("iteration", "rank", "order", "kind", "severity", "text", "layer", "data", "phase")
-        for text in ("null", "1e999", "1" + "0" * 23, "-7", str(2**62), "[]", '{"a": 1}', "NaN", "true", '"x"')
+        for keys, texts in (
+            (("iteration", "rank", "order"),
+             ("null", "1e999", "1" + "0" * 23, "-7", str(2**62), "[]", '{"a": 1}', "NaN", "true", '"x"')),
+            (("kind", "severity", "text", "layer", "data", "phase"), ("null", "-7", '{"a": 1}')),
+        )
+        for key in keys
+        for text in texts
     },
     **{
         f"{table} {name} null": column(table, name, filled(None))
@@ -292,7 +303,7 @@ SEALED: dict[str, Damage] = {
         for table, schema in TABLES.items()
         for field in schema
         if field.type == pa.int64()
-        for value in (-1, 2**62, 2**63 - 1)
+        for value in (-1, 2**63 - 1)
     },
     **{
         f"{table} {name} {value}": column(table, name, of_type(pa.int64(), value), every=False)
@@ -349,15 +360,15 @@ RUNNING: dict[str, Damage] = {
 LARGE: dict[str, Damage] = {
     "a series of 2^31 - 1 (sealed)": column("values", "series", filled(2**31 - 1), every=False),
     "a series of 2^31 - 1 in histograms": column("vectors", "series", filled(2**31 - 1), every=False),
-    "20 million values": many_rows("values", 20 << 20),
-    "20 million steps": many_rows("steps", 20 << 20),
+    "8 million values": many_rows("values", 8 << 20),
+    "8 million steps": many_rows("steps", 8 << 20),
     "as many values as can be": many_rows("values", 2 << 20),
     "as many scalars as can be": many_rows("scalars", 3 << 20),
-    "4 million layers": many_rows("layers", 4 << 20),
+    "a million layers": many_rows("layers", 1 << 20),
     "layers of a megabyte": long_text("layers", "layer", 1 << 20, 1 << 18),
     "values of a layer of a megabyte": long_text("values", "layer", 1 << 20, 1 << 20),
     "run.json of 20 GB": sparse("run.json", 20 << 30),
-    "events.jsonl of 1.25 GB": sparse("events.jsonl", 5 << 28),
+    "events.jsonl of a gigabyte": sparse("events.jsonl", 1 << 30),
     "values of 20 GB": sparse("values", 20 << 30),
 }
 """The same for files whose readers may take gigabytes."""

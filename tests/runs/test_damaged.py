@@ -64,7 +64,7 @@ def test_what_is_damaged_is_left_out_with_a_note(whole: Path, tmp_path: Path) ->
     for name in ("events deep", "events no time", "events the last time", f"events iteration {2**62}",
                  f"events iteration 1{'0' * 23}", "events iteration 1e999"):  # fmt: skip
         assert any("1 of " in note and "lines cannot be read" in note for note in noted[name]), name
-    for name in (f"steps iteration {2**62}", "values iteration -1", f"values series {2**62}", "scalars name null"):
+    for name in (f"steps iteration {2**63 - 1}", "values iteration -1", f"values series {2**62}", "scalars name null"):
         assert any("damaged" in note or "cannot be read" in note for note in noted[name]), name
     for name in ("events half a pair", "events no zone", "run.json half a pair", "steps wall_time null"):
         assert not noted[name], "it can be read"
@@ -80,7 +80,7 @@ def files(whole: Path) -> list[tuple[Path, Path]]:
 
 
 @given(draw=randoms())
-@examples(60, shrink=False)
+@examples(40, shrink=False)
 def test_any_bytes_may_be_damaged(
     draw: random.Random, files: list[tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -119,8 +119,8 @@ from te_precision_callbacks.cli import main
 answer = {{}}
 for name in sorted(os.listdir({folder!r})):
     path = os.path.join({folder!r}, name)
-    others = [["compare", path, {good!r}], ["report", path, "-o", "report.html"]]  # which read values as show does
-    for command in [["show", path], *(others if "values" in name else [])]:
+    others = [["compare", path, {good!r}], ["report", path, "-o", "report.html"]]  # which read all that show does
+    for command in others if "values" in name else [["show", path]]:
         sys.argv = ["te-precision", *command]
         try:
             main()

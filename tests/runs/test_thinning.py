@@ -121,7 +121,7 @@ def check(run: RecordedRun, truth: Truth) -> dict[int, Thinned | None]:
                 assert not own.keys() & set(here)
             else:
                 wanted = {iteration for iteration in here if iteration // step % each.every == 0}
-                assert {iteration for iteration in regular if iteration in set(here)} == wanted
+                assert regular.intersection(here) == wanted
                 finite = [iteration for iteration in here if math.isfinite(values[iteration])]
                 if finite:
                     lowest = min(finite, key=lambda iteration: values[iteration])

@@ -142,7 +142,7 @@ def test_ctrl_c_in_any_line_of_the_end_leaves_nothing_patched(tmp_path: Path, en
 
     whole = end(None, tmp_path / "whole").count
     assert whole > 100
-    for at in range(0, whole, 1 if os.environ.get("EVERY_LINE") else 43):
+    for at in range(0, whole, 1 if os.environ.get("EVERY_LINE") else 89):
         end(at, tmp_path / str(at))
 
 

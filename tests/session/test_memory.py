@@ -26,7 +26,7 @@ from tests.conftest import feature, statistics
 
 LAYERS = 8
 SIZE = 16
-READINGS = 11
+READINGS = 7
 
 CONFIG: dict[str, Any] = {
     **statistics(layers=["0", "1"], tensors=["activation", "gradient", "weight"]),
@@ -81,7 +81,9 @@ def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     net = model()
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
         session.step()
-        threads = [found for found in gc.get_objects() if isinstance(found, WriterThread)]
+        writers = [found for found in gc.get_objects() if isinstance(found, WriterThread)]
+        # Those of sessions that have ended have no thread any more, which would answer.
+        threads = [found for found in writers if found._thread is not None and found._thread.is_alive()]
         assert threads
 
         def step() -> None:
@@ -91,14 +93,14 @@ def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 while not is_written():
                     time.sleep(0.001)
 
-        blocks, caches = growth(net, step, first=50, last=150)
-    assert abs(blocks) < 150, "three in two steps"
-    assert abs(caches) < 40_000
+        blocks, caches = growth(net, step, first=30, last=100)
+    assert abs(blocks) < 105, "three in two steps"
+    assert abs(caches) < 28_000
 
 
 @pytest.mark.slow
 def test_upstream_alone_grows(tmp_path: Path) -> None:
-    """What the test above is about: in 75 steps upstream gathers far more than it may in 100 there."""
+    """What the test above is about: in 45 steps upstream gathers far more than it may in 70 there."""
     snapshot = Snapshot()
     config = {
         name: {**section, "layers": {"layer_name_regex_pattern": f"^({'|'.join(section['layers']['layer_types'])})$"}}
@@ -109,9 +111,9 @@ def test_upstream_alone_grows(tmp_path: Path) -> None:
             config, feature_dirs=[str(transformer_engine.debug.features.__path__[0])], log_dir=str(tmp_path)
         )
         TEDebugState.debug_enabled = None  # as in a process that built no module before
-        blocks, caches = growth(model(), debug_api.step, first=25, last=100)
+        blocks, caches = growth(model(), debug_api.step, first=15, last=60)
     finally:
         debug_api.end_debug()
         snapshot.restore()
-    assert blocks > 2_000
-    assert caches > 250_000
+    assert blocks > 1_200
+    assert caches > 150_000
