@@ -53,6 +53,17 @@ def thin(matrix: Factor, x: torch.Tensor, y: torch.Tensor) -> Thin:
     return Thin(*_there(swept.to_rows, swept.to_k, swept.squares_to_rows, swept.squares_to_k))
 
 
+class Operands(NamedTuple):
+    """Two operands times probes of their own.
+
+    Attributes:
+        left, right: [n, probes] and [m, probes].
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+
 def product(left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, alpha: float = 1.0) -> Thin:
     """``alpha * left @ right^T`` times probes, from three sweeps.
 
@@ -61,13 +72,29 @@ def product(left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, alpha
         x, y: [m, probes] and [n, probes].
         alpha: multiplies the product.
     """
+    none = x.new_empty(left.shape[1], 0)
+    return product_and_operands(left, right, x, y, Operands(none, none), alpha)[0]
+
+
+def product_and_operands(
+    left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, g: Operands, alpha: float = 1.0
+) -> tuple[Thin, Operands]:
+    """As :func:`product`, and in the same sweeps ``left @ g.left`` and ``right @ g.right``.
+
+    Args:
+        left, right, x, y, alpha: as of :func:`product`.
+        g: [k, probes] each.
+    """
     of_right = right.sweep(from_rows=x, squares=True)
     u, right_squares = _there(of_right.to_k, of_right.squares_to_k)
-    of_left = left.sweep(from_k=u, from_rows=y, squares_from_k=right_squares, squares=True)
+    of_left = left.sweep(from_k=torch.cat([u, g.left], 1), from_rows=y, squares_from_k=right_squares, squares=True)
     rows, w, row_terms, left_squares = _there(*of_left)
-    again: Swept = right.sweep(from_k=w, squares_from_k=left_squares)
+    again: Swept = right.sweep(from_k=torch.cat([w, g.right], 1), squares_from_k=left_squares)
     columns, column_terms = _there(again.to_rows, again.squares_to_rows)
-    return Thin(rows * alpha, columns * alpha, row_terms * alpha**2, column_terms * alpha**2)
+    rows, left_g = torch.split(rows, [x.shape[1], g.left.shape[1]], 1)
+    columns, right_g = torch.split(columns, [y.shape[1], g.right.shape[1]], 1)
+    found = Thin(rows * alpha, columns * alpha, row_terms * alpha**2, column_terms * alpha**2)
+    return found, Operands(left_g, right_g)
 
 
 def _there(*found: torch.Tensor | None) -> list[torch.Tensor]:
@@ -145,6 +172,11 @@ def judged(run: Thin, expected: Thin, call: Call) -> Judged:
         columns.ratio(z, probes) * counts,
         counts,
     )
+
+
+def of_product(run: Thin, expected: Thin, call: Call) -> torch.Tensor:
+    """What the device gave for the product alone, times x: [n, probes]."""
+    return run.right - _added(call, expected)[0]
 
 
 class _Side(NamedTuple):
