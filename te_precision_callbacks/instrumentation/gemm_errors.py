@@ -160,10 +160,15 @@ class GemmErrors:
                 self._operands.drop(event.layer, "gradient")
 
     def _tell(self, event: GemmEvent, reason: str) -> None:
-        """Note once why a GEMM, or a part of what is measured of it, is missing."""
-        key = event.layer, event.gemm
-        if self.not_measured.setdefault(key, reason) == reason and self._engine.notices.first(f"{key} {reason}"):
-            logger.info("LogGemmError: of %s %s is not measured: %s.", event.layer, event.gemm, reason)
+        """Note why a GEMM, or a part of what is measured of it, is missing; the log has each reason once."""
+        self.not_measured.setdefault((event.layer, event.gemm), reason)
+        if self._engine.notices.first(f"not measured: {reason}"):
+            logger.info(
+                "LogGemmError does not measure %s %s: %s. Other layers with this reason are not named.",
+                event.layer,
+                event.gemm,
+                reason,
+            )
 
     def _high(self, layer: str, operand: GemmOperand) -> torch.Tensor | None:
         """An operand in high precision, where it exists now."""
