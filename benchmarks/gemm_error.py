@@ -26,9 +26,10 @@ from measuring import arguments, report
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.recipes import round_blocks
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, Accumulator, accumulated
+from te_precision_callbacks.gemm_error.chances import PROBES, missed
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
 from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, thin
-from te_precision_callbacks.gemm_error.probes import PROBES, missed, probes, seed_of
+from te_precision_callbacks.gemm_error.probes import probes, seed_of
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

@@ -26,7 +26,7 @@ from te_precision_callbacks.config.fields import (
 )
 from te_precision_callbacks.config.levels import Level, Misfit, NameT, OneTensor
 from te_precision_callbacks.config.nesting import Nested
-from te_precision_callbacks.gemm_error.probes import PROBES
+from te_precision_callbacks.gemm_error.chances import PROBES
 from te_precision_callbacks.statistics.names import Request
 from te_precision_callbacks.statistics.schedule import Schedule
 
