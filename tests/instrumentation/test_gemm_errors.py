@@ -13,6 +13,8 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 
+from te_precision_callbacks import ConfigError
+from te_precision_callbacks.config import load_config
 from te_precision_callbacks.reference.extension.operands import operand
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
@@ -338,3 +340,63 @@ def test_training_does_not_notice(observe: str, tmp_path: Path, keeper: Keeper) 
 
 
 NEVER = {"tensors": ["activation"], "stats": ["max"], "start_step": 1000}
+
+
+@pytest.mark.parametrize("observe", ["fused", "debug"])
+def test_under_torchs_autocast(observe: str, tmp_path: Path, keeper: Keeper) -> None:
+    """Operands in float32 are cast to bfloat16, or are not, before they are quantized; neither is a wrong code, and
+    thin products are not rounded."""
+    torch.manual_seed(0)
+    net, x = te.Linear(INPUTS, OUTPUTS), inputs().detach().float().requires_grad_()
+    with session(net, tmp_path, keeper, observe) as running:
+        with torch.autocast("cpu", BF16), te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
+            out = net(x * 1.001)
+        out.float().square().mean().backward()
+        running.step()
+    for gemm in RESULT:
+        value = values(keeper, "linear", gemm)
+        assert value["gemm_kernel_ratio"] < 0.7
+        assert value["gemm_wrong_codes_a%"] == value["gemm_wrong_codes_b%"] == 0, gemm
+        assert value["gemm_wrong_scales_a%"] == value["gemm_wrong_scales_b%"] == 0, gemm
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe", "reason"),
+    [
+        ({"max_memory": "10KiB"}, recipes.Float8CurrentScaling, "max_memory is 10240 bytes, and 128 rows need"),
+        ({}, None, "it runs in high precision"),
+    ],
+)
+def test_what_is_not_measured_is_said(
+    options: dict[str, Any],
+    recipe: Callable[[], Any] | None,
+    reason: str,
+    tmp_path: Path,
+    keeper: Keeper,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "te_precision_callbacks")
+    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16)
+    with session(net, tmp_path, keeper, "fused", **options) as running:
+        with te.autocast(enabled=recipe is not None, recipe=recipe() if recipe else None):
+            out = net(inputs())
+        out.float().sum().backward()
+        running.step()
+    assert not [row for records in keeper.steps for row in records if row.statistic.startswith("gemm_")]
+    (said,) = [text for text in caplog.messages if "LogGemmError does not measure linear fprop" in text]
+    assert reason in said
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"probes": 0}, "probes"),
+        ({"gemms": []}, "gemms"),
+        ({"gemms": ["fprop", "bprop"]}, "bprop"),
+        ({"start_end_list": [[5, 2]]}, "start_end_list"),
+        ({"max_memory": "-1"}, "max_memory"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_config(config(**options))
