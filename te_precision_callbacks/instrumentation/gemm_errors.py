@@ -34,7 +34,7 @@ from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.gemm_error.accumulators import Accumulator, accumulator_of
 from te_precision_callbacks.gemm_error.codes import check_codes, rules_of
-from te_precision_callbacks.gemm_error.columns import CODE_SUMS, code_columns, format_columns, kernel_columns
+from te_precision_callbacks.gemm_error.columns import code_columns, format_columns, kernel_columns
 from te_precision_callbacks.gemm_error.factors import Factor, FactorError, factor_of
 from te_precision_callbacks.gemm_error.judging import (
     Call,
@@ -363,12 +363,4 @@ def _codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor 
         return None
     if not isinstance(part, Stored) or part.matrix_shape[0] * part.matrix_shape[1] != high.numel():
         return None
-    rules = rules_of(quantizer, columnwise=operand.columnwise)
-    found = code_columns(check_codes(part, high, rules, seed))
-    nominal = getattr(data, "dtype", None) or getattr(data, "_dtype", high.dtype)
-    if high.dtype == nominal:
-        return found
-    # Under torch's autocast Transformer Engine casts some operands to its type before it quantizes them.
-    cast = code_columns(check_codes(part, high.to(nominal), rules, seed))
-    wrong = [CODE_SUMS.index(name) for name in ("wrong", "wrong_scales")]
-    return torch.where(cast[wrong].sum() < found[wrong].sum(), cast, found)
+    return code_columns(check_codes(part, high, rules_of(quantizer, columnwise=operand.columnwise), seed))

@@ -344,8 +344,7 @@ NEVER = {"tensors": ["activation"], "stats": ["max"], "start_step": 1000}
 
 @pytest.mark.parametrize("observe", ["fused", "debug"])
 def test_under_torchs_autocast(observe: str, tmp_path: Path, keeper: Keeper) -> None:
-    """Operands in float32 are cast to bfloat16, or are not, before they are quantized; neither is a wrong code, and
-    thin products are not rounded."""
+    """Operands in float32 are quantized as they are, and thin products are not rounded to bfloat16."""
     torch.manual_seed(0)
     net, x = te.Linear(INPUTS, OUTPUTS), inputs().detach().float().requires_grad_()
     with session(net, tmp_path, keeper, observe) as running:
