@@ -384,6 +384,8 @@ def test_what_is_not_measured_is_said(
     assert not [row for records in keeper.steps for row in records if row.statistic.startswith("gemm_")]
     (said,) = [text for text in caplog.messages if "LogGemmError does not measure linear fprop" in text]
     assert reason in said
+    assert reason in running.not_measured["linear", "fprop"]
+    assert "Not measured by LogGemmError" in (tmp_path / "precision_summary.txt").read_text()
 
 
 @pytest.mark.parametrize(
