@@ -45,6 +45,7 @@ def test_stats() -> None:
     assert {len(case["statistics"]) for case in cases.values()} == {4, 5, 8, 13}
 
 
+@pytest.mark.slow
 def test_gemm_error() -> None:
     """No fault is missed, none is found elsewhere, and no healthy GEMM is found."""
     options = ("--parts", "faults", "healthy", "--trials", "1", "--healthy", "54")
