@@ -45,6 +45,17 @@ def test_stats() -> None:
     assert {len(case["statistics"]) for case in cases.values()} == {4, 5, 8, 13}
 
 
+@pytest.mark.slow
+def test_gemm_error() -> None:
+    """No fault is missed, none is found elsewhere, and no healthy GEMM is found."""
+    options = ("--parts", "faults", "healthy", "--trials", "1", "--healthy", "54")
+    cases = cases_of("gemm_error.py", *options)
+    assert len(cases) == 8 + 54
+    assert all(case["beyond"] == 0 == case.get("not_localized", 0) for case in cases.values())
+    assert all(0 < case["worst"] < 1 for name, case in cases.items() if name.startswith("healthy"))
+    assert all(case["worst"] > 1 for name, case in cases.items() if name.startswith("fault"))
+
+
 def test_step() -> None:
     sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
     cases = cases_of("step.py", *(f"--{name}={size}" for name, size in sizes.items()), "--steps=1")
@@ -233,6 +244,9 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     for model in ("torch", "Transformer Engine"):
         for kind in ("none", "reentrant", "non-reentrant"):
             assert covered[f"{model}, checkpoint: {kind}: multiply-adds"]["value"] > 10**7
+    gemms = rows_of(found, "gemm_error")
+    assert gemms["block, 128, wgrad: error over its tolerance"]["ok"] is True
+    assert gemms["mxfp8"]["note"] == "this GPU does not have it"
     attention = rows_of(found, "attention")
     assert attention["torch, flash: multiply-adds"]["value"] == 6 * 4 * 64 * 2 * 128**2
     assert attention["flex, eager: the output with a session"]["ok"] is True

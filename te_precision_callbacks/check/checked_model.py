@@ -30,6 +30,7 @@ from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import draft
+from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, left_out, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.coverage.planned_products import Ran, plan_products
@@ -381,6 +382,10 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                 due = [(str(_schedule(target.options)), str(target.tensor)) for target in schema.targets]
                 for steps, tensors in by_key(due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)
+            elif isinstance(schema, LogGemmError):
+                due = [(str(target.options.schedule), str(target.gemm)) for target in schema.targets]
+                for steps, gemms in by_key(due).items():
+                    yield ActingFeature(name, section.name, ", ".join(gemms), steps)
             elif schema is not None:
                 yield ActingFeature(name, section.name, _on(section.effects[name]), "every step")
             else:

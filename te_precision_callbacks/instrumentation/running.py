@@ -31,9 +31,10 @@ class Forward:
         wanted: (number of the layer, tensor) of the tensors that are looked at before their quantization.
         high: (number of the layer, tensor) -> the tensor before its quantization, of the forward or backward that runs;
             None where nobody wants any.
+        kept: what listeners keep of the forward until its backward has run.
     """
 
-    __slots__ = ("_halves", "_read", "events", "half", "high", "is_heard", "kind", "layers", "recipe", "wanted")
+    __slots__ = ("_halves", "_read", "events", "half", "high", "is_heard", "kept", "kind", "layers", "recipe", "wanted")
 
     def __init__(
         self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool, is_heard: bool = True
@@ -45,6 +46,7 @@ class Forward:
         self.recipe = recipe
         self.wanted: Collection[tuple[int, str]] = ()
         self.high: dict[tuple[int, str], Any] | None = None
+        self.kept: dict[Any, Any] = {}
         self._halves = halves
         self.half = 0
         self._read: set[tuple[int, str]] = set()

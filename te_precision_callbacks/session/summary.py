@@ -37,7 +37,7 @@ from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
 from te_precision_callbacks.sinks.worst import Column, RunStatistics, worst_first
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.statistics.table import OF_GEMMS, Of
 
 __all__ = ["summary"]
 
@@ -90,6 +90,7 @@ def _summary(session: Results, precision: Sequence[GemmPrecision], coverage: Cov
         coverage_table(coverage),
         unconverted_table(session.unconverted),
         refused_table(session),
+        not_measured_table(session),
     )
     statistics = StatisticsTables(session._results.statistics, _given_names(session))
     logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
@@ -237,6 +238,15 @@ def unconverted_table(unconverted: Mapping[str, str]) -> Table:
     return table
 
 
+def not_measured_table(session: Results) -> Table:
+    """The GEMMs of which LogGemmError does not measure all, and why: a row per layer and GEMM."""
+    table = _table("Not measured by LogGemmError", "layer and GEMM")
+    table.add_column("why")
+    cells = {f"{layer} {gemm}": (why,) for (layer, gemm), why in session.not_measured.items()}
+    _add_layers(table, cells, "session.not_measured")
+    return table
+
+
 def refused_table(session: Results) -> Table:
     """The layers that are left as they are, in all or some forwards, and what Transformer Engine refuses: a row per
     layer."""
@@ -259,11 +269,12 @@ _ORDER = {
             {Of.TENSOR, Of.BLOCKS},
             {Of.SCALES, Of.SCALE_BINS},
             {Of.RANGES, Of.RANGE_BINS},
+            set(OF_GEMMS),
         )
     )
     for kind in kinds
 }
-"""The order of the columns: losses first, then the tensor itself, its scales, and its blocks."""
+"""The order of the columns: losses first, then the tensor itself, its scales, its blocks, and its GEMM."""
 
 
 class _Tensor(NamedTuple):
