@@ -12,6 +12,7 @@ Upstream's keys: Transformer Engine 2.20.2, ``debug/features/*.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from te_precision_callbacks.base.vocabulary import OperandName, TensorName
 from te_precision_callbacks.config.effects import Effect
@@ -24,13 +25,13 @@ from te_precision_callbacks.config.keys import (
     Nvfp4Statistics,
     Quantization,
     Scheduled,
+    Spans,
     TensorStatistics,
 )
 from te_precision_callbacks.config.levels import (
     TAKES_PART,
     FeatureSchema,
     GemmChoice,
-    Level,
     ModifyingFeature,
     ObservingFeature,
     OneGemm,
@@ -118,12 +119,12 @@ nvfp4_statistics:
 """
 
 
-class DisableQuantizationGemmItem(OneGemm):
+class DisableQuantizationGemmItem(Spans, OneGemm):
     """One GEMM of DisableQuantizationGEMM."""
 
 
-class DisableQuantizationGEMM(GemmChoice[DisableQuantizationGemmItem], FeatureSchema):
-    """Runs the listed GEMMs in high precision, whatever the recipe says. It acts in every step.
+class DisableQuantizationGEMM(Spans, GemmChoice[DisableQuantizationGemmItem], FeatureSchema):
+    """Runs the listed GEMMs in high precision, whatever the recipe says: in every step, or in spans of steps.
 
     It excludes a feature that quantizes tensors of such a GEMM (PerTensorScaling).
 
@@ -142,14 +143,17 @@ backward_in_high_precision:
       gemms: [dgrad, wgrad]
 """
 
-    @property
-    def targets(self) -> tuple[Target[Level], ...]:
+    @cached_property
+    def targets(self) -> tuple[Target[DisableQuantizationGemmItem], ...]:
         """The listed GEMMs."""
-        return tuple(Target(None, gemm, self, nested) for gemm, nested in self.chosen_gemms.items())
+        return tuple(
+            Target(None, gemm, DisableQuantizationGemmItem.of(nested, gemm=gemm), nested)
+            for gemm, nested in self.chosen_gemms.items()
+        )
 
     def effect(self) -> Effect:
         """The listed GEMMs run in high precision."""
-        return Effect(high_precision=tuple(self.chosen_gemms))
+        return Effect(high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
 
 
 class DisableFP8GEMM(DisableQuantizationGEMM):
@@ -164,11 +168,12 @@ forward_in_high_precision:
     DisableFP8GEMM:
       enabled: True
       gemms: fprop
+      start_step: 85_000  # the last 15 % of 100,000 steps
 """
 
 
-class DisableQuantizationLayer(FeatureSchema):
-    """Runs all GEMMs of the layer in high precision, whatever the recipe says. It acts in every step.
+class DisableQuantizationLayer(Spans, FeatureSchema):
+    """Runs all GEMMs of the layer in high precision, whatever the recipe says: in every step, or in spans of steps.
 
     It excludes a feature that quantizes tensors of the layer (PerTensorScaling).
 
@@ -188,7 +193,7 @@ last_layer_in_high_precision:
 
     def effect(self) -> Effect:
         """All GEMMs run in high precision."""
-        return Effect(high_precision=tuple(TAKES_PART))
+        return Effect(high_precision=tuple(TAKES_PART), schedules=self.schedules())
 
 
 class DisableFP8Layer(DisableQuantizationLayer):
@@ -205,19 +210,21 @@ fc2_in_high_precision:
 """
 
 
-class PerTensorScalingTensorItem(Margin, OneTensor[OperandName]):
+class PerTensorScalingTensorItem(Spans, Margin, OneTensor[OperandName]):
     """One tensor of PerTensorScaling."""
 
 
-class PerTensorScalingGemmItem(Margin, TensorChoice[OperandName, PerTensorScalingTensorItem], OneGemm):
+class PerTensorScalingGemmItem(Spans, Margin, TensorChoice[OperandName, PerTensorScalingTensorItem], OneGemm):
     """One GEMM of PerTensorScaling."""
 
 
-class PerTensorScaling(Margin, ModifyingFeature[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]):
+class PerTensorScaling(
+    Spans, Margin, ModifyingFeature[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]
+):
     """Scales tensors by their amax of this step, in layers whose recipe is delayed scaling, which takes earlier amaxes.
 
-    It needs that recipe, and acts in every step. Only one feature can change a tensor of a GEMM, and no other can
-    run the GEMM in high precision.
+    It needs that recipe, and acts in every step, or in spans of steps. Only one feature can change a tensor of a GEMM,
+    and no other can run the GEMM in high precision.
     """
 
     example = """
@@ -235,23 +242,23 @@ scale_by_current_amax:
 
     def effect(self) -> Effect:
         """Tensors are quantized, in place of delayed scaling."""
-        return Effect(self.modifies(), quantizes=True, needs_recipe="fp8_delayed_scaling")
+        return Effect(self.modifies(), quantizes=True, needs_recipe="fp8_delayed_scaling", schedules=self.schedules())
 
 
-class FakeQuantTensorItem(Quantization, OneTensor[TensorName]):
+class FakeQuantTensorItem(Spans, Quantization, OneTensor[TensorName]):
     """One tensor of FakeQuant."""
 
 
-class FakeQuantGemmItem(Quantization, TensorChoice[TensorName, FakeQuantTensorItem], OneGemm):
+class FakeQuantGemmItem(Spans, Quantization, TensorChoice[TensorName, FakeQuantTensorItem], OneGemm):
     """One GEMM of FakeQuant."""
 
 
-class FakeQuant(Quantization, ModifyingFeature[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
+class FakeQuant(Spans, Quantization, ModifyingFeature[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
     """Rounds tensors to a format and back, and runs the GEMM in high precision.
 
     This isolates each tensor's part in the loss of precision, and allows trying formats that the GPU does not have. It
-    acts in every step. Only one feature can change a tensor of a GEMM, and no other feature can quantize another tensor
-    of that GEMM.
+    acts in every step, or in spans of steps; a GEMM runs in high precision in the steps of any of its tensors. Only one
+    feature can change a tensor of a GEMM, and no other feature can quantize another tensor of that GEMM.
 
     FP8 results equal those of Transformer Engine's FakeQuant, bit for bit. Its scale is a product with the reciprocal
     of the amax, where current scaling divides: for a quarter of all amaxes the scale is one unit in the last place off,
@@ -280,7 +287,7 @@ what_if_gradients_were_e5m2:
 
     def effect(self) -> Effect:
         """Tensors are replaced, and the listed GEMMs run in high precision."""
-        return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms))
+        return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
 
 
 class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):

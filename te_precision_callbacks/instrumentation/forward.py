@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
+from te_precision_callbacks.statistics.schedule import Schedule
 
 
 class ForwardHooks:
@@ -99,7 +101,7 @@ class ForwardHooks:
         modules: Sequence[NamedModule],
         refused: Iterable[int] = (),
         operations: Sequence[NamedOperation] = (),
-        fused: Collection[int] = (),
+        fused: Mapping[int, tuple[Schedule, ...]] = MappingProxyType({}),
     ) -> None:
         """Set the modules that the session acts on; any other module runs as without a session.
 
@@ -107,7 +109,8 @@ class ForwardHooks:
             modules: the modules.
             refused: the ids of modules that must not take the debug path.
             operations: the operations of ``te.ops`` with GEMMs.
-            fused: the ids of modules that are observed on their fused path.
+            fused: the ids of modules that are observed on their fused path -> the steps in which features change their
+                precision.
         """
         self._release()
         self.answers.forget_modules()
@@ -159,9 +162,11 @@ class ForwardHooks:
         """
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        if id(module) not in self._watched.fused or kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
-            return False
         iteration = TEDebugState.get_iteration()
+        if kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT) or not self._watched.is_on_fused_path(
+            module, iteration
+        ):
+            return False
         notes, current = self.answers.notes, self.answers.current
         notes.note_plan(
             module,
@@ -173,7 +178,9 @@ class ForwardHooks:
         if kind is ForwardKind.SILENT:
             return False
         layers = self._watched.layers[id(module)]
-        module.__dict__["next_iter_when_debug_should_be_run"] = self._fused_observation.ask(layers, iteration)
+        upcoming = self._fused_observation.ask(layers, iteration), self._watched.next_change(module, iteration)
+        asked_next = min((step for step in upcoming if step is not None), default=None)
+        module.__dict__["next_iter_when_debug_should_be_run"] = asked_next
         if not self._fused_observation.wants(layers):
             return False
         notes.look_at_scales(module, iteration)
