@@ -41,10 +41,11 @@ from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import COLUMNWISE, RESULT, ROWWISE
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.collecting import Collected, collected
-from te_precision_callbacks.config.keys import LoggedTensor
+from te_precision_callbacks.config.keys import GemmSampling, LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.features.base import (
     Feature,
+    GemmFeature,
     ScheduledFeature,
     StatisticsFeature,
     Watcher,
@@ -409,7 +410,8 @@ class TransformerEngineAPI(UpstreamAPI):
         """Take from the features of a config's sections when statistics are due."""
         schemas = (schema for features in sections for schema in self._statistics(features))
         held = (target.options for schema in schemas for target in schema.targets)
-        self.observation.plan(frozenset(options.schedule for options in held if isinstance(options, LoggedTensor)))
+        measured = (LoggedTensor, GemmSampling)
+        self.observation.plan(frozenset(options.schedule for options in held if isinstance(options, measured)))
 
     def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
         """The statistics that a layer's features collect of a tensor, by the names that were asked for."""
@@ -417,8 +419,9 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
         """The options of this project's statistics features that are enabled in a section."""
+        measuring = (StatisticsFeature, GemmFeature)
         for name, options in features.items():
-            if isinstance(self.namespace_features.get(name), StatisticsFeature) and options.get("enabled", False):
+            if isinstance(self.namespace_features.get(name), measuring) and options.get("enabled", False):
                 schema = self._typed(name, options)
                 if schema is not None:
                     yield schema

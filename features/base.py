@@ -152,6 +152,10 @@ class ScheduledFeature(Feature):
         self.look(config, Watched(layer_name, tensor_name, iteration, tensor, *operands, quantizer, group))
 
 
+class GemmFeature(ScheduledFeature):
+    """Base class of the features that log statistics of whole GEMMs."""
+
+
 class Watcher(NamedTuple):
     """A feature that looks at a tensor of a layer, with its options for that tensor."""
 

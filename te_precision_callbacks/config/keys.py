@@ -27,6 +27,7 @@ from te_precision_callbacks.config.fields import (
 from te_precision_callbacks.config.levels import Level, Misfit, NameT, OneTensor
 from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.config.problems import shown
+from te_precision_callbacks.gemm_error.probes import PROBES
 from te_precision_callbacks.statistics.names import Request
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -109,6 +110,30 @@ class Scheduled(_Steps):
         super().check_target(nested)
         if self.schedule.at(-1)[1] is None:
             raise Misfit(nested.path("freq"), f"leaves no step to act in: there are no {self.schedule}.")
+
+
+class GemmSampling(Scheduled):
+    """When, and by how many probes, the error of a GEMM is measured."""
+
+    freq: StrictInt = Field(
+        500,
+        ge=1,
+        description="The feature acts in steps that are multiples of this number. A measured GEMM costs a few times"
+        " what it costs itself; docs/gemm-error.md has figures.",
+    )
+    probes: StrictInt = Field(
+        PROBES,
+        ge=2,
+        le=256,
+        description="The number of random vectors that the operands and the result are multiplied with. 16 miss an"
+        " error of 3 times its tolerance in less than one of 100,000 cases.",
+    )
+    max_memory: Size = Field(
+        "256MiB",
+        validate_default=True,
+        description="The memory for a decoded piece of an operand. A piece has at least 128 rows; a GEMM whose operands"
+        " do not fit so is not measured, which is logged.",
+    )
 
 
 class TensorStatistics(Level):

@@ -11,8 +11,11 @@ Upstream's keys: Transformer Engine 2.20.2, ``debug/features/*.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+
+from typing_extensions import Self
 
 from te_precision_callbacks.base.vocabulary import OperandName, TensorName
 from te_precision_callbacks.config.effects import Effect
@@ -20,6 +23,7 @@ from te_precision_callbacks.config.keys import (
     Dumped,
     DumpLimits,
     Fp8Statistics,
+    GemmSampling,
     LoggedTensor,
     Margin,
     Nvfp4Statistics,
@@ -39,6 +43,7 @@ from te_precision_callbacks.config.levels import (
     Target,
     TensorChoice,
 )
+from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 
 
@@ -290,6 +295,54 @@ what_if_gradients_were_e5m2:
         return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
 
 
+class LogGemmErrorItem(GemmSampling, OneGemm):
+    """One GEMM of LogGemmError."""
+
+    def with_early_steps(self, steps: Sequence[int]) -> Self:
+        """The same, due in these steps as well."""
+        early = self.model_copy()
+        vars(early)["schedule"] = self.schedule.with_early(steps)  # in place of what the property has kept
+        return early
+
+
+class LogGemmError(GemmSampling, GemmChoice[LogGemmErrorItem], FeatureSchema):
+    """Logs the error at the output of GEMMs in low precision, and what causes it: format, quantizer or kernel.
+
+    No product is computed a second time: the operands and the result are multiplied with a few random vectors.
+    docs/gemm-error.md explains the statistics, and lists what is not measured. It needs a session.
+    """
+
+    example = """
+gemm_error:
+  enabled: True
+  layers:
+    layer_types: [all]
+  transformer_engine:
+    LogGemmError:
+      enabled: True
+      gemms: [fprop, dgrad, wgrad]
+      freq: 500
+"""
+
+    @cached_property
+    def targets(self) -> tuple[Target[LogGemmErrorItem], ...]:
+        """The listed GEMMs."""
+        return tuple(Target(None, gemm, self._item(gemm, nested), nested) for gemm, nested in self.chosen_gemms.items())
+
+    def _item(self, gemm: str, nested: Nested) -> LogGemmErrorItem:
+        fields = LogGemmErrorItem.model_fields
+        own = {key: getattr(self, key) for key in fields if key in type(self).model_fields}
+        holds = {key: value for key, value in nested.merged().items() if key in fields}
+        return LogGemmErrorItem.model_construct(**{**own, **holds, "gemm": gemm})
+
+    def with_early_steps(self, steps: Sequence[int]) -> Self:
+        """The same, with GEMMs that are measured in these steps as well."""
+        early = self.model_copy()
+        targets = (replace(target, options=target.options.with_early_steps(steps)) for target in self.targets)
+        vars(early)["targets"] = tuple(targets)  # in place of what the property has kept
+        return early
+
+
 class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
     """One tensor of DumpTensors."""
 
@@ -332,6 +385,7 @@ FEATURES: Mapping[str, type[FeatureSchema]] = {
         DisableFP8Layer,
         PerTensorScaling,
         FakeQuant,
+        LogGemmError,
         DumpTensors,
     )
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -72,6 +72,9 @@ class GemmEvent:
         kind: the kind of the forward that it belongs to.
         recipe: the recipe of that forward, as spelled in statistics' names; empty in high precision.
         arguments: the other arguments of the call (``transformer_engine/pytorch/cpp_extensions/gemm.py``).
+        gelu_input: the result before GELU, where the GEMM applies it.
+        before: what a listener has returned of the sum that the result was added to; None if there was none.
+        kept: what listeners keep of the forward until its backward has run.
     """
 
     layer: str
@@ -84,6 +87,9 @@ class GemmEvent:
     kind: ForwardKind
     recipe: str
     arguments: Mapping[str, Any]
+    gelu_input: Any = None
+    before: Any = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def operands(self) -> tuple[GemmOperand, GemmOperand]:
@@ -168,6 +174,10 @@ class AttentionListener(Protocol):
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
         """A forward ends; ``given`` are the arguments of ``DotProductAttention.forward``."""
 
+
+BeforeSum = Callable[[str, GemmName, Any, dict[Any, Any]], Any]
+"""Is called before a GEMM adds to its result, with the layer, the GEMM, what is in the result, and what is kept of the
+forward; the event has what it returns."""
 
 Listener = Callable[[GemmEvent], None]
 """Is called behind each GEMM; what it raises is reported, and does not reach training."""

@@ -34,6 +34,7 @@ from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.blockwise import largest_range
+from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.engine.kernels import eager_blocks
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
@@ -63,6 +64,7 @@ from te_precision_callbacks.engine.quantization import (
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Segments
+from te_precision_callbacks.gemm_error.columns import CODE_SUMS, FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
@@ -141,6 +143,7 @@ class StatisticsEngine:
         has_news: whether anything was watched since the last flush.
         iteration: the debug iteration of the tensor that was watched last.
         series: those of the run.
+        gemm_operands: takes operands of GEMMs in high precision; None without a session, where nobody sees GEMMs.
         on_failure: called with what was tried, with which tensor, and the exception if a statistic cannot be computed.
             The tensor's other statistics are measured all the same.
     """
@@ -158,6 +161,7 @@ class StatisticsEngine:
         self._plans: dict[tuple[tuple[int, ...], str | None], _Plan] = {}
         self._weights_seen: set[SegmentKey] = set()
         self.notices = Notices()
+        self.gemm_operands: GemmOperands | None = None
 
     def _report(self, doing: str, of: str, error: Exception) -> None:
         self.on_failure(doing, of, error)
@@ -189,6 +193,24 @@ class StatisticsEngine:
                 asked.append(requests)
                 return
         self._noted.append((watched, [requests]))
+
+    def add(
+        self, layer: str, tensor: str, iteration: int, of: Of, sums: torch.Tensor, maxima: torch.Tensor | None = None
+    ) -> None:
+        """Add columns that were measured elsewhere, and note that all statistics of them are due.
+
+        Args:
+            layer, tensor: the names.
+            iteration: the debug iteration.
+            of: what was measured.
+            sums, maxima: float64, the columns of ``of``.
+        """
+        self.has_news, self.iteration = True, iteration
+        with _ready():
+            key = SegmentKey(layer, tensor, of.name)
+            segment = self._slots.segment(key, *_COLUMNS[of], sums.device, contributes=True)
+            self._slots.merge(segment, sums, maxima)
+            self._slots.ask(segment, _requests_of(of))
 
     def measure(self) -> None:
         """Measure what was noted, each tensor in one pass, and those that are noted together in one launch of a GPU.
@@ -280,6 +302,12 @@ class StatisticsEngine:
             self._slots.reset()
         self.has_news = False
         self._weights_seen.clear()
+
+
+@functools.cache
+def _requests_of(of: Of) -> Sequence[Request]:
+    """All statistics of a source that take no parameters."""
+    return tuple(Request(name, row) for name, row in STATISTICS.items() if row.of is of)
 
 
 _IS_READY = contextlib.nullcontext()
@@ -379,6 +407,10 @@ _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Of.LOSSES: (LOSS_SUMS, LOSS_MAXIMA),
     Of.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
     Of.RANGE_BINS: (RANGES.columns, RANGE_MAXIMA),
+    Of.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
+    Of.GEMM_FORMAT: (FORMAT_SUMS, ()),
+    Of.GEMM_CODES_A: (CODE_SUMS, ()),
+    Of.GEMM_CODES_B: (CODE_SUMS, ()),
 }
 """What a statistic is computed from -> the columns that are added, and those of which the maximum is kept."""
 

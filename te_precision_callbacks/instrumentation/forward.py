@@ -35,6 +35,7 @@ from te_precision_callbacks.instrumentation.answers import Answers, ToldOfForwar
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
+from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.tap import GemmTap
@@ -58,6 +59,7 @@ class ForwardHooks:
         answers: what modules answer in each forward.
         order: in which order layers run.
         products: the matrix products of the model's first step.
+        gemm_errors: measures the errors of GEMMs.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ForwardHooks:
         self._watched = self.answers.watched
         self._regions = AutocastRegions()
         self._fused_observation = FusedObservation(engine, failures.report)
+        self.gemm_errors = GemmErrors(engine, failures.report)
         self.order = ExecutionOrder()
         running = Running()
         self.products = ModelProducts(failures.report, lambda: classify.paused, running.in_layer)
@@ -116,6 +119,7 @@ class ForwardHooks:
         self.answers.forget_modules()
         self._watched.watch(modules, refused, fused)
         self._tap.watch(self._watched.layers, operations)
+        self.gemm_errors.watch(modules)
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
         self.arm()
 
@@ -132,6 +136,7 @@ class ForwardHooks:
     def begin(self, iteration: int) -> None:
         """Arm the modules on which a feature may act in an iteration; the others rest."""
         self.answers.forget_forwards()
+        self.gemm_errors.begin_iteration()
         other_regions = self._regions.end_step()
         self._watched.begin(iteration, all_at_once=other_regions)
         self._classify.was_paused = False
@@ -145,14 +150,14 @@ class ForwardHooks:
         self._audit.enter(TEDebugState.get_iteration())
         listeners: tuple[Listener, ...] = ()
         if (self._watched.armed or self._tap.operations.has_new) and not self._classify.kept:
-            listeners = (self.order, self._audit.look, self._fused_observation)
+            listeners = (self.order, self._audit.look, self._fused_observation, self.gemm_errors)
         if self.products.counting:
             listeners = (*listeners, self.products.note)
         if self.products.counting:
             self._tap.hear(self._watched.layers, self.products.attentions)
         else:
             self._tap.hear(self._watched.armed)
-        self._tap.listen(*listeners, ranges=self._has_ranges)
+        self._tap.listen(*listeners, before=self.gemm_errors.before_sum, ranges=self._has_ranges)
 
     def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> bool:
         """Ask the features of a module that is observed on its fused path, in its forward.

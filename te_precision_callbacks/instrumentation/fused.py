@@ -23,6 +23,7 @@ from te_precision_callbacks.config.keys import Dumped, LoggedTensor
 from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import LayerPlan, Plan
 from te_precision_callbacks.config.problems import ConfigError
+from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.coverage.gemm_events import GemmEvent
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.quantization import QuantizationError
@@ -111,6 +112,8 @@ def _why_not(name: str, options: Any, has: frozenset[str], module: Any, only_loo
     schema = options.schema if isinstance(options, ReadOptions) else None
     if schema is None or (isinstance(schema, ObservingFeature) and not only_looks(name)):
         return f"Transformer Engine calls {name}, a feature of your own, on its debug path only"
+    if isinstance(schema, LogGemmError):
+        return ""  # what needs a tensor that the path does not have is left out
     if not isinstance(schema, ObservingFeature):
         if _always_changes(schema.effect()):
             return f"{name} changes precision, which Transformer Engine does on its debug path only"

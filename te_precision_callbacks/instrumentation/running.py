@@ -30,9 +30,10 @@ class Forward:
         half: the layer of a LayerNormMLP whose GEMM ran last; -1 at the begin of a forward, 2 at that of a backward.
         high: (number of the layer, tensor) -> the tensor before its quantization, of the forward or backward that runs;
             None where nobody wants them.
+        kept: what listeners keep of the forward until its backward has run.
     """
 
-    __slots__ = ("_halves", "_read", "events", "half", "high", "is_heard", "kind", "layers", "recipe")
+    __slots__ = ("_halves", "_read", "events", "half", "high", "is_heard", "kept", "kind", "layers", "recipe")
 
     def __init__(
         self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool, is_heard: bool = True
@@ -43,6 +44,7 @@ class Forward:
         self.kind = kind
         self.recipe = recipe
         self.high: dict[tuple[int, str], Any] | None = None
+        self.kept: dict[Any, Any] = {}
         self._halves = halves
         self.half = 0
         self._read: set[tuple[int, str]] = set()

@@ -43,6 +43,7 @@ from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, cla
 from te_precision_callbacks.coverage.gemm_events import (
     OUTSIDE,
     AttentionListener,
+    BeforeSum,
     GemmEvent,
     Listener,
 )
@@ -106,6 +107,7 @@ class GemmTap:
         self._attention = AttentionTap(classify, report, self._running, attention)
         self.operations = OperationsTap(classify, self._running, self._tell_silent)
         self._listeners: tuple[Listener, ...] = ()
+        self._before: BeforeSum | None = None
         self._layers: Mapping[int, Sequence[str]] = {}
         self._heard: Mapping[int, Any] = {}
         self._callers = Callers()
@@ -150,14 +152,15 @@ class GemmTap:
         self._running.begin_iteration()
         self.operations.look(at_all=all_operations)
 
-    def listen(self, *listeners: Listener, ranges: bool = False) -> None:
+    def listen(self, *listeners: Listener, before: BeforeSum | None = None, ranges: bool = False) -> None:
         """Have these called, and no others; without any, and without ranges, Transformer Engine is as it was.
 
         Args:
             *listeners: those that are called.
+            before: is called before a GEMM adds to its result.
             ranges: whether ranges of torch.profiler are put around layers and their GEMMs.
         """
-        self._listeners = listeners
+        self._listeners, self._before = listeners, before
         self._running.has_ranges = ranges
         if (listeners or ranges) and not self._seams:
             self._install()
@@ -359,6 +362,8 @@ class GemmTap:
             call = self._in_range(forward, upstream, names, grouped=grouped) if self._running.has_ranges else upstream
             if (forward is not None and not forward.is_heard) or not self._listeners:
                 return call(*operands, **keywords)
+            arguments = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}
+            before = self._look_before(forward, arguments, grouped=grouped)
             current.inside = True
             try:
                 result = call(*operands, **keywords)
@@ -367,11 +372,26 @@ class GemmTap:
             if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
                 self._say_captured(forward)
                 return result
-            arguments = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}
-            self._emit(forward, arguments, lambda: gemms(arguments, result), grouped=grouped)
+            self._emit(forward, arguments, result, gemms, before, grouped=grouped)
             return result
 
         return tapped
+
+    def _look_before(self, forward: Forward | None, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
+        """What a listener wants of the sums that the GEMMs of a call add to: of each, or nothing at all."""
+        if self._before is None or forward is None or not forward.layers or not arguments.get("accumulate"):
+            return ()
+        try:
+            gemm, sums = GEMM_OF_LAYOUT[arguments["layout"]], arguments["out"]
+            if not grouped:
+                return [self._before(forward.layers[forward.next_number_of(gemm)], gemm, sums, forward.kept)]
+            layers = forward.layers
+            return [self._before(layers[place], gemm, each, forward.kept) for place, each in enumerate(sums)]
+        except ObservationError:  # reported already, and to be raised
+            raise
+        except Exception as error:
+            self._report("looking at the sums of", forward.layers[0], error)
+            return ()
 
     def _in_range(
         self, forward: Forward | None, upstream: Callable[..., Any], names: Sequence[str], *, grouped: bool
@@ -402,7 +422,9 @@ class GemmTap:
         self,
         forward: Forward | None,
         arguments: Mapping[str, Any],
-        gemms: Callable[[], Iterable[tuple[Any, Any, Any]]],
+        result: Any,
+        gemms: Gemms,
+        before: Sequence[Any],
         *,
         grouped: bool,
     ) -> None:
@@ -413,7 +435,7 @@ class GemmTap:
             tensor_b, tensor_a = OPERANDS[gemm]
             of_forward = OF_NO_LAYER if forward is None else forward
             of_forward.events += 1
-            for place, (a, b, out) in enumerate(gemms()):
+            for place, (a, b, out) in enumerate(gemms(arguments, result)):
                 expert = place if grouped and forward is not None else None
                 number = of_forward.number_of(gemm, expert)
                 event = GemmEvent(
@@ -427,6 +449,9 @@ class GemmTap:
                     of_forward.kind,
                     of_forward.recipe,
                     arguments,
+                    gelu_input=None if grouped else result[2],
+                    before=before[place] if before else None,
+                    kept=of_forward.kept,
                 )
                 for listener in self._listeners:
                     listener(event)

@@ -37,7 +37,7 @@ from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
 from te_precision_callbacks.sinks.worst import Column, RunStatistics, worst_first
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.statistics.table import OF_GEMMS, Of
 
 __all__ = ["summary"]
 
@@ -259,11 +259,12 @@ _ORDER = {
             {Of.TENSOR, Of.BLOCKS},
             {Of.SCALES, Of.SCALE_BINS},
             {Of.RANGES, Of.RANGE_BINS},
+            set(OF_GEMMS),
         )
     )
     for kind in kinds
 }
-"""The order of the columns: losses first, then the tensor itself, its scales, and its blocks."""
+"""The order of the columns: losses first, then the tensor itself, its scales, its blocks, and the GEMM that makes it."""
 
 
 class _Tensor(NamedTuple):

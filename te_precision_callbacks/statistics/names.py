@@ -22,6 +22,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, ONE_SCALE, RECIPES, WITH_ELEMENT_FORMAT
 from te_precision_callbacks.statistics.table import (
     BLOCKWISE,
+    GEMM_STATISTICS,
     OF_BLOCKS,
     QUANTIZED_STATISTICS,
     STATISTICS,
@@ -230,7 +231,7 @@ def logged_request(label: str) -> Request | None:
     Args:
         label: a :attr:`Request.label`, such as ``mxfp8_underflows%_columnwise``.
     """
-    if label in TENSOR_STATISTICS:
+    if label in TENSOR_STATISTICS or label in GEMM_STATISTICS:
         return Request(label, STATISTICS[label])
     blocks = BLOCKWISE_LABEL.fullmatch(label)
     if blocks:
@@ -255,6 +256,7 @@ def named_request(name: str) -> Request:
         return tensor_request(name)
     if _QuantizedName.parse(name).statistic in QUANTIZED_STATISTICS:
         return quantized_request(name)
+    # That of a GEMM is as in logs.
     logged = logged_request(name)
     if logged is None:
         raise UnknownStatisticError(f"there is no statistic {name!r}")

@@ -45,6 +45,10 @@ class Of(Enum):
     RANGE_BINS = "the tensor, by block of the quantized form, binned"
     BLOCKS = "blocks of the tensor"
     EXPONENTS = "the exponents of the tensor"
+    GEMM = "the GEMM that makes the tensor"
+    GEMM_FORMAT = "the GEMM that makes the tensor, and its operands in high precision"
+    GEMM_CODES_A = "the operand A of the GEMM that makes the tensor"
+    GEMM_CODES_B = "the operand B of the GEMM that makes the tensor"
 
     __hash__ = object.__hash__  # Enum's own is a function in Python, and this is hashed for each watched tensor
 
@@ -65,6 +69,10 @@ OF_BLOCKS = frozenset({Of.SCALE_BINS, Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES, Of.
 
 OF_SCALES = frozenset({Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
 """Sources that a tensor has that exists in its quantized form only."""
+
+
+OF_GEMMS = (Of.GEMM, Of.GEMM_FORMAT, Of.GEMM_CODES_A, Of.GEMM_CODES_B)
+"""Sources that LogGemmError measures."""
 
 
 @functools.cache
@@ -338,6 +346,144 @@ def _statistics() -> Iterable[Statistic]:
         merge=_ADD,
     )
     yield from _of_blocks()
+    yield from _of_gemms()
+
+
+def _norm_ratio(numerator: str, denominator: str) -> Callable[[Columns], Values]:
+    """The root of a ratio of sums of squares: inf where something is divided by nothing, 0 where both are 0."""
+
+    def value(columns: Columns) -> Values:
+        above, below = columns[numerator], columns[denominator]
+        return np.sqrt(np.where((below == 0) & (above > 0), np.inf, _ratio(above, below)))
+
+    return value
+
+
+def _excess(columns: Columns) -> Values:
+    product = _norm_ratio("format_error_square", "high_square")(columns)
+    operands = sum(_norm_ratio(f"{name}_error_square", f"{name}_square")(columns) ** 2 for name in "ab")
+    return _or_zero(
+        product > 0, np.where(operands == 0, np.inf, product / np.sqrt(np.where(operands == 0, 1, operands)))
+    )
+
+
+def _gain(columns: Columns) -> Values:
+    expected, dot = columns["expected_square"], columns["gain_dot"]
+    return np.where(expected > 0, _ratio(dot, expected), np.where(columns["kernel_error_square"] > 0, np.inf, 1.0))
+
+
+def _place(last: str, *, first: bool = False) -> Callable[[Columns], Values]:
+    return lambda c: np.where(np.isfinite(c[last]), -c[last] if first else c[last], -1.0)
+
+
+def _rank(columns: Columns) -> Values:
+    return (columns["ranked_ratio"].copy().view(np.int64) & RANK_BITS).astype(np.float64)
+
+
+RANK_BITS = (1 << 29) - 1
+"""The bits of a float64 below those of a float32. In ``ranked_ratio`` they have the rank, so that the maximum of all
+ranks brings its rank along."""
+
+
+def _of_gemms() -> Iterable[Statistic]:
+    """The statistics of LogGemmError. C is the result, A and B are the operands as Transformer Engine names them."""
+    symbols = "; docs/gemm-error.md has the symbols"
+    relative, ratio = "relative", "tolerances"
+    of_gemm = functools.partial(Statistic, of=Of.GEMM, merge=_ADD)
+    extreme = functools.partial(Statistic, of=Of.GEMM, merge=_EXTREME)
+    yield of_gemm(
+        "gemm_kernel_error",
+        f"|v_run - v_deq| / |v_deq|: what the kernel gave, against what codes and scales give{symbols}",
+        relative,
+        _norm_ratio("kernel_error_square", "expected_square"),
+    )
+    yield of_gemm("gemm_gain", "<v_run, v_deq> / |v_deq|^2", relative, _gain, worse=Worse.NEITHER)
+    yield extreme(
+        "gemm_kernel_ratio",
+        "the largest error over its tolerance: of the whole product, of each row, of each column; above 1 it is more"
+        " than rounding",
+        ratio,
+        lambda c: np.maximum(c["kernel_ratio"], 0.0),
+    )
+    yield extreme("gemm_kernel_ratio_rank", "the rank of `gemm_kernel_ratio`", "rank", _rank, worse=Worse.NEITHER)
+    for name, what in (("row", "row of C"), ("column", "column of C"), ("rank", "rank")):
+        unit = "rank" if name == "rank" else "index"
+        for end in ("first", "last"):
+            column = f"bad_{name}_last" if end == "last" else f"negated_bad_{name}_first"
+            yield extreme(
+                f"gemm_kernel_{name}_{end}",
+                f"the {end} {what} whose error is above its tolerance; -1 if none is",
+                unit,
+                _place(column, first=end == "first"),
+                worse=Worse.NEITHER,
+            )
+    for name in ("rows", "columns"):
+        yield extreme(
+            f"gemm_kernel_{name}",
+            f"the number of {name} of C whose error is above its tolerance, in the GEMM that has most",
+            _COUNT,
+            lambda c, column=f"bad_{name}": np.maximum(c[column], 0.0),  # type: ignore[misc]
+        )
+    yield of_gemm(
+        "gemm_unjudged%",
+        "100 * (GEMMs whose product is too small beside what it is added to) / GEMMs",
+        _PERCENT,
+        lambda c: 100 * _ratio(c["unjudged"], c["judged"] + c["unjudged"]),
+        worse=Worse.NEITHER,
+    )
+    formats = functools.partial(Statistic, of=Of.GEMM_FORMAT, merge=_ADD, unit=relative)
+    yield formats(
+        "gemm_error",
+        f"|v_run - v_hp| / |v_hp|: what the kernel gave, against the product in high precision{symbols}",
+        value=_norm_ratio("output_error_square", "high_square"),
+    )
+    yield formats(
+        "gemm_format_error",
+        "|v_deq - v_hp| / |v_hp|: what codes and scales give, against the product in high precision",
+        value=_norm_ratio("format_error_square", "high_square"),
+    )
+    for name in "ab":
+        yield formats(
+            f"gemm_format_error_{name}",
+            f"the relative Frobenius error of the operand {name.upper()}, estimated by probes",
+            value=_norm_ratio(f"{name}_error_square", f"{name}_square"),
+        )
+    yield formats(
+        "gemm_excess",
+        "`gemm_format_error` / sqrt(`gemm_format_error_a`^2 + `gemm_format_error_b`^2): cancellation in the product,"
+        " which no statistic of an operand shows",
+        value=_excess,
+    )
+    for name, of in (("a", Of.GEMM_CODES_A), ("b", Of.GEMM_CODES_B)):
+        codes = functools.partial(Statistic, of=of, merge=_ADD)
+        yield codes(
+            f"gemm_wrong_codes_{name}%",
+            "100 * (codes that are not the nearest ones, or rounded stochastically no neighbour) / codes, in a window",
+            _PERCENT,
+            _share("wrong", of="codes"),
+        )
+        yield codes(
+            f"gemm_wrong_scales_{name}%",
+            "100 * (scales that do not follow from their block's amax) / scales, in a window",
+            _PERCENT,
+            _share("wrong_scales", of="scales"),
+        )
+        yield codes(
+            f"gemm_rounding_bias_{name}",
+            "mean of (|y| - |x|) / (distance of the numbers next to x), of elements that are rounded stochastically",
+            "distance of two numbers",
+            lambda c: _ratio(c["rounding_bias"], c["rounded"]),
+            worse=Worse.NEITHER,
+            signed=True,
+        )
+        yield codes(
+            f"gemm_zeros_excess_{name}%",
+            "100 * (codes that are 0, less those that are expected to be) / elements that are rounded stochastically",
+            _PERCENT,
+            lambda c: 100 * _ratio(c["rounded_to_0"] - c["expected_0"], c["rounded"]),
+            worse=Worse.NEITHER,
+            signed=True,
+        )
 
 
 def _of_blocks() -> Iterable[Statistic]:
@@ -411,6 +557,9 @@ QUANTIZED_STATISTICS = tuple(
 )
 """The names that LogFp8TensorStats and LogNvfp4TensorStats take, optionally with a recipe before and ``_columnwise``
 after the name."""
+
+GEMM_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in OF_GEMMS)
+"""The statistics of LogGemmError, of the tensor that a GEMM makes."""
 
 
 def table() -> str:

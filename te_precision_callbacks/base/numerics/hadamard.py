@@ -48,6 +48,23 @@ def random_hadamard_transform(matrix: torch.Tensor, sign_mask: int) -> torch.Ten
     return result
 
 
+def rotated(vectors: torch.Tensor, sign_mask: int) -> torch.Tensor:
+    """The vectors that a transformed matrix takes in place of ``vectors``, for the same product.
+
+    With M the matrix of :func:`random_hadamard_transform`, ``transformed @ rotated(v) = matrix @ M @ M^T @ v``, and M
+    is orthogonal. So a thin product needs no transform of the matrix.
+
+    Args:
+        vectors: float32 or float64, [a multiple of 16, vectors].
+        sign_mask: as of the transform.
+
+    Returns:
+        the same type and shape.
+    """
+    groups = vectors.reshape(-1, SIZE, vectors.shape[-1])
+    return torch.matmul(_matrix(sign_mask, vectors.device).to(vectors.dtype).t(), groups).view(vectors.shape)
+
+
 @functools.cache
 def _matrix(sign_mask: int, device: torch.device) -> torch.Tensor:
     rows = [

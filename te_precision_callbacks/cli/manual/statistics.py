@@ -20,6 +20,7 @@ from te_precision_callbacks.base.vocabulary import (
     ELEMENT_FORMATS,
     ONE_SCALE,
     RECIPES,
+    RESULT,
     ROWWISE,
 )
 from te_precision_callbacks.config.fields import names
@@ -33,7 +34,7 @@ from te_precision_callbacks.statistics.names import (
     named_request,
     quantized_names,
 )
-from te_precision_callbacks.statistics.table import BLOCKWISE, STATISTICS, TENSOR_STATISTICS
+from te_precision_callbacks.statistics.table import BLOCKWISE, GEMM_STATISTICS, OF_GEMMS, STATISTICS, TENSOR_STATISTICS
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def find(name: str) -> Explained:
     try:
         request = named_request(name)
     except UnknownStatisticError as error:
-        known = [*TENSOR_STATISTICS, BLOCKWISE, *quantized_names()]
+        known = [*TENSOR_STATISTICS, BLOCKWISE, *quantized_names(), *GEMM_STATISTICS]
         hint = suggestion(name, known if nearest(name, known) else STATISTICS, known_as="The statistics are")
         raise UnknownStatisticError(f"{error}.{hint}") from None
     return _explained(name, request)
@@ -162,7 +163,9 @@ def _explained(name: str, request: Request) -> Explained:
         worse=row.worse.value,
         is_upstream=row.upstream,
         is_histogram=row.bins is not None,
-        collected_by={
+        collected_by={"LogGemmError": tuple(RESULT.values())}
+        if row.of in OF_GEMMS
+        else {
             feature: names(model.model_fields["tensors"])
             for feature, model in FEATURES.items()
             if "stats" in model.model_fields and _takes(model, entry)
@@ -174,7 +177,7 @@ def _explained(name: str, request: Request) -> Explained:
         read_by={} if direction is None else dict(COLUMNWISE if request.columnwise else ROWWISE),
         block_size=None if blocks is None else blocks.size,
         dims=None if blocks is None else blocks.dims,
-        example=f"stats: [{_in_yaml(request)}]",
+        example="gemms: [fprop, dgrad, wgrad]" if row.of in OF_GEMMS else f"stats: [{_in_yaml(request)}]",
     )
 
 

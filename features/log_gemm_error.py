@@ -1,0 +1,44 @@
+"""LogGemmError: the error at the output of GEMMs, and whether the format, the quantizer or the kernel makes it."""
+
+from __future__ import annotations
+
+import logging
+
+from te_precision_callbacks.base.vocabulary import OPERANDS
+from te_precision_callbacks.config import schemas
+from te_precision_callbacks.config.levels import FeatureSchema
+from te_precision_callbacks.features.base import GemmFeature
+from te_precision_callbacks.features.registration import own_feature
+from te_precision_callbacks.layers.watched import Watched
+
+logger = logging.getLogger("te_precision_callbacks.features")
+
+
+@own_feature()
+class LogGemmError(GemmFeature):
+    """Hands on the operands of GEMMs in high precision; a session measures the GEMMs behind them.
+
+    Keys: ``gemms`` or ``gemms_struct``, ``probes``, ``max_memory``, ``freq``, ``start_step``, ``end_step``,
+    ``start_end_list``.
+    """
+
+    def options_for(
+        self, options: FeatureSchema, tensor: str | None, gemm: str | None
+    ) -> list[schemas.LogGemmErrorItem]:
+        """The options of each GEMM that reads the tensor, or makes it."""
+        if not isinstance(options, schemas.LogGemmError):
+            return []
+        found = (target.options for target in options.targets if target.gemm in (gemm, None) or gemm is None)
+        return [item for item in found if tensor is None or tensor in OPERANDS[item.gemm]]
+
+    def look(self, options: schemas.LogGemmErrorItem, watched: Watched) -> None:
+        """Keep the operand until its GEMM has run."""
+        engine = self.observation.engine
+        if engine.gemm_operands is None:
+            if engine.notices.first("LogGemmError"):
+                logger.warning(
+                    "LogGemmError measures nothing: it needs a session of te-precision-callbacks, which sees the GEMMs."
+                    " Start one with a callback or InspectSession."
+                )
+        elif watched.values is not None:
+            engine.gemm_operands.keep(watched.layer, watched.tensor, watched.values)

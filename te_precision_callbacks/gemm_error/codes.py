@@ -1,0 +1,221 @@
+"""Checks the codes and scales of a quantized tensor against the tensor that they were made from, on a few blocks.
+
+    rules = rules_of(quantizer)
+    check = check_codes(part, high, rules, seed)         # part: Stored; high: the tensor before quantization
+    check.wrong / check.codes                            # 0: each code is the nearest one, or a neighbour
+
+A code is right if no other number of the format is nearer to the element over its factor; rounded stochastically, if no
+number of the format lies between. This holds whatever kernel made the code. A scale is right if it is the one that the
+format's rule gives for the block's amax (:mod:`te_precision_callbacks.base.numerics.scaling`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from te_precision_callbacks.base.numerics import blocks
+from te_precision_callbacks.base.numerics.formats import E4M3, FloatFormat
+from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
+from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, PER_TENSOR, Stored
+from te_precision_callbacks.base.numerics.scaling import (
+    FLOAT32_MAX,
+    fp8_scale,
+    mxfp8_scale_inv,
+    nvfp4_block_scales,
+    nvfp4_encode_scale,
+)
+
+SLACK = 1e-3
+"""How much of the distance of two numbers an element may be beyond the middle: its factor is rounded."""
+
+_WINDOW_COLUMNS = 1024
+_WINDOW_ROWS = 128
+"""Rows and columns in memory that are checked: whole blocks of each format."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a quantizer rounds.
+
+    Attributes:
+        stochastic: whether elements are rounded up or down at random.
+        sign_mask: of the random Hadamard transform before; None for none.
+        square: whether blocks are squares although the layout has a scale for each row of them.
+        scales_follow: whether a scale follows from the block's amax alone, or per tensor from the tensor's amax.
+        power_of_two: whether a float32 scale is rounded down to a power of two.
+        amax_epsilon: the least amax that a float32 scale is taken from.
+    """
+
+    stochastic: bool = False
+    sign_mask: int | None = None
+    square: bool = False
+    scales_follow: bool = True
+    power_of_two: bool = False
+    amax_epsilon: float = 0.0
+
+
+def rules_of(quantizer: Any, *, columnwise: bool) -> Rules:
+    """The rules of one of Transformer Engine's quantizers.
+
+    Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``. The scale of delayed
+    scaling comes from earlier amaxes, and one that is reduced over ranks from their amaxes: neither is checked. NVFP4's
+    columnwise data of an activation or gradient may be of its Hadamard transform.
+    """
+    transformed = columnwise and bool(getattr(quantizer, "with_rht", False))
+    follows = type(quantizer).__name__ != "Float8Quantizer"
+    for other in ("with_amax_reduction", "nvfp4_use_4over6", "row_scaled_nvfp4"):
+        follows = follows and not getattr(quantizer, other, False)
+    return Rules(
+        stochastic=bool(getattr(quantizer, "stochastic_rounding", False)),
+        sign_mask=int(quantizer.rht_matrix_random_sign_mask_t) if transformed else None,
+        square=bool(getattr(quantizer, "with_2d_quantization", False)),
+        scales_follow=follows and not transformed,
+        power_of_two=bool(getattr(quantizer, "force_pow_2_scales", False)),
+        amax_epsilon=float(getattr(quantizer, "amax_epsilon", 0.0)),
+    )
+
+
+class CodeCheck(NamedTuple):
+    """What was found; float64 tensors without a dimension, on the device of the codes.
+
+    Attributes:
+        codes: how many codes were checked.
+        wrong: how many of them are wrong.
+        rounded: how many were rounded stochastically.
+        bias: of these the sum of (|decoded| - |exact|) / the distance of the two neighbours; its mean is 0.
+        zeros: how many of these are 0.
+        expected_zeros: how many are expected to be 0.
+        scales: how many scales were checked.
+        wrong_scales: how many of them are wrong.
+    """
+
+    codes: torch.Tensor
+    wrong: torch.Tensor
+    rounded: torch.Tensor
+    bias: torch.Tensor
+    zeros: torch.Tensor
+    expected_zeros: torch.Tensor
+    scales: torch.Tensor
+    wrong_scales: torch.Tensor
+
+
+def check_codes(part: Stored, high: torch.Tensor, rules: Rules, seed: int) -> CodeCheck:
+    """Check the codes and scales of a window of a quantized tensor.
+
+    Args:
+        part: one direction of the tensor.
+        high: the tensor before quantization, of any float type and as many elements; leading dimensions are merged.
+        rules: the quantizer's.
+        seed: chooses the window.
+    """
+    rows, columns = (
+        _chosen(extent, window, seed >> shift)
+        for extent, window, shift in zip(part.matrix_shape, (_WINDOW_ROWS, _WINDOW_COLUMNS), (0, 20), strict=True)
+    )
+    matrix = high.detach().reshape(-1, high.shape[-1])
+    exact = matrix[columns, rows].t() if part.transposed else matrix[rows, columns]
+    if rules.sign_mask is not None:
+        exact = random_hadamard_transform(exact.to(torch.bfloat16).contiguous(), rules.sign_mask)
+    height, width = part.block
+    all_factors = part.factors()
+    if all_factors.numel() == 1:
+        factors, block = all_factors.reshape(1, 1), (exact.shape[0], exact.shape[1])
+    else:
+        # Row by row where NVFP4's amax is of a row: its blocks have one row.
+        factors, block = _of_window(all_factors, rows, columns, part.block), (height, width)
+    decoded = part.elements(rows)[:, columns].double()
+    spread = blocks.spread(factors, block, (exact.shape[0], exact.shape[1])).double()
+    y = exact.double() / spread
+    found = _codes(decoded, y, part.element_format, stochastic=rules.stochastic)
+    scales = _scales(part, matrix, exact, rules, rows, columns) if rules.scales_follow else _counted(y[:0] == 0)
+    return CodeCheck(*found, *scales)
+
+
+def _chosen(extent: int, window: int, seed: int) -> slice:
+    """A window that begins at a multiple of its size."""
+    first = seed % max(1, -(-extent // window)) * window
+    return slice(first, min(first + window, extent))
+
+
+def _of_window(of_blocks: torch.Tensor, rows: slice, columns: slice, block: tuple[int, int]) -> torch.Tensor:
+    height, width = block
+    return of_blocks[rows.start // height : -(-rows.stop // height), columns.start // width : -(-columns.stop // width)]
+
+
+def distance(y: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
+    """The distance of the two numbers of a format that are next to each y, float64."""
+    lowest = torch.frexp(torch.tensor(number_format.min_normal, dtype=torch.float64)).exponent.item()
+    exponent = torch.frexp(y).exponent.masked_fill(y == 0, int(lowest)).clamp(min=int(lowest))
+    exponent = exponent - 1 - number_format.mantissa_bits
+    return torch.ldexp(torch.ones_like(y), exponent)
+
+
+def _codes(
+    decoded: torch.Tensor, y: torch.Tensor, number_format: FloatFormat, *, stochastic: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first six of :class:`CodeCheck`; ``decoded`` and ``y`` are float64 without the factor."""
+    use = y.isfinite()
+    y = torch.where(use, y, 0.0).clamp(-number_format.max, number_format.max)
+    decoded = torch.where(use, decoded, 0.0)
+    apart = distance(y, number_format)
+    most = 1.0 if stochastic else 0.5
+    off = (decoded - y).abs() / apart
+    wrong = ~(off <= most + SLACK)
+    if not stochastic:
+        none = torch.zeros((), dtype=torch.float64, device=y.device)
+        return use.double().sum(), wrong.double().sum(), none, none, none, none
+    share = y.abs() / apart
+    counted = use & (y != 0)
+    bias = torch.where(counted, (decoded.abs() - y.abs()) / apart, 0.0).nan_to_num()
+    expected = torch.where(counted, 1.0 - share, 0.0).clamp(min=0.0)
+    zeros = (counted & (decoded == 0)).double().sum()
+    return use.double().sum(), wrong.double().sum(), counted.double().sum(), bias.sum(), zeros, expected.sum()
+
+
+def _scales(
+    part: Stored, matrix: torch.Tensor, exact: torch.Tensor, rules: Rules, rows: slice, columns: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if part.mode == PER_TENSOR:
+        amax = matrix.abs().amax().float().reshape(1)
+        wanted = torch.reciprocal(_fp8_scale(amax, part, rules, FLOAT32_MAX))
+        return _compared(part.scales.reshape(1), wanted, 1e-5)
+    block = (max(part.block),) * 2 if rules.square else part.block
+    amaxes = blocks.tiled(exact.float().abs().nan_to_num(0.0, 0.0), block).amax((1, 3))
+    if rules.square and block != part.block:
+        each = blocks.number(exact.shape, part.block)
+        amaxes = amaxes.repeat_interleave(block[0] // part.block[0], 0)[: each[0]]
+        amaxes = amaxes.repeat_interleave(block[1] // part.block[1], 1)[:, : each[1]]
+    found = _of_window(part.block_scales(), rows, columns, part.block)
+    if part.mode in (BLOCK_1D, BLOCK_2D):
+        largest = min(torch.finfo(matrix.dtype).max, FLOAT32_MAX)
+        return _compared(found, torch.reciprocal(_fp8_scale(amaxes, part, rules, largest)), 1e-5)
+    if part.mode == MXFP8:
+        # Just at a power of two either is right: the quotient is rounded.
+        low, high = (mxfp8_scale_inv(amaxes * (1.0 + sign * 1e-6), part.element_format) for sign in (-1, 1))
+        return _counted((found == low) | (found == high))
+    if part.amax is None or part.largest_scale is None:
+        return _counted(found[:0] == 0)
+    wanted = nvfp4_block_scales(amaxes, nvfp4_encode_scale(part.amax.reshape(-1, 1), part.largest_scale)).double()
+    wanted = wanted.clamp(max=E4M3.max)
+    return _counted((found.double() - wanted).abs() <= distance(wanted, E4M3) * (0.5 + SLACK))
+
+
+def _fp8_scale(amaxes: torch.Tensor, part: Stored, rules: Rules, largest: float) -> torch.Tensor:
+    return fp8_scale(
+        amaxes,
+        part.element_format.max,
+        power_of_two=rules.power_of_two,
+        epsilon=rules.amax_epsilon,
+        largest_scale=largest,
+    )
+
+
+def _compared(found: torch.Tensor, wanted: torch.Tensor, slack: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return _counted((found - wanted).abs() <= slack * wanted)
+
+
+def _counted(right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return right.new_full((), right.numel(), dtype=torch.float64), (~right).double().sum()

@@ -1,0 +1,183 @@
+"""The operands of a GEMM as matrices, decoded piece by piece for products with a few vectors.
+
+    factor = factor_of(quantized_tensor, columnwise=True)
+    factor.shape                                   # [rows, k]: k is the dimension that the GEMM sums
+    swept = factor.sweep(from_k=vectors)           # vectors: [k, number]
+    swept.to_rows                                  # [rows, number]: the matrix times the vectors
+
+A sweep decodes each element once, and never holds more than a piece of the matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.numerics import blocks
+from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, stored
+
+PIECE_BYTES = 64 << 20
+"""The memory of a decoded piece, by default."""
+
+_ROWS_TOGETHER = 128
+"""The rows of the largest block of a format: a piece holds whole blocks."""
+
+
+class FactorError(PrecisionDebugError, ValueError):
+    """An operand of a GEMM that cannot be read as a matrix."""
+
+
+class Swept(NamedTuple):
+    """Products of a matrix M, [rows, k], with a few vectors; None for what was not asked for.
+
+    Attributes:
+        to_rows: ``M @ from_k``, [rows, vectors].
+        to_k: ``M^T @ from_rows``, [k, vectors].
+        squares_to_rows: ``M^2 @ squares_from_k``, [rows], where M^2 has the squares of the elements.
+        squares_to_k: the sums of squares of the columns of M, [k].
+    """
+
+    to_rows: torch.Tensor | None
+    to_k: torch.Tensor | None
+    squares_to_rows: torch.Tensor | None
+    squares_to_k: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A matrix M, [rows, k].
+
+    Attributes:
+        memory: a plain matrix of any float type, or one direction of a quantized tensor.
+        turned: whether the rows in memory are the columns of M.
+        piece_bytes: the memory of a decoded piece. A piece has at least 128 rows.
+    """
+
+    memory: torch.Tensor | Stored
+    turned: bool
+    piece_bytes: int = PIECE_BYTES
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and k."""
+        rows, columns = self._memory_shape
+        return (columns, rows) if self.turned else (rows, columns)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the matrix is."""
+        return self.memory.codes.device if isinstance(self.memory, Stored) else self.memory.device
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the matrix is decoded from codes."""
+        return isinstance(self.memory, Stored)
+
+    @property
+    def _memory_shape(self) -> tuple[int, int]:
+        if isinstance(self.memory, Stored):
+            return self.memory.matrix_shape
+        rows, columns = self.memory.shape
+        return rows, columns
+
+    def pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The rows in memory, piece by piece, each with its place: [rows of the piece, columns in memory]."""
+        rows, columns = self._memory_shape
+        step = max(1, self.piece_bytes // (dtype.itemsize * max(1, columns) * _ROWS_TOGETHER)) * _ROWS_TOGETHER
+        factors = self.memory.factors() if isinstance(self.memory, Stored) else None
+        for first in range(0, rows, step):
+            place = slice(first, min(first + step, rows))
+            if isinstance(self.memory, Stored) and factors is not None:
+                yield place, _decoded(self.memory, factors, place).to(dtype)
+            else:
+                yield place, self.memory[place].to(dtype)  # type: ignore[index]
+
+    def matrix(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """The whole matrix, [rows, k]."""
+        found = torch.cat([piece for _, piece in self.pieces(dtype)]) if self._memory_shape[0] else None
+        if found is None:
+            return torch.empty(self.shape, dtype=dtype, device=self.device)
+        return found.t() if self.turned else found
+
+    def sweep(
+        self,
+        *,
+        from_k: torch.Tensor | None = None,
+        from_rows: torch.Tensor | None = None,
+        squares_from_k: torch.Tensor | None = None,
+        squares: bool = False,
+    ) -> Swept:
+        """Multiply with a few vectors, in one pass.
+
+        Args:
+            from_k: [k, vectors], float32 or float64; the products are computed in its type.
+            from_rows: [rows, vectors], likewise.
+            squares_from_k: [k].
+            squares: whether the sums of squares of the columns are wanted.
+        """
+        given = next((v for v in (from_k, from_rows, squares_from_k) if v is not None), None)
+        dtype = torch.float32 if given is None else given.dtype
+        along, across = (from_k, from_rows) if self.turned else (from_rows, from_k)
+        ones = torch.ones(self.shape[0], dtype=dtype, device=self.device) if squares else None
+        squares_along, squares_across = (squares_from_k, ones) if self.turned else (ones, squares_from_k)
+        by_row: list[torch.Tensor] = []
+        squares_by_row: list[torch.Tensor] = []
+        total: torch.Tensor | None = None
+        squares_total: torch.Tensor | None = None
+        for place, piece in self.pieces(dtype):
+            if across is not None:
+                by_row.append(piece @ across)
+            if along is not None:
+                part = piece.t() @ along[place]
+                total = part if total is None else total.add_(part)
+            if squares_along is not None or squares_across is not None:
+                piece = piece.square()
+            if squares_across is not None:
+                squares_by_row.append(piece @ squares_across)
+            if squares_along is not None:
+                part = piece.t() @ squares_along[place]
+                squares_total = part if squares_total is None else squares_total.add_(part)
+        rows = torch.cat(by_row) if by_row else None
+        squares_rows = torch.cat(squares_by_row) if squares_by_row else None
+        if self.turned:
+            return Swept(total, rows, squares_total, squares_rows)
+        return Swept(rows, total, squares_rows, squares_total)
+
+
+def factor_of(tensor: Any, *, columnwise: bool, piece_bytes: int = PIECE_BYTES) -> Factor:
+    """An operand of a GEMM.
+
+    Args:
+        tensor: a plain tensor, or a quantized one of Transformer Engine; leading dimensions are merged.
+        columnwise: whether the GEMM reads the columnwise data: it then sums over the rows of the tensor, else over its
+            last dimension.
+        piece_bytes: as of :class:`Factor`.
+
+    Raises:
+        FactorError: there are no data of that direction, or the tensor is of no known kind.
+    """
+    if isinstance(tensor, Stored):
+        part: Stored | None = tensor
+    elif is_quantized(tensor):
+        part = stored(tensor, columnwise=columnwise)
+    elif type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        matrix = tensor.detach()
+        return Factor(matrix.reshape(math.prod(matrix.shape[:-1]), matrix.shape[-1]), columnwise, piece_bytes)
+    else:
+        raise FactorError(f"{type(tensor).__name__}: not an operand of a known kind.")
+    if part is None:
+        raise FactorError(f"The {type(tensor).__name__} has no {'column' if columnwise else 'row'}wise data.")
+    return Factor(part, columnwise != part.transposed, piece_bytes)
+
+
+def _decoded(part: Stored, factors: torch.Tensor, place: slice) -> torch.Tensor:
+    elements = part.elements(place)
+    if factors.numel() == 1:
+        return elements.mul_(factors.view(()))
+    height = part.block[0]
+    return blocks.times_blocks(elements, factors[place.start // height : -(-place.stop // height)], part.block)

@@ -1,0 +1,290 @@
+"""Judges what a device gave for a GEMM, without computing the product a second time.
+
+With C = alpha * left @ right^T, and a few random vectors x and y:
+
+    expected = product(left, right, x, y, alpha)    # (left (right^T x), right (left^T y)), from codes and scales
+    run = thin(out, x, y)                           # (C x, C^T y), from what the device gave
+    found = judged(run, expected, Call(...))
+
+C x - expected x sums, for each row, the errors of the row's elements times x. It is compared with the standard
+deviation of what rounding does to such a sum, so one row of 8,192 stands out that is 1 % of the norm; C^T y does the
+same for columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from te_precision_callbacks.gemm_error.accumulators import FLOAT32, Accumulator
+from te_precision_callbacks.gemm_error.factors import Factor, Swept
+from te_precision_callbacks.gemm_error.probes import bound
+
+MOST_BEFORE = 0.01
+"""How large the rounding of what a product is added to may be, relative to the product. Beyond it the product is not
+judged."""
+
+LARGEST_RATIO = float(torch.finfo(torch.float32).max)
+"""Stands for an error that has no tolerance: what should be 0 is not, or what should be finite is not."""
+
+
+class Thin(NamedTuple):
+    """A matrix C, [n, m], times probes.
+
+    Attributes:
+        right: C x, [n, probes].
+        left: C^T y, [m, probes].
+        row_squares, column_squares: of C, the sums of squares of its rows and columns: [n] and [m]. Of a product that
+            was never computed, those of its terms: of row i the sum over j and k of (left_ik right_jk)^2.
+    """
+
+    right: torch.Tensor
+    left: torch.Tensor
+    row_squares: torch.Tensor
+    column_squares: torch.Tensor
+
+
+def thin(matrix: Factor, x: torch.Tensor, y: torch.Tensor) -> Thin:
+    """A matrix that exists, [n, m], times probes: x is [m, probes] and y is [n, probes]."""
+    ones = torch.ones(matrix.shape[1], dtype=x.dtype, device=x.device)
+    swept = matrix.sweep(from_k=x, from_rows=y, squares_from_k=ones, squares=True)
+    return Thin(*_there(swept.to_rows, swept.to_k, swept.squares_to_rows, swept.squares_to_k))
+
+
+class Operands(NamedTuple):
+    """Two operands times probes of their own.
+
+    Attributes:
+        left, right: [n, probes] and [m, probes].
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def product(left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, alpha: float = 1.0) -> Thin:
+    """``alpha * left @ right^T`` times probes, from three sweeps.
+
+    Args:
+        left, right: [n, k] and [m, k].
+        x, y: [m, probes] and [n, probes].
+        alpha: multiplies the product.
+    """
+    none = x.new_empty(left.shape[1], 0)
+    return product_and_operands(left, right, x, y, Operands(none, none), alpha)[0]
+
+
+def product_and_operands(
+    left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, g: Operands, alpha: float = 1.0
+) -> tuple[Thin, Operands]:
+    """As :func:`product`, and in the same sweeps ``left @ g.left`` and ``right @ g.right``.
+
+    Args:
+        left, right, x, y, alpha: as of :func:`product`.
+        g: [k, probes] each.
+    """
+    of_right = right.sweep(from_rows=x, squares=True)
+    u, right_squares = _there(of_right.to_k, of_right.squares_to_k)
+    of_left = left.sweep(from_k=torch.cat([u, g.left], 1), from_rows=y, squares_from_k=right_squares, squares=True)
+    rows, w, row_terms, left_squares = _there(*of_left)
+    again: Swept = right.sweep(from_k=torch.cat([w, g.right], 1), squares_from_k=left_squares)
+    columns, column_terms = _there(again.to_rows, again.squares_to_rows)
+    rows, left_g = torch.split(rows, [x.shape[1], g.left.shape[1]], 1)
+    columns, right_g = torch.split(columns, [y.shape[1], g.right.shape[1]], 1)
+    found = Thin(rows * alpha, columns * alpha, row_terms * alpha**2, column_terms * alpha**2)
+    return found, Operands(left_g, right_g)
+
+
+def _there(*found: torch.Tensor | None) -> list[torch.Tensor]:
+    return [one for one in found if one is not None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a GEMM did beside the product.
+
+    Attributes:
+        k: the number of products in a sum.
+        dtype: of the result.
+        x, y: the probes, [m, probes] and [n, probes].
+        accumulator: how the device sums.
+        bias: added to each row, [m]; None for none.
+        before: what the product was added to, times the probes; None if it was not added to anything.
+        beta: multiplies ``before``.
+    """
+
+    k: int
+    dtype: torch.dtype
+    x: torch.Tensor
+    y: torch.Tensor
+    accumulator: Accumulator = FLOAT32
+    bias: torch.Tensor | None = None
+    before: Thin | None = None
+    beta: float = 1.0
+
+
+class Judged(NamedTuple):
+    """What a kernel did with its operands. All are tensors on the device of the GEMM; the numbers have no dimension.
+
+    Attributes:
+        error_square: |C x - expected|^2 over all probes, of finite rows.
+        expected_square: |expected|^2, of the product alone.
+        gain_dot: <what C has of the product, expected>. Divided by ``expected_square`` it is the gain.
+        ratio: the largest of the ratios to the tolerance: of all rows together, of each row, of each column. Above 1
+            the error is more than rounding.
+        rows, columns: the ratio of each, [n] and [m].
+        counts: 1 if the product is judged; 0 if it was added to something so large that its rounding hides the product,
+            and if no row of the expected product is finite. All numbers above are 0 then.
+    """
+
+    error_square: torch.Tensor
+    expected_square: torch.Tensor
+    gain_dot: torch.Tensor
+    ratio: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    counts: torch.Tensor
+
+
+def judged(run: Thin, expected: Thin, call: Call) -> Judged:
+    """Compare what the device gave with what the codes and scales give. Nothing waits for the device."""
+    added_right, added_left, before_rows, before_columns = _added(call, expected)
+    z = bound(call.x.shape[1])
+    rows = _side(run.right - added_right, expected.right, run.row_squares, expected.row_squares, before_rows, call, 0)
+    columns = _side(
+        run.left - added_left, expected.left, run.column_squares, expected.column_squares, before_columns, call, 1
+    )
+    probes = call.x.shape[1]
+    expected_square = rows.expected.sum()
+    before = torch.zeros_like(expected_square) if before_rows is None else before_rows.double().sum()
+    hidden = before * _rounding(call.dtype) * probes > MOST_BEFORE**2 * expected_square
+    counts = (rows.judged.any() & ~hidden).double()
+    total = _ratio(rows.error.sum(), rows.variance.sum() * (z**2 * probes), rows.broken.any())
+    ratio = torch.stack([total, rows.ratio(z, probes).amax(), columns.ratio(z, probes).amax()]).amax()
+    return Judged(
+        rows.error.sum() * counts,
+        expected_square * counts,
+        rows.dot.sum() * counts,
+        ratio * counts,
+        rows.ratio(z, probes) * counts,
+        columns.ratio(z, probes) * counts,
+        counts,
+    )
+
+
+def of_product(run: Thin, expected: Thin, call: Call) -> torch.Tensor:
+    """What the device gave for the product alone, times x: [n, probes]."""
+    return run.right - _added(call, expected)[0]
+
+
+class _Side(NamedTuple):
+    """Rows, or columns; [rows], float64.
+
+    Attributes:
+        error, expected, dot: the sums over probes of squared errors, of squared expected numbers, and of products of
+            run and expected numbers.
+        variance: of a healthy error.
+        judged: whether the expected numbers are finite.
+        broken: whether they are and those of the run are not.
+    """
+
+    error: torch.Tensor
+    expected: torch.Tensor
+    dot: torch.Tensor
+    variance: torch.Tensor
+    judged: torch.Tensor
+    broken: torch.Tensor
+
+    def ratio(self, z: float, probes: int) -> torch.Tensor:
+        return _ratio(self.error, self.variance * (z**2 * probes), self.broken)
+
+
+def _side(
+    run: torch.Tensor,
+    expected: torch.Tensor,
+    run_squares: torch.Tensor,
+    terms: torch.Tensor,
+    before_squares: torch.Tensor | None,
+    call: Call,
+    side: int,
+) -> _Side:
+    run, expected = run.double(), expected.double()
+    probes = run.shape[1]
+    judged = expected.isfinite().all(1) & terms.isfinite()
+    finite = run.isfinite().all(1) & run_squares.isfinite()
+    # In float16 a large result is inf, rightly.
+    saturates = terms * probes > (torch.finfo(call.dtype).max / 64) ** 2
+    broken = judged & ~finite & ~saturates
+    use = (judged & finite).unsqueeze(1)
+    run, expected = torch.where(use, run, 0.0), torch.where(use, expected, 0.0)
+    squares = expected.square().sum(1)
+    run_squares, terms = (torch.where(use[:, 0], part.double(), 0.0) for part in (run_squares, terms))
+    other = (call.x if side == 0 else call.y).shape[0]
+    rounded = run_squares
+    if before_squares is not None:  # the product may be rounded before it is added: |product| <= |sum| + |before|
+        rounded = rounded + 2 * (rounded + before_squares.double())
+    tiny = torch.finfo(call.dtype).smallest_normal * torch.finfo(call.dtype).eps
+    variance = rounded * _rounding(call.dtype) + other * tiny**2
+    # Twice: over few probes |expected|^2 may be smaller than it is on average.
+    size = 2 * squares / probes
+    variance = variance + call.accumulator.variance(call.k, terms, size)
+    own = torch.finfo(call.x.dtype).eps
+    variance = variance + own**2 * (call.k + other) * (terms + size + run_squares)
+    return _Side((run - expected).square().sum(1), squares, (run * expected).sum(1), variance, judged, broken)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """The largest variance of rounding to nearest, relative to the square of the number: its last bit is at most eps
+    of it, and the error is uniform over one such bit."""
+    return float(torch.finfo(dtype).eps) ** 2 / 12
+
+
+def _ratio(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -> torch.Tensor:
+    ratio = torch.where(tolerance > 0, error / tolerance, torch.where(error > 0, torch.inf, 0.0)).sqrt()
+    return torch.where(broken, torch.inf, ratio).clamp(max=LARGEST_RATIO)
+
+
+def _added(call: Call, expected: Thin) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """What was added to the product, times the probes; and the squares of what it was added to."""
+    right, left = torch.zeros_like(expected.right[:1]), torch.zeros_like(expected.left[:1])
+    if call.bias is not None:
+        bias = call.bias.detach().reshape(-1).to(call.x.dtype)
+        right = right + bias.unsqueeze(0) @ call.x
+        left = left + bias.unsqueeze(1) * call.y.sum(0, keepdim=True)
+    if call.before is None:
+        return right, left, None, None
+    before, beta = call.before, call.beta
+    return (
+        right + beta * before.right,
+        left + beta * before.left,
+        beta**2 * before.row_squares,
+        beta**2 * before.column_squares,
+    )
+
+
+class FormatError(NamedTuple):
+    """What the format does to a product and to its operands; sums of squares over probes, without a dimension.
+
+    Attributes:
+        error_square: |decoded product x - original product x|^2.
+        product_square: |original product x|^2.
+        a_error_square, a_square: of the operand A (``right``): |decoded g - original g|^2, and |original g|^2.
+        b_error_square, b_square: of the operand B (``left``).
+    """
+
+    error_square: torch.Tensor
+    product_square: torch.Tensor
+    a_error_square: torch.Tensor
+    a_square: torch.Tensor
+    b_error_square: torch.Tensor
+    b_square: torch.Tensor
+
+
+def squares_of_difference(decoded: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """|decoded - original|^2 and |original|^2 in float64, over rows that are finite in both; [rows, probes]."""
+    decoded, original = decoded.double(), original.double()
+    use = (decoded.isfinite() & original.isfinite()).all(1, keepdim=True)
+    decoded, original = torch.where(use, decoded, 0.0), torch.where(use, original, 0.0)
+    return (decoded - original).square().sum(), original.square().sum()

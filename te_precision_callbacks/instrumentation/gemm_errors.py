@@ -1,0 +1,357 @@
+"""Measures the error at the output of the GEMMs that LogGemmError has chosen: a listener of the tap.
+
+The kernel is judged behind each GEMM, from the codes and scales that it was handed and from what it gave. What needs
+operands in high precision is measured where they exist:
+
+- The weight and the activation exist in the forward alone. There their products with the probes of the GEMMs of the
+  backward are computed, and only these vectors are kept, with the forward that they belong to.
+- The gradient exists when the GEMMs of the backward run.
+
+Layers on their fused path have the tensors of :data:`~te_precision_callbacks.instrumentation.fused
+.HIGH_PRECISION_ON_FUSED_PATH`; on the debug path features are shown all of them. Where one is missing, so are the
+statistics of the format and of its quantizer, and the kernel is judged all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.numerics.hadamard import rotated
+from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is_quantized
+from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, GemmName
+from te_precision_callbacks.config.schemas import LogGemmErrorItem
+from te_precision_callbacks.coverage.gemm_events import GemmEvent, GemmOperand
+from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.engine.gemm_operands import GemmOperands
+from te_precision_callbacks.gemm_error.accumulators import Accumulator, accumulator_of
+from te_precision_callbacks.gemm_error.codes import check_codes, rules_of
+from te_precision_callbacks.gemm_error.columns import code_columns, format_columns, kernel_columns
+from te_precision_callbacks.gemm_error.factors import Factor, FactorError, factor_of
+from te_precision_callbacks.gemm_error.judging import (
+    Call,
+    FormatError,
+    Operands,
+    Thin,
+    judged,
+    of_product,
+    product_and_operands,
+    squares_of_difference,
+    thin,
+)
+from te_precision_callbacks.gemm_error.probes import probes, seed_of
+from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.statistics.table import Of
+
+logger = logging.getLogger(__name__)
+
+_OF_FORWARD: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
+"""GEMM -> its operand A, which exists in high precision in the forward."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept of the operand A of a GEMM, which is ``right``, [m, k].
+
+    Attributes:
+        iteration: the debug iteration.
+        to_k: ``right^T x``, [k, probes].
+        to_rows: ``right g``, [m, probes].
+        codes: the columns of the check of its codes; None where they were not there.
+    """
+
+    iteration: int
+    to_k: torch.Tensor
+    to_rows: torch.Tensor
+    codes: torch.Tensor | None
+
+
+class GemmErrors:
+    """See the module's description.
+
+    Args:
+        engine: takes the numbers.
+        report: receives failures.
+
+    Attributes:
+        not_measured: (layer, GEMM) -> why it was not measured, or what of it was not.
+    """
+
+    def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
+        self._engine = engine
+        self._report = report
+        self._operands = engine.gemm_operands = GemmOperands()
+        self._items: dict[str, Mapping[str, LogGemmErrorItem]] = {}
+        self._weights: dict[tuple[str, str], _Kept] = {}
+        self.not_measured: dict[tuple[str, str], str] = {}
+
+    def watch(self, modules: Sequence[NamedModule]) -> None:
+        """Set the modules whose GEMMs there are."""
+        self._items.clear()
+        self._weights.clear()
+        self._operands.forget()
+        self._operands.modules = {layer.name: id(named.module) for named in modules for layer in named.layers}
+
+    def begin_iteration(self) -> None:
+        """Forget what the last iteration has left."""
+        self._weights.clear()
+        self._operands.forget()
+
+    # ------------------------------------------------------------------ what is measured
+
+    def _due(self, layer: str, gemm: str, kept: dict[Any, Any]) -> tuple[LogGemmErrorItem, int] | None:
+        """The options of a GEMM that is due, and the iteration of its forward."""
+        items = self._items.get(layer)
+        if items is None:
+            items = self._items[layer] = _items_of(layer) if layer in self._operands.modules else {}
+        item = items.get(gemm)
+        if item is None:
+            return None
+        iteration = kept.get("iteration")
+        if iteration is None:
+            from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+            iteration = kept["iteration"] = int(TEDebugState.get_iteration())
+        return (item, iteration) if item.schedule.at(iteration)[0] else None
+
+    def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Thin | None:
+        """What a GEMM is about to add to, times its probes."""
+        due = self._due(layer, gemm, kept)
+        if due is None or not isinstance(out, torch.Tensor) or is_quantized(out) or not out.numel() or is_capturing():
+            return None
+        item, iteration = due
+        with _quiet(out.device):
+            matrix = factor_of(out, columnwise=False, piece_bytes=item.max_memory)
+            x, y = (
+                probes(extent, item.probes, seed_of(iteration, layer, gemm, name), out.device)
+                for name, extent in zip("xy", matrix.shape[::-1], strict=True)
+            )
+            return thin(matrix, x, y)
+
+    def __call__(self, event: GemmEvent) -> None:
+        """Measure a GEMM that has run."""
+        if event.kind is not ForwardKind.OBSERVED or is_capturing():
+            return
+        try:
+            if event.gemm == "fprop":
+                self._look_ahead(event)
+            due = self._due(event.layer, event.gemm, event.kept)
+            if due is not None:
+                self._measure(event, *due)
+        except ObservationError:
+            raise
+        except (FactorError, LayoutError) as error:
+            self._tell(event, str(error))
+        except Exception as error:
+            self._report("measuring the GEMM of", f"{event.layer} {event.gemm}", error)
+        finally:
+            if event.gemm == "fprop":
+                self._operands.drop(event.layer, "activation")
+            elif event.gemm == "wgrad":
+                self._operands.drop(event.layer, "gradient")
+
+    def _tell(self, event: GemmEvent, reason: str) -> None:
+        """Note once why a GEMM, or a part of what is measured of it, is missing."""
+        key = event.layer, event.gemm
+        if self.not_measured.setdefault(key, reason) == reason and self._engine.notices.first(f"{key} {reason}"):
+            logger.info("LogGemmError: of %s %s is not measured: %s.", event.layer, event.gemm, reason)
+
+    def _high(self, layer: str, operand: GemmOperand) -> torch.Tensor | None:
+        """An operand in high precision, where it exists now."""
+        high = operand.high if operand.high is not None else self._operands.get(layer, operand.tensor)
+        return None if high is None or is_quantized(high) else high.detach()
+
+    def _look_ahead(self, event: GemmEvent) -> None:
+        """Multiply the operands of the forward with the probes of all GEMMs of which they are the operand A."""
+        layer = event.layer
+        for gemm, tensor in _OF_FORWARD.items():
+            due = self._due(layer, gemm, event.kept)
+            if due is None:
+                continue
+            item, iteration = due
+            operand = event.a if tensor == "weight" else event.b
+            high = self._high(layer, operand)
+            if high is None or not high.numel():
+                cached = self._weights.get((layer, gemm)) if tensor == "weight" else None
+                if cached is not None and cached.iteration == iteration:
+                    event.kept[layer, gemm] = cached
+                continue
+            columnwise = gemm != "fprop"
+            with _quiet(high.device):
+                right = factor_of(high, columnwise=columnwise, piece_bytes=item.max_memory)
+                x, g = self._probes(event, item, iteration, gemm, right.device, x=right.shape[0], g=right.shape[1])
+                swept = right.sweep(from_rows=x, from_k=g)
+                codes = _codes(operand._replace(columnwise=columnwise), high, seed_of(iteration, layer, gemm, "window"))
+            if swept.to_k is not None and swept.to_rows is not None:
+                found = _Kept(iteration, swept.to_k, swept.to_rows, codes)
+                event.kept[layer, gemm] = found
+                if tensor == "weight":
+                    self._weights[layer, gemm] = found
+
+    def _probes(
+        self,
+        event: GemmEvent,
+        item: LogGemmErrorItem,
+        iteration: int,
+        gemm: str,
+        device: torch.device,
+        **extents: int,
+    ) -> Iterator[torch.Tensor]:
+        for name, extent in extents.items():
+            yield probes(extent, item.probes, seed_of(iteration, event.layer, gemm, name), device)
+
+    def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
+        reason = _why_not(event)
+        if reason:
+            self._tell(event, reason)
+            return
+        left = factor_of(event.b.data, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
+        right = factor_of(event.a.data, columnwise=event.a.columnwise, piece_bytes=item.max_memory)
+        if not left.is_quantized and not right.is_quantized:
+            self._tell(event, "it runs in high precision")
+            return
+        (n, k), m = left.shape, right.shape[0]
+        if 0 in (n, m, k):
+            return
+        with _quiet(left.device):
+            x, y, g = self._probes(event, item, iteration, event.gemm, left.device, x=m, y=n, g=k)
+            alpha = float(event.arguments.get("alpha", 1.0))
+            of_g = Operands(_rotated(g, left, event.b), _rotated(g, right, event.a))
+            expected, operands = product_and_operands(left, right, x, y, of_g, alpha)
+            matrix = factor_of(_result(event), columnwise=False, piece_bytes=item.max_memory)
+            if matrix.shape != (n, m):
+                self._tell(event, f"its result has the shape {matrix.shape}, and its operands give {(n, m)}")
+                return
+            run = thin(matrix, x, y)
+            call = Call(k, _result(event).dtype, x, y, _accumulator(event, left, right), **_added(event))
+            found = judged(run, expected, call)
+            tensor = RESULT[event.gemm]
+            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
+            kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
+            high = self._high(event.layer, event.b)
+            if high is not None and high.numel() != n * k:
+                self._tell(event, "the format: an operand was gathered after it was quantized")
+                high = None
+            if high is not None and left.is_quantized:
+                codes = _codes(event.b, high, seed_of(iteration, event.layer, event.gemm, "window"))
+                if codes is not None:
+                    self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_B, codes)
+            if kept is not None and kept.codes is not None:
+                self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_A, kept.codes)
+            if high is None or kept is None or kept.to_k.shape[0] != k or kept.to_rows.shape[0] != m:
+                which = OPERANDS[event.gemm][0] if high is None else _OF_FORWARD[event.gemm]
+                self._tell(event, f"the format: {which} does not exist in high precision")
+                return
+            exact = factor_of(high, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
+            swept = exact.sweep(from_k=torch.cat([kept.to_k, g], 1)).to_rows
+            if swept is not None:
+                v_hp, left_g = torch.split(swept, [kept.to_k.shape[1], g.shape[1]], 1)
+                v_hp = v_hp * alpha
+                errors = FormatError(
+                    *squares_of_difference(expected.right, v_hp),
+                    *squares_of_difference(operands.right, kept.to_rows),
+                    *squares_of_difference(operands.left, left_g),
+                )
+                output = squares_of_difference(of_product(run, expected, call), v_hp)[0]
+                counted = format_columns(output, errors) * found.counts
+                self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
+
+
+def _items_of(layer: str) -> Mapping[str, LogGemmErrorItem]:
+    """GEMM -> the options of LogGemmError for it."""
+    import nvdlfw_inspect.api as debug_api
+
+    api = debug_api.transformer_engine
+    watchers = (watcher for tensor in ("activation", "weight", "gradient") for watcher in api.watchers(layer, tensor))
+    return {one.options.gemm: one.options for one in watchers if isinstance(one.options, LogGemmErrorItem)}
+
+
+@contextmanager
+def _quiet(device: torch.device) -> Iterator[None]:
+    """Neither gradients nor autocast, which would round thin products to its type."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _result(event: GemmEvent) -> Any:
+    """What the GEMM gave before an activation function."""
+    return event.gelu_input if event.arguments.get("gelu") else event.out
+
+
+def _why_not(event: GemmEvent) -> str:
+    """Why the kernel of a GEMM cannot be judged; empty if it can."""
+    from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
+
+    taken = event.arguments
+    if taken.get("ub") is not None:
+        return "Userbuffers overlap its communication"
+    if taken.get("gelu") and taken.get("grad"):
+        return "the derivative of GELU is fused into it"
+    if taken.get("gelu") and event.gelu_input is None:
+        return "its result before GELU is not handed out"
+    result = _result(event)
+    if result is None:
+        return "the results of all experts are in one buffer"
+    if is_quantized(result) or not isinstance(result, torch.Tensor):
+        return "its result is written quantized"
+    if getattr(taken.get("quantization_params"), "rowwise_tensor_plan", None) == API_CALL_MODIFY:
+        return "a feature replaces its result"
+    if taken.get("accumulate") and event.before is None:
+        return "what it adds to was not seen"
+    return ""
+
+
+def _added(event: GemmEvent) -> dict[str, Any]:
+    """The bias, and what the product was added to."""
+    taken = event.arguments
+    bias = taken.get("bias")
+    bias = bias[event.expert] if isinstance(bias, (list, tuple)) and event.expert is not None else bias
+    has_bias = isinstance(bias, torch.Tensor) and bias.numel() and not taken.get("grad") and event.gemm == "fprop"
+    beta = taken.get("beta")
+    return {
+        "bias": bias if has_bias else None,
+        "before": event.before,
+        "beta": 1.0 if beta is None else float(beta),
+    }
+
+
+def _accumulator(event: GemmEvent, left: Factor, right: Factor) -> Accumulator:
+    device = left.device
+    eight_bits = any(isinstance(f.memory, Stored) and f.memory.element_format.bits == 8 for f in (left, right))
+    return accumulator_of(
+        is_fp8=eight_bits,
+        split_accumulator=bool(event.arguments.get("use_split_accumulator", False)),
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+    )
+
+
+def _rotated(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> torch.Tensor:
+    """The probes of an operand, for one whose codes are of a Hadamard transform."""
+    if not isinstance(factor.memory, Stored) or not factor.memory.hadamard:
+        return g
+    mask = rules_of(operand.data._quantizer, columnwise=operand.columnwise).sign_mask
+    return g if mask is None else rotated(g, mask)
+
+
+def _codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor | None:
+    """The columns of a check of an operand's codes; None if it has none of this direction."""
+    data = operand.data
+    quantizer = getattr(data, "_quantizer", None)
+    if quantizer is None or not is_quantized(data):
+        return None
+    try:
+        part = factor_of(data, columnwise=operand.columnwise).memory
+    except FactorError:
+        return None
+    if not isinstance(part, Stored) or part.matrix_shape[0] * part.matrix_shape[1] != high.numel():
+        return None
+    return code_columns(check_codes(part, high, rules_of(quantizer, columnwise=operand.columnwise), seed))

@@ -1,0 +1,16 @@
+"""Blackwell, which has every recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def blackwell() -> Iterator[None]:
+    from tests.capability import any_capability, stand_for
+
+    with any_capability():
+        stand_for((10, 0))
+        yield

@@ -1,0 +1,105 @@
+"""Codes and scales of Transformer Engine's quantizers, and of quantizers with a fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
+from te_precision_callbacks.base.numerics.layouts import packed, stored, unpacked
+from te_precision_callbacks.gemm_error.codes import CodeCheck, check_codes, distance, rules_of
+from tests.gemm_error.gemms import BF16, RECIPES, quantizer
+
+ROWS, COLUMNS = 256, 512
+
+
+def made(recipe: str, **which: bool) -> tuple[Any, torch.Tensor, Any]:
+    torch.manual_seed(0)
+    high = (torch.randn(ROWS, COLUMNS) * torch.randn(ROWS, COLUMNS).exp()).to(BF16)
+    made_by = quantizer(recipe, **which)
+    return made_by(high), high, made_by
+
+
+def check(tensor: Any, high: torch.Tensor, made_by: Any, *, columnwise: bool, seed: int = 0) -> CodeCheck:
+    part = stored(tensor, columnwise=columnwise)
+    assert part is not None
+    return check_codes(part, high, rules_of(made_by, columnwise=columnwise), seed)
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("which", ["weight", "gradient"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_right_quantizer(recipe: str, which: str, columnwise: bool) -> None:
+    tensor, high, made_by = made(recipe, **{which: True})
+    for seed in (0, 1, 1 << 20):
+        found = check(tensor, high, made_by, columnwise=columnwise, seed=seed)
+        assert found.codes >= 32768
+        assert found.wrong == 0
+        assert found.wrong_scales == 0
+        if "rht" not in recipe and recipe != "delayed":
+            assert found.scales > 0
+        stochastic = "stochastic" in recipe and which == "gradient"
+        assert (found.rounded > 0) == stochastic
+        if stochastic:
+            assert abs(found.bias / found.rounded) < 0.01
+            assert abs(found.zeros - found.expected_zeros) / found.rounded < 0.01
+
+
+def rewritten(tensor: Any, codes: torch.Tensor) -> None:
+    if hasattr(tensor, "_data"):
+        tensor._data = codes.view_as(tensor._data)
+    else:
+        tensor._rowwise_data = codes.view_as(tensor._rowwise_data)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4", "nvfp4 rht stochastic"])
+def test_a_quantizer_with_a_fault(recipe: str) -> None:
+    """All codes 0; each element rounded towards 0; scales off by a factor of 2."""
+    which = {"gradient": True}
+    tensor, high, made_by = made(recipe, **which)
+    part = stored(tensor, columnwise=False)
+    assert part is not None
+    number_format = part.element_format
+    exact = high.double() / part.spread(part.factors()).double()
+    apart = distance(exact.clamp(-number_format.max, number_format.max), number_format)
+    down = ((exact.abs() / apart).floor() * apart).clamp(max=number_format.max).copysign(exact).float()
+    codes = number_format.encode(down)
+    rewritten(tensor, packed(codes) if number_format is E2M1 else codes)
+    found = check(tensor, high, made_by, columnwise=False)
+    if "stochastic" in recipe:
+        assert found.wrong == 0
+        assert found.bias / found.rounded < -0.2
+        assert (found.zeros - found.expected_zeros) / found.rounded > 0.05
+    else:
+        assert found.wrong / found.codes > 0.2
+
+    rewritten(tensor, torch.zeros_like(part.codes))
+    found = check(tensor, high, made_by, columnwise=False)
+    assert found.wrong / found.codes > 0.4
+    if "stochastic" in recipe:
+        assert found.bias / found.rounded < -0.5
+
+    if "rht" not in recipe:
+        tensor, high, made_by = made(recipe, **which)
+        for name in ("_scale_inv", "_rowwise_scale_inv"):
+            scales = getattr(tensor, name, None)
+            if scales is not None and scales.dtype == torch.uint8:
+                e4m3 = recipe == "nvfp4"
+                halved = E4M3.encode(E4M3.decode(scales) / 2) if e4m3 else scales - (scales > 0).to(torch.uint8)
+                scales.copy_(halved)
+            elif scales is not None:
+                scales.mul_(0.5)
+        found = check(tensor, high, made_by, columnwise=False)
+        assert found.wrong_scales > 0.9 * found.scales > 0
+        assert found.wrong / found.codes > 0.5
+
+
+def test_the_distance_of_neighbours() -> None:
+    """Of all numbers of two formats, against their tables."""
+    for number_format in (E2M1, E4M3):
+        numbers = torch.tensor([number_format.value(code) for code in range(number_format.max_code + 1)]).double()
+        middles = (numbers[1:] + numbers[:-1]) / 2
+        assert torch.equal(distance(middles, number_format), numbers[1:] - numbers[:-1])
+    assert torch.equal(unpacked(packed(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))), torch.tensor([1, 2, 3, 4]))

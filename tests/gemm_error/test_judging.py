@@ -1,0 +1,171 @@
+"""What thin products tell of a GEMM, against the whole products in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, accumulated
+from te_precision_callbacks.gemm_error.factors import Factor, factor_of
+from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, thin
+from te_precision_callbacks.gemm_error.probes import PROBES, bound, missed, probes, probes_for, seed_of
+from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of
+
+CPU = torch.device("cpu")
+
+
+def judge(gemm: Gemm, out: torch.Tensor, seed: int = 0, **more: object) -> Judged:
+    n, m, k = SIZES["n"], SIZES["m"], SIZES["k"]
+    x, y = probes(m, PROBES, seed, CPU), probes(n, PROBES, seed + 1, CPU)
+    expected = product(gemm.left, gemm.right, x, y)
+    run = thin(factor_of(out, columnwise=False), x, y)
+    return judged(run, expected, Call(k, out.dtype, x, y, **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_a_factor_is_the_operand_and_its_thin_products_are_those_of_the_whole(recipe: str, gemm: str) -> None:
+    """In pieces too. The reference's own result is within rounding of float64, and nothing is found."""
+    found = gemm_of(recipe, gemm)
+    left, right = (Factor(factor.memory, factor.turned, piece_bytes=1) for factor in (found.left, found.right))
+    whole_left, whole_right = found.left.matrix(), found.right.matrix()
+    assert torch.equal(left.matrix(), whole_left)
+    relative = {"delayed": 0.06, "current": 0.06, "block": 0.05, "mxfp8": 0.05}.get(recipe, 0.2)
+    if "rht" not in recipe:
+        for name, whole in (("a", whole_right), ("b", whole_left)):
+            assert (whole - found.high(name)).norm() < relative * found.high(name).norm()
+    c = whole_left @ whole_right.t()
+    assert (found.out.double() - c).norm() < 0.003 * c.norm()
+    x, y = probes(SIZES["m"], 4, 1, CPU), probes(SIZES["n"], 4, 2, CPU)
+    expected = product(left, right, x, y, alpha=2.0)
+    torch.testing.assert_close(expected.right.double(), 2 * c @ x.double(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(expected.left.double(), 2 * c.t() @ y.double(), rtol=1e-4, atol=1e-3)
+    terms = 4 * whole_left.square() @ whole_right.square().t()
+    torch.testing.assert_close(expected.row_squares.double(), terms.sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(expected.column_squares.double(), terms.sum(0), rtol=1e-5, atol=0)
+    judgement = judge(found, found.out)
+    assert judgement.counts == 1
+    assert judgement.ratio < 0.6
+    assert abs(judgement.gain_dot / judgement.expected_square - 1) < 1e-3
+
+
+def zero_tile(out: torch.Tensor) -> None:
+    out[32:48, 64:80] = 0
+
+
+def swap_rows(out: torch.Tensor) -> None:
+    out[[3, 90]] = out[[90, 3]]
+
+
+def swap_columns(out: torch.Tensor) -> None:
+    out[:, [3, 90]] = out[:, [90, 3]]
+
+
+def leave_a_row(out: torch.Tensor) -> None:
+    out[77] = 0.01
+
+
+def halve(out: torch.Tensor) -> None:
+    out *= 0.5
+
+
+def shrink(out: torch.Tensor) -> None:
+    out *= 2.0**-7
+
+
+def wrong_elements(out: torch.Tensor) -> None:
+    flat = out.view(-1)
+    places = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(3))[: flat.numel() // 1000]
+    flat[places] = flat[places.flip(0)]
+
+
+def transpose_a_tile(out: torch.Tensor) -> None:
+    out[64:96, 0:32] = out[64:96, 0:32].t().clone()
+
+
+def nan_row(out: torch.Tensor) -> None:
+    out[5, 7] = torch.nan
+
+
+FAULTS: dict[Callable[[torch.Tensor], None], tuple[set[int] | None, set[int] | None]] = {
+    zero_tile: (set(range(32, 48)), set(range(64, 80))),
+    swap_rows: ({3, 90}, None),
+    swap_columns: (None, {3, 90}),
+    leave_a_row: ({77}, None),
+    halve: (set(range(160)), set(range(256))),
+    shrink: (set(range(160)), set(range(256))),
+    wrong_elements: (None, None),
+    transpose_a_tile: (set(range(64, 96)), set(range(32))),
+    nan_row: ({5}, {7}),
+}
+"""A fault -> the rows and the columns that are beyond their tolerance; None: any."""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_of_a_kernel_is_found_and_localized(fault: Callable[[torch.Tensor], None]) -> None:
+    gemm = gemm_of("mxfp8", "fprop")
+    out = gemm.out.clone()
+    fault(out)
+    found = judge(gemm, out)
+    assert found.ratio > 1
+    for ratios, places in zip((found.rows, found.columns), FAULTS[fault], strict=True):
+        if places is not None:
+            assert set(torch.nonzero(ratios > 1).view(-1).tolist()) == places
+    if fault in (halve, shrink):
+        assert abs(found.gain_dot / found.expected_square - (0.5 if fault is halve else 2.0**-7)) < 1e-3
+
+
+@pytest.mark.parametrize("accumulator", [FLOAT32, HOPPER_FAST, HOPPER_SPLIT], ids=lambda one: one.name)
+@pytest.mark.parametrize("mean", [0.0, 2.0], ids=["random signs", "of one sign"])
+def test_the_tolerance_is_of_the_accumulator(accumulator: object, mean: float) -> None:
+    """A device that sums with 14 bits is right where the call says so, and wrong where it does not."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(24, 2048, generator=generator) + mean for _ in range(2))
+    x, y = probes(24, PROBES, 5, CPU), probes(24, PROBES, 6, CPU)
+    expected = product(factor_of(left, columnwise=False), factor_of(right, columnwise=False), x, y)
+    assert isinstance(accumulator, type(FLOAT32))
+    out = accumulated(left, right, accumulator).float()
+    run = thin(factor_of(out, columnwise=False), x, y)
+    own = judged(run, expected, Call(2048, torch.float32, x, y, accumulator))
+    assert own.ratio < 1
+    if accumulator is not FLOAT32:
+        assert judged(run, expected, Call(2048, torch.float32, x, y, FLOAT32)).ratio > 1
+
+
+def test_what_is_added_to_the_product() -> None:
+    """Bias and the sum so far are no error; beyond 1 % of the product their rounding hides it."""
+    gemm = gemm_of("block", "wgrad", dtype=torch.float32)
+    x, y = probes(SIZES["m"], PROBES, 5, CPU), probes(SIZES["n"], PROBES, 6, CPU)
+    expected = product(gemm.left, gemm.right, x, y)
+    bias = torch.randn(SIZES["m"], generator=torch.Generator().manual_seed(1))
+    for size, counts in ((1.0, 1), (1e9, 0)):
+        before = size * torch.randn(SIZES["n"], SIZES["m"], generator=torch.Generator().manual_seed(2))
+        run = thin(factor_of(gemm.out + bias + before, columnwise=False), x, y)
+        of_before = thin(factor_of(before, columnwise=False), x, y)
+        found = judged(run, expected, Call(SIZES["k"], torch.float32, x, y, bias=bias, before=of_before))
+        assert found.counts == counts
+        assert found.ratio < 1
+    zero = torch.zeros(SIZES["n"], SIZES["m"])
+    run = thin(factor_of(zero, columnwise=False), x, y)
+    found = judged(run, expected._replace(right=expected.right * 0, left=expected.left * 0), Call(192, BF16, x, y))
+    assert found.ratio == 0
+    assert found.gain_dot == 0
+
+
+def test_probes_are_reproducible_and_leave_the_random_state_alone() -> None:
+    state = torch.get_rng_state()
+    seed = seed_of(7, "layers.0.fc1", "wgrad")
+    assert torch.equal(probes(64, 4, seed, CPU), probes(64, 4, seed, CPU))
+    assert not torch.equal(probes(64, 4, seed, CPU), probes(64, 4, seed_of(8, "layers.0.fc1", "wgrad"), CPU))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_how_many_probes_it_takes() -> None:
+    """Against drawn chi-squared variables, and the stated number for the stated probability."""
+    drawn = torch.randn(400_000, 4, generator=torch.Generator().manual_seed(0)).square().sum(1)
+    assert missed(4, 2.0) == pytest.approx((drawn <= 1).double().mean().item(), rel=0.03)
+    assert missed(PROBES, 3.0) < 1e-5 < missed(PROBES - 2, 3.0)
+    assert probes_for(1e-5, 3.0) == PROBES
+    assert bound(PROBES) == pytest.approx(4.6, abs=0.05)
