@@ -5,6 +5,7 @@ Nothing here is registered; nvidia-dlfw-inspect executes this file like every ot
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -21,7 +22,10 @@ from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 
 if TYPE_CHECKING:
+    from te_precision_callbacks.engine.engine import StatisticsEngine
     from te_precision_callbacks.observation import Observation
+
+logger = logging.getLogger("te_precision_callbacks.features")
 
 Options = dict[str, Any]
 
@@ -150,6 +154,25 @@ class ScheduledFeature(Feature):
         operands = rowwise_quantized_tensor, columnwise_quantized_tensor
         group = tp_group if tp_size > 1 else None
         self.look(config, Watched(layer_name, tensor_name, iteration, tensor, *operands, quantizer, group))
+
+
+def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> None:
+    """Keep an operand in high precision until its GEMM has run.
+
+    Args:
+        engine: of the run.
+        watched: the operand.
+        without: what happens without a session, for the warning.
+    """
+    if engine.gemm_operands is None:
+        if engine.notices.first(without):
+            logger.warning(
+                "%s: it needs a session of te-precision-callbacks, which sees the GEMMs. Start one with a callback or"
+                " InspectSession.",
+                without,
+            )
+    elif watched.values is not None:
+        engine.gemm_operands.keep(watched.layer, watched.tensor, watched.values)
 
 
 class GemmFeature(ScheduledFeature):

@@ -173,7 +173,21 @@ class Nvfp4Statistics(Level):
     )
 
 
-class Dumped(Level):
+class Conditional(Level):
+    """The conditions on which something is written."""
+
+    when: ListOf[When] = Field(
+        default_factory=list,
+        description="Write the tensor or GEMM only in steps in which one of these conditions holds: the tensor, or the"
+        " result of the GEMM, has an inf or nan; a statistic of the same layer and tensor, which LogTensorStats,"
+        " LogFp8TensorStats or LogNvfp4TensorStats collects in that step, or of the GEMM, which LogGemmError does, is"
+        " above or below a number; activation overflow detection"
+        ' (`debug="activation_overflow"`) stops the run in that step. One condition needs no brackets. Without'
+        " `when`: in every step of the schedule.",
+    )
+
+
+class Dumped(Conditional):
     """The parts of a tensor that are written, and when."""
 
     high_precision_tensor: StrictBool = Field(False, description="Write the tensor as it is before quantization.")
@@ -182,14 +196,6 @@ class Dumped(Level):
         True,
         description="With `quantized_tensor`: also write its decoded parts: codes as numbers, scales, amax, row- and"
         " columnwise, in plain layouts.",
-    )
-    when: ListOf[When] = Field(
-        default_factory=list,
-        description="Write the tensor only in steps in which one of these conditions holds: the tensor has an inf or"
-        " nan; a statistic of the same layer and tensor, which LogTensorStats, LogFp8TensorStats or"
-        " LogNvfp4TensorStats collects in that step, is above or below a number; activation overflow detection"
-        ' (`debug="activation_overflow"`) stops the run in that step. One condition needs no brackets. Without'
-        " `when`: in every step of the schedule.",
     )
 
     def check_target(self, nested: Nested) -> None:

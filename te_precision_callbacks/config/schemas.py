@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import cast
 
 from typing_extensions import Self
 
-from te_precision_callbacks.base.vocabulary import OperandName, TensorName
+from te_precision_callbacks.base.vocabulary import RESULT, GemmName, OperandName, TensorName
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.keys import (
+    Conditional,
     Dumped,
     DumpLimits,
     Fp8Statistics,
@@ -347,11 +349,20 @@ class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
     """One tensor of DumpTensors."""
 
 
-class DumpTensors(DumpLimits, Scheduled, Dumped, ObservingFeature[TensorName, DumpTensorsItem]):
-    """Writes tensors to files, a file for each rank, step, layer, tensor and micro-batch.
+class DumpTensorsGemmItem(Scheduled, Conditional, OneGemm):
+    """One GEMM of DumpTensors."""
+
+
+class DumpTensors(
+    DumpLimits, Scheduled, Dumped, GemmChoice[DumpTensorsGemmItem], ObservingFeature[TensorName, DumpTensorsItem]
+):
+    """Writes tensors or whole GEMMs to files, a file for each rank, step, layer, tensor or GEMM, and micro-batch.
+
+    `gemms` writes whole GEMMs, for `te-precision replay`: the codes and scales of both operands, what they were made
+    from where it exists, and the result. `high_precision_tensor` and `quantized_tensor` are for `tensors`.
 
     Files are written in the background, completely or not at all, to `tensor_dumps/rank_R/iter_N/` in the log folder.
-    With `when` only tensors of steps in which a condition holds are written.
+    With `when` only tensors and GEMMs of steps in which a condition holds are written.
     """
 
     example = """
@@ -371,6 +382,28 @@ dump_what_is_not_finite:
         - tensor: gradient
           start_end_list: [[120, 125]]
 """
+
+    @cached_property
+    def targets(self) -> tuple[Target[DumpTensorsItem], ...]:
+        """The listed tensors; none if only GEMMs are listed."""
+        only_gemms = (self.gemms or self.gemms_struct) and not (self.tensors or self.tensors_struct)
+        return () if only_gemms else super().targets
+
+    @cached_property
+    def of_gemms(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
+        """The listed GEMMs, each with the tensor that it makes."""
+        if not self.gemms and not self.gemms_struct:
+            return ()
+        return tuple(
+            Target(RESULT[cast(GemmName, gemm)], gemm, DumpTensorsGemmItem.of(nested, gemm=gemm), nested)
+            for gemm, nested in self.chosen_gemms.items()
+        )
+
+    def check(self) -> None:
+        """Check the options for each tensor and each GEMM."""
+        super().check()
+        for target in self.of_gemms:
+            target.options.check_target(target.nested)
 
 
 FEATURES: Mapping[str, type[FeatureSchema]] = {

@@ -27,6 +27,7 @@ import torch
 from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.gemm_events import Listener
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
@@ -36,6 +37,7 @@ from te_precision_callbacks.instrumentation.execution_order import ExecutionOrde
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors
+from te_precision_callbacks.instrumentation.gemm_records import GemmRecords
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.tap import GemmTap
@@ -79,6 +81,7 @@ class ForwardHooks:
         self._regions = AutocastRegions()
         self._fused_observation = FusedObservation(engine, failures.report)
         self.gemm_errors = GemmErrors(engine, failures.report)
+        self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
         self.order = ExecutionOrder()
         running = Running()
         self.products = ModelProducts(failures.report, lambda: classify.paused, running.in_layer)
@@ -120,6 +123,7 @@ class ForwardHooks:
         self._watched.watch(modules, refused, fused)
         self._tap.watch(self._watched.layers, operations)
         self.gemm_errors.watch(modules)
+        self._gemm_records.watch(modules)
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
         self.arm()
 
@@ -150,14 +154,19 @@ class ForwardHooks:
         self._audit.enter(TEDebugState.get_iteration())
         listeners: tuple[Listener, ...] = ()
         if (self._watched.armed or self._tap.operations.has_new) and not self._classify.kept:
-            listeners = (self.order, self._audit.look, self._fused_observation, self.gemm_errors)
+            listeners = (self.order, self._audit.look, self._fused_observation, self._gemm_records, self.gemm_errors)
         if self.products.counting:
             listeners = (*listeners, self.products.note)
         if self.products.counting:
             self._tap.hear(self._watched.layers, self.products.attentions)
         else:
             self._tap.hear(self._watched.armed)
-        self._tap.listen(*listeners, before=self.gemm_errors.before_sum, ranges=self._has_ranges)
+        self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges)
+
+    def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Any:
+        """Look at what a GEMM is about to add to."""
+        self._gemm_records.before_sum(layer, gemm, out, kept)
+        return self.gemm_errors.before_sum(layer, gemm, out, kept)
 
     def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> bool:
         """Ask the features of a module that is observed on its fused path, in its forward.

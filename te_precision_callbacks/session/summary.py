@@ -264,7 +264,7 @@ _ORDER = {
     )
     for kind in kinds
 }
-"""The order of the columns: losses first, then the tensor itself, its scales, its blocks, and the GEMM that makes it."""
+"""The order of the columns: losses first, then the tensor itself, its scales, its blocks, and its GEMM."""
 
 
 class _Tensor(NamedTuple):
