@@ -34,6 +34,7 @@ def train(
     observe: str = "auto",
     accumulates: bool = False,
     measures: bool = False,
+    uneven: bool = False,
     **options: Any,
 ) -> list[Path]:
     """Train a Linear layer whose GEMMs are recorded, and return the files of the last step, in the order of GEMMs."""
@@ -41,6 +42,10 @@ def train(
     stand_for(capability)
     torch.manual_seed(1)
     net: Any = te.Linear(INPUTS, OUTPUTS, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=accumulates)
+    if uneven:
+        with torch.no_grad():
+            net.weight *= 4.0 ** (torch.arange(OUTPUTS) // 128).reshape(-1, 1)
+            net.weight *= 4.0 ** (torch.arange(INPUTS) // 128)
     if accumulates:
         net.weight.main_grad = torch.randn(OUTPUTS, INPUTS)
     config = {"record": feature("DumpTensors", ["all"], **{"gemms": GEMMS, **options})}
