@@ -29,7 +29,7 @@ from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.dumps.contents import Dump, a_dump
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import Gemm, Header
-from te_precision_callbacks.gemm_error.accumulators import Accumulator, accumulated, accumulator_of
+from te_precision_callbacks.gemm_error.accumulators import accumulated, accumulator_of
 from te_precision_callbacks.gemm_error.factors import factor_of
 from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, rounding_variance, thin
 from te_precision_callbacks.gemm_error.probes import probes, seed_of
@@ -47,6 +47,9 @@ _SAMPLED = 64
 
 _MOST_BIAS = 6.0
 """How many standard deviations the bias of stochastic rounding, and the share of zeros, may be off."""
+
+_LEFT = 0.2
+"""A factor that leaves less of an error than this accounts for it."""
 
 Cause = Literal["kernel", "quantizer"]
 
@@ -87,7 +90,7 @@ class Replayed:
     """What the replay of a GEMM has found.
 
     Attributes:
-        header: of the record.
+        header, gemm: of the record.
         lanes: the ways to compute the product.
         faults: what is wrong, the kernel first; none if nothing is.
         not_judged: what cannot be judged, and why.
@@ -97,6 +100,7 @@ class Replayed:
     """
 
     header: Header
+    gemm: Gemm
     lanes: tuple[Lane, ...]
     faults: tuple[Fault, ...]
     not_judged: tuple[str, ...]
@@ -104,13 +108,6 @@ class Replayed:
     rows: torch.Tensor
     columns: torch.Tensor
     tiles: torch.Tensor
-
-    @property
-    def gemm(self) -> Gemm:
-        """The GEMM."""
-        found = self.header.gemm
-        assert found is not None
-        return found
 
     @property
     def name(self) -> str:
@@ -159,6 +156,7 @@ def replay(dump: Dump) -> Replayed:
     lanes = _lanes(judge, left, right)
     return Replayed(
         dump.header,
+        gemm,
         lanes,
         tuple(faults),
         tuple(not_judged),
@@ -199,8 +197,8 @@ class _Kernel:
             probes(extent, PROBES, seed_of("replay", name), out.device, torch.float64)
             for name, extent in (("x", self.gemm.m), ("y", self.gemm.n))
         )
-        operands = (factor_of(matrix, columnwise=False) for matrix in (self.left, self.right))
-        expected = product(*operands, x, y, self.gemm.alpha)
+        left, right = (factor_of(matrix, columnwise=False) for matrix in (self.left, self.right))
+        expected = product(left, right, x, y, self.gemm.alpha)
         run = thin(factor_of(out, columnwise=False), x, y)
         sum_of = None if before is None else thin(factor_of(before.reshape(out.shape), columnwise=False), x, y)
         call = Call(self.gemm.k, out.dtype, x, y, self.accumulator, bias, sum_of, self.gemm.beta)
@@ -227,14 +225,21 @@ class _Kernel:
         if not self.counts or ratio <= 1:
             return []
         text = damage_in_words(self.codes, self.alone, self.ratios > 1, self.found.rows > 1, self.found.columns > 1)
-        off = self.gain is not None and abs(self.gain - 1) > 1e-3 and math.isfinite(self.gain)
-        gain = f"; the result is {self.gain:.3g} of the product" if off else ""
+        gain = f"; the result is {self.gain:.3g} of the product" if self._is_scaled() else ""
         return [Fault("kernel", f"{text}{gain}")]
+
+    def _is_scaled(self) -> bool:
+        """Whether a factor accounts for most of what is wrong with the result."""
+        if self.gain is None:
+            return False
+        apart, left = (float((self.alone - factor * self.codes).norm()) for factor in (1.0, self.gain))
+        return left < _LEFT * apart
 
     def tiles(self) -> torch.Tensor:
         """The largest ratio in each of at most 32 x 64 tiles."""
         ratios = torch.maximum(self.ratios, torch.zeros_like(self.ratios))
-        rows, columns = (torch.arange(size) * most // max(size, most) for size, most in zip(ratios.shape, (32, 64)))
+        most = zip(ratios.shape, (32, 64), strict=True)
+        rows, columns = (torch.arange(size) * tiles // max(size, tiles) for size, tiles in most)
         height, width = (int(where[-1]) + 1 if len(where) else 0 for where in (rows, columns))
         of_rows = ratios.new_zeros(height, ratios.shape[1]).index_reduce_(0, rows, ratios, "amax")
         return ratios.new_zeros(height, width).index_reduce_(1, columns, of_rows, "amax")
