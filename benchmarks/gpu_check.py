@@ -81,6 +81,7 @@ PARTS = (
     Part("blackwell", "gpu_parts.recipes", 60, capability="10.0"),
     Part("coverage", "gpu_parts.coverage", 60),
     Part("attention", "gpu_parts.attention", 75),
+    Part("gemm_error", "gpu_parts.gemm_error", 60),
     Part("capture", "gpu_parts.capture", 45),
     Part("lost_gpu", "gpu_parts.lost_gpu", 30),
     Part("ranks", "gpu_parts.ranks", 60, gpus=2),

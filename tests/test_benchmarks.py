@@ -233,6 +233,9 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     for model in ("torch", "Transformer Engine"):
         for kind in ("none", "reentrant", "non-reentrant"):
             assert covered[f"{model}, checkpoint: {kind}: multiply-adds"]["value"] > 10**7
+    gemms = rows_of(found, "gemm_error")
+    assert gemms["block, 128, wgrad: error over its tolerance"]["ok"] is True
+    assert gemms["mxfp8"]["note"] == "this GPU does not have it"
     attention = rows_of(found, "attention")
     assert attention["torch, flash: multiply-adds"]["value"] == 6 * 4 * 64 * 2 * 128**2
     assert attention["flex, eager: the output with a session"]["ok"] is True

@@ -29,6 +29,7 @@ from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import draft
+from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, left_out, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ran, plan_products
@@ -392,6 +393,10 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                 due = [(str(_schedule(target.options)), str(target.tensor)) for target in schema.targets]
                 for steps, tensors in by_key(due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)
+            elif isinstance(schema, LogGemmError):
+                due = [(str(target.options.schedule), str(target.gemm)) for target in schema.targets]
+                for steps, gemms in by_key(due).items():
+                    yield ActingFeature(name, section.name, ", ".join(gemms), steps)
             elif schema is not None:
                 effect = section.effects[name]
                 of_gemms = ((effect.steps_in_words(gemm), gemm) for gemm in effect.gemms)

@@ -27,7 +27,7 @@ from te_precision_callbacks.config.fields import (
 from te_precision_callbacks.config.levels import Level, Misfit, NameT, OneTensor
 from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.config.problems import shown
-from te_precision_callbacks.gemm_error.probes import PROBES
+from te_precision_callbacks.gemm_error.chances import PROBES
 from te_precision_callbacks.statistics.names import Request
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -129,10 +129,10 @@ class GemmSampling(Scheduled):
         " error of 3 times its tolerance in less than one of 100,000 cases.",
     )
     max_memory: Size = Field(
-        "256MiB",
+        "64MiB",
         validate_default=True,
-        description="The memory for a decoded piece of an operand. A piece has at least 128 rows; a GEMM whose operands"
-        " do not fit so is not measured, which is logged.",
+        description="The size of a decoded piece of an operand, in float32; decoding it needs up to four times that for"
+        " a moment. A piece has at least 128 rows; a GEMM that does not fit is not measured, which is logged.",
     )
 
 

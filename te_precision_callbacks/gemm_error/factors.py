@@ -74,6 +74,12 @@ class Factor:
         return self.memory.codes.device if isinstance(self.memory, Stored) else self.memory.device
 
     @property
+    def needs(self) -> int:
+        """The bytes of the smallest piece, in float32."""
+        rows, columns = self._memory_shape
+        return min(rows, _ROWS_TOGETHER) * columns * torch.float32.itemsize
+
+    @property
     def is_quantized(self) -> bool:
         """Whether the matrix is decoded from codes."""
         return isinstance(self.memory, Stored)

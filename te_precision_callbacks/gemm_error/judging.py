@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, Accumulator
+from te_precision_callbacks.gemm_error.chances import bound
 from te_precision_callbacks.gemm_error.factors import Factor, Swept
-from te_precision_callbacks.gemm_error.probes import bound
 
 MOST_BEFORE = 0.01
 """How large the rounding of what a product is added to may be, relative to the product. Beyond it the product is not

@@ -161,10 +161,15 @@ class GemmErrors:
                 self.operands.drop(event.layer, "gradient")
 
     def _tell(self, event: GemmEvent, reason: str) -> None:
-        """Note once why a GEMM, or a part of what is measured of it, is missing."""
-        key = event.layer, event.gemm
-        if self.not_measured.setdefault(key, reason) == reason and self._engine.notices.first(f"{key} {reason}"):
-            logger.info("LogGemmError: of %s %s is not measured: %s.", event.layer, event.gemm, reason)
+        """Note why a GEMM, or a part of what is measured of it, is missing; the log has each reason once."""
+        self.not_measured.setdefault((event.layer, event.gemm), reason)
+        if self._engine.notices.first(f"not measured: {reason}"):
+            logger.info(
+                "LogGemmError does not measure %s %s: %s. Other layers with this reason are not named.",
+                event.layer,
+                event.gemm,
+                reason,
+            )
 
     def _high(self, layer: str, operand: GemmOperand) -> torch.Tensor | None:
         """An operand in high precision, where it exists now."""
@@ -222,6 +227,10 @@ class GemmErrors:
             return
         (n, k), m = left.shape, right.shape[0]
         if 0 in (n, m, k):
+            return
+        needed = max(left.needs, right.needs, min(n, 128) * m * torch.float32.itemsize)
+        if needed > item.max_memory:
+            self._tell(event, f"max_memory is {item.max_memory} bytes, and 128 rows need {needed}")
             return
         with _quiet(left.device):
             x, y, g = self._probes(event, item, iteration, event.gemm, left.device, x=m, y=n, g=k)

@@ -10,7 +10,14 @@ A record is made by DumpTensors with ``gemms``. Nothing here needs Transformer E
 
 from __future__ import annotations
 
-from te_precision_callbacks.replay.folder import ReplayedFolder, replay_file, replay_folder
-from te_precision_callbacks.replay.gemm import Fault, Lane, Replayed, replay
+from typing import TYPE_CHECKING
+
+from te_precision_callbacks.base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.replay.folder import ReplayedFolder, replay_file, replay_folder
+    from te_precision_callbacks.replay.gemm import Fault, Lane, Replayed, replay
 
 __all__ = ["Fault", "Lane", "Replayed", "ReplayedFolder", "replay", "replay_file", "replay_folder"]
+
+__getattr__, __dir__ = lazy_names(__name__)

@@ -106,6 +106,7 @@ class ObservedModel:
         self._hooks = hooks
         self._engine = engine
         self._results = results
+        results.not_measured = hooks.gemm_errors.not_measured
         self._failures = failures
         self._notices = notices
         self._front_door = front_door

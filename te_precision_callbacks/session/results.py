@@ -31,6 +31,7 @@ class RunResults:
         iterations: those that have run.
         layers: every layer of the model that can be observed, and what the config does with it, and did.
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
+        not_measured: what LogGemmError does not measure: (layer, GEMM) -> why.
         changes_precision: whether a feature in the config can change what a GEMM gets.
         audit: the precision in which each GEMM really ran.
         coverage: the matrix products of the model.
@@ -47,6 +48,7 @@ class RunResults:
     iterations: Iterations = field(default_factory=Iterations)
     layers: LayerHistory = field(init=False)
     unconverted: Mapping[str, str] = field(default_factory=dict)
+    not_measured: Mapping[tuple[str, str], str] = field(default_factory=dict)
     changes_precision: bool = False
     audit: PrecisionAudit = field(init=False)
     coverage: CoverageHistory = field(default_factory=CoverageHistory)
@@ -96,6 +98,11 @@ class Results:
     def unconverted(self) -> Mapping[str, str]:
         """Layers that a trainer left without Transformer Engine, name -> why. A front door sets it after the start."""
         return self._results.unconverted
+
+    @property
+    def not_measured(self) -> Mapping[tuple[str, str], str]:
+        """What LogGemmError does not measure so far on this rank: (layer, GEMM) -> why."""
+        return self._results.not_measured
 
     @property
     def precision(self) -> Precision:

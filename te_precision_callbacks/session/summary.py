@@ -90,6 +90,7 @@ def _summary(session: Results, precision: Sequence[GemmPrecision], coverage: Cov
         coverage_table(coverage),
         unconverted_table(session.unconverted),
         refused_table(session),
+        not_measured_table(session),
     )
     statistics = StatisticsTables(session._results.statistics, _given_names(session))
     logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
@@ -234,6 +235,15 @@ def unconverted_table(unconverted: Mapping[str, str]) -> Table:
     table = _table("Left unconverted, so without FP8", "layer")
     table.add_column("why")
     _add_layers(table, {layer: (why,) for layer, why in unconverted.items()}, "session.unconverted")
+    return table
+
+
+def not_measured_table(session: Results) -> Table:
+    """The GEMMs of which LogGemmError does not measure all, and why: a row per layer and GEMM."""
+    table = _table("Not measured by LogGemmError", "layer and GEMM")
+    table.add_column("why")
+    cells = {f"{layer} {gemm}": (why,) for (layer, gemm), why in session.not_measured.items()}
+    _add_layers(table, cells, "session.not_measured")
     return table
 
 

@@ -656,3 +656,62 @@ def test_one_tensor_has_one_finding_of_a_rule() -> None:
     odd_and_lossy = {**odd, ("h.4.fc1", "activation", "underflows%"): 9.0}
     again = [ordinary(), *[odd] * 4, ordinary(), *[odd_and_lossy] * 4]
     assert [finding.rule for finding in judged(again, facts())].count("sibling") == 1
+
+
+HEALTHY_GEMM = {
+    "gemm_kernel_ratio": 0.4,
+    "gemm_gain": 1.0,
+    "gemm_kernel_error": 0.002,
+    **{f"gemm_kernel_{what}_{end}": -1.0 for what in ("row", "column", "rank") for end in ("first", "last")},
+    "gemm_kernel_rows": 0.0,
+    "gemm_kernel_columns": 0.0,
+    "gemm_excess": 1.0,
+    "gemm_wrong_codes_a%": 0.0,
+    "gemm_wrong_scales_b%": 0.0,
+    "gemm_rounding_bias_b": 0.01,
+}
+TILE = {
+    "gemm_kernel_ratio": 9.0,
+    "gemm_kernel_error": 0.03,
+    "gemm_kernel_rows": 128.0,
+    "gemm_kernel_columns": 64.0,
+    "gemm_kernel_row_first": 256.0,
+    "gemm_kernel_row_last": 383.0,
+    "gemm_kernel_column_first": 0.0,
+    "gemm_kernel_column_last": 63.0,
+    "gemm_kernel_rank_first": 3.0,
+    "gemm_kernel_rank_last": 5.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule", "seen"),
+    [
+        ({}, "", ""),
+        (TILE, "gemm-kernel", "128 rows from 256 to 383, 64 columns from 0 to 63"),
+        ({**TILE, "gemm_gain": 0.5}, "gemm-gain", "GEMM dgrad gives 0.5 times"),
+        ({**TILE, "gemm_kernel_rank_last": 3.0}, "gemm-one-rank", "on rank 3 alone"),
+        ({"gemm_wrong_codes_a%": 40.0}, "gemm-quantizer", "operand A of dgrad: 40 % of the codes"),
+        ({"gemm_wrong_scales_b%": 100.0}, "gemm-quantizer", "100 % of the scales"),
+        ({"gemm_rounding_bias_b": -0.4}, "gemm-quantizer", "a bias of -0.4"),
+        ({"gemm_excess": 30.0}, "gemm-excess", "30 times that of its operands"),
+    ],
+)
+def test_who_makes_the_error_of_a_gemm(changed: dict[str, float], rule: str, seen: str) -> None:
+    def step(numbers: Mapping[str, float]) -> Numbers:
+        return {("h.3.fc1", "dgrad", name): value for name, value in {**HEALTHY_GEMM, **numbers}.items()}
+
+    known = facts(settings=Settings(ranks=8))
+    verdict = judged([step({}), step(changed), step(changed)], known)
+    found = [each for each in verdict.findings if each.rule.startswith("gemm-")]
+    assert [each.rule for each in found] == ([rule] if rule else [])
+    if rule:
+        assert seen in found[0].seen
+        assert (found[0].layers, found[0].since) == (("h.3.fc1",), 10)
+        of_gpu = judged([step({}), step(changed), step(changed)], facts(settings=Settings(ranks=8, gpu="NVIDIA H200")))
+        severity = next(each.severity for each in of_gpu.findings if each.rule == rule)
+        unconfirmed = {"gemm-quantizer": "error", "gemm-excess": "note"}
+        assert severity == unconfirmed.get(rule, "warning")
+    else:
+        assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer", "gemm-excess"} <= set(verdict.judged)
+    assert not [each for each in judged([ordinary()], known).judged if each.startswith("gemm-")]

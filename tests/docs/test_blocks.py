@@ -192,10 +192,18 @@ def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_tr
         assert control.should_save == healthy
 
 
+def gemm_error(folder: Path, code: str) -> None:
+    """All five rules judge, and find nothing."""
+    found = run(code)["session"].findings
+    assert not [each for each in found if each.rule.startswith("gemm-")]
+    assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer"} <= set(found.judged)
+
+
 PYTHON: dict[str, Callable[..., None]] = {
     "README.md": readme,
     "docs/activation-overflow.md": activation_overflow,
     "docs/diagnosis.md": diagnosis,
+    "docs/gemm-error.md": gemm_error,
     "docs/lightning.md": lightning_page,
     "docs/observing.md": observing,
     "docs/reference-backend.md": reference_backend,

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, accumulated
+from te_precision_callbacks.gemm_error.chances import PROBES, bound, missed, probes_for
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
 from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, thin
-from te_precision_callbacks.gemm_error.probes import PROBES, bound, missed, probes, probes_for, seed_of
+from te_precision_callbacks.gemm_error.probes import probes, seed_of
 from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of
 
 CPU = torch.device("cpu")

@@ -13,6 +13,8 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 
+from te_precision_callbacks import ConfigError
+from te_precision_callbacks.config import load_config
 from te_precision_callbacks.reference.extension.operands import operand
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
@@ -133,3 +135,269 @@ def test_each_cause_against_whole_products(recipe: str, observe: str, tmp_path: 
             assert value[f"gemm_wrong_codes_{name}%"] == 0
             assert value[f"gemm_wrong_scales_{name}%"] == 0
             assert abs(value[f"gemm_rounding_bias_{name}"]) < 0.02
+
+
+def values(keeper: Keeper, layer: str, gemm: str, step: int = 0) -> dict[str, float]:
+    rows = (row for row in keeper.steps[step] if (row.layer, row.tensor) == (layer, RESULT[gemm]))
+    return {row.statistic: row.value for row in rows}
+
+
+def train(net: Any, recipe: Any, x: torch.Tensor, *more: Any, micro_batches: int = 1) -> None:
+    """Micro-batches whose forwards all come before their backwards."""
+    outs = []
+    for _ in range(micro_batches):
+        with te.autocast(enabled=True, recipe=recipe):
+            outs.append(net(x, *more))
+    for out in outs:
+        out.float().square().mean().backward()
+
+
+class Grouped(torch.nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.grouped = te.GroupedLinear(2, INPUTS, OUTPUTS, params_dtype=BF16, **options)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.grouped(x, [32, ROWS - 32])
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self._reentrant = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return te.checkpoint(self.linear, x, use_reentrant=self._reentrant)
+
+
+NETS: Mapping[str, tuple[Callable[[], torch.nn.Module], Mapping[str, tuple[str, ...]]]] = {
+    "Linear with bias": (
+        lambda: te.Linear(INPUTS, OUTPUTS, params_dtype=BF16),
+        {"linear": ("fprop", "dgrad", "wgrad")},
+    ),
+    "LayerNormLinear": (
+        lambda: te.LayerNormLinear(INPUTS, OUTPUTS, params_dtype=BF16),
+        {"layernorm_linear": ("dgrad",)},
+    ),
+    "LayerNormMLP": (
+        lambda: te.LayerNormMLP(INPUTS, OUTPUTS, params_dtype=BF16),
+        {"layernorm_mlp.fc1": (), "layernorm_mlp.fc2": ("dgrad",)},
+    ),
+    "GroupedLinear": (
+        Grouped,
+        {f"grouped.gemm_{expert}": ("fprop", "dgrad", "wgrad") for expert in (0, 1)},
+    ),
+    "recomputed, reentrant": (
+        lambda: Checkpointed(reentrant=True),
+        {"linear": ("fprop", "dgrad", "wgrad")},
+    ),
+    "recomputed": (
+        lambda: Checkpointed(reentrant=False),
+        {"linear": ("fprop", "dgrad", "wgrad")},
+    ),
+}
+"""Module -> its layers, each with the GEMMs whose operands all exist in high precision on its fused path."""
+
+
+@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.parametrize("observe", ["fused", "debug"])
+@pytest.mark.parametrize("module", NETS)
+def test_each_module(module: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
+    """Of two pending micro-batches. The kernel is judged in each GEMM; the format where its operands exist."""
+    build, layers = NETS[module]
+    torch.manual_seed(0)
+    net = build()
+    for parameter in net.parameters():
+        if parameter.ndim == 1:  # biases are 0 at first
+            torch.nn.init.normal_(parameter, 1.0)
+    x = inputs()
+    with session(net, tmp_path, keeper, observe) as running:
+        train(net, recipes.Float8CurrentScaling(), x, micro_batches=2)
+        running.step()
+    for layer, with_format in layers.items():
+        for gemm in RESULT:
+            value = values(keeper, layer, gemm)
+            assert value["gemm_kernel_ratio"] < 0.7, (layer, gemm)
+            assert value["gemm_gain"] == pytest.approx(1, abs=3e-3)
+            if observe == "debug" or gemm in with_format:
+                assert 0.005 < value["gemm_format_error"] < 0.2, (layer, gemm)
+                assert value["gemm_wrong_codes_a%"] == value["gemm_wrong_codes_b%"] == 0
+            else:
+                assert "gemm_format_error" not in value, (layer, gemm)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_wgrad_that_is_added_to_main_grad(grouped: bool, tmp_path: Path, keeper: Keeper) -> None:
+    """The second micro-batch adds to the sum of the first one, which is not its error."""
+    torch.manual_seed(0)
+    if grouped:
+        net: Any = Grouped(fuse_wgrad_accumulation=True, bias=False)
+    else:
+        net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, fuse_wgrad_accumulation=True, bias=False)
+    for parameter in net.parameters():
+        parameter.main_grad = torch.randn(parameter.shape)
+    with session(net, tmp_path, keeper, "fused") as running:
+        train(net, recipes.Float8CurrentScaling(), inputs(), micro_batches=2)
+        running.step()
+    value = values(keeper, "grouped.gemm_1" if grouped else "linear", "wgrad")
+    assert value["gemm_unjudged%"] == 0
+    assert value["gemm_kernel_ratio"] < 0.7
+    assert value["gemm_kernel_error"] < 1e-2
+    assert value["gemm_gain"] == pytest.approx(1, abs=1e-2)
+
+
+def run_with(fault: Callable[[torch.Tensor], Any], folder: Path, keeper: Keeper) -> Any:
+    """A run in which each fprop's kernel has a fault; its findings."""
+    upstream = tex.generic_gemm
+
+    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
+        result = upstream(a, transa, b, transb, *more, **keywords)
+        if GEMM_OF[transa, transb] == "fprop":
+            fault(result[0])
+        return result
+
+    torch.manual_seed(0)
+    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16)
+    tex.generic_gemm = generic_gemm
+    try:
+        with session(net, folder, keeper, "fused") as running:
+            train(net, recipes.Float8CurrentScaling(), inputs())
+            running.step()
+            return running.findings
+    finally:
+        tex.generic_gemm = upstream
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule", "seen"),
+    [
+        (lambda out: out[64:80, 32:64].zero_(), "gemm-kernel", "16 rows from 64 to 79, 32 columns from 32 to 63"),
+        (lambda out: out.mul_(0.5), "gemm-gain", "gives 0.5 times the product"),
+    ],
+)
+def test_the_verdict_names_the_cause_and_the_place(
+    fault: Callable[[torch.Tensor], Any], rule: str, seen: str, tmp_path: Path, keeper: Keeper
+) -> None:
+    findings = [each for each in run_with(fault, tmp_path, keeper) if each.rule.startswith("gemm-")]
+    assert [(each.rule, each.severity, each.layers, each.tensor) for each in findings] == [
+        (rule, "error", ("linear",), "output")
+    ]
+    assert seen in findings[0].seen
+
+
+def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is right, and so is each statistic of it."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+    upstream = Float8CurrentScalingQuantizer.quantize_impl
+
+    def quantize_impl(quantizer: Any, tensor: torch.Tensor) -> Any:
+        made = upstream(quantizer, tensor)
+        if tensor.shape == (ROWS, OUTPUTS):
+            for name in ("_data", "_transpose"):
+                codes = getattr(made, name, None)
+                if codes is not None:
+                    codes.zero_()
+        return made
+
+    monkeypatch.setattr(Float8CurrentScalingQuantizer, "quantize_impl", quantize_impl)
+    torch.manual_seed(0)
+    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False)
+    with session(net, tmp_path, keeper, "fused") as running:
+        train(net, recipes.Float8CurrentScaling(), inputs())
+        running.step()
+        found = [each for each in running.findings if each.rule.startswith("gemm-")]
+    assert {(each.rule, each.tensor) for each in found} == {("gemm-quantizer", "dgrad"), ("gemm-quantizer", "wgrad")}
+    value = values(keeper, "linear", "wgrad")
+    assert value["gemm_wrong_codes_b%"] > 50
+    assert value["gemm_format_error"] == pytest.approx(1)
+    assert value["gemm_kernel_ratio"] == 0
+
+
+@pytest.mark.parametrize("observe", ["fused", "debug"])
+def test_training_does_not_notice(observe: str, tmp_path: Path, keeper: Keeper) -> None:
+    """Neither its numbers nor its random state; under the steps that are not sampled nothing is measured."""
+
+    def run(folder: Path | None) -> list[torch.Tensor]:
+        stand_for((10, 0))
+        torch.manual_seed(0)
+        net, x = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), inputs()
+        options = config(freq=2) if folder is not None else {"s": feature("LogTensorStats", ["all"], **NEVER)}
+        with InspectSession(
+            options, model=net, log_dir=folder or tmp_path / "without", sinks=[keeper], observe=observe
+        ) as running:
+            for _ in range(3):
+                with te.autocast(enabled=True, recipe=recipes.NVFP4BlockScaling()):
+                    out = net(torch.nn.functional.dropout(x))
+                out.float().square().mean().backward()
+                running.step()
+        assert x.grad is not None
+        return [out.detach(), x.grad, net.weight.grad, torch.get_rng_state()]
+
+    for one, other in zip(run(None), run(tmp_path / "with"), strict=True):
+        assert torch.equal(one, other)
+    assert sorted({records.iteration for records in keeper.steps if len(records)}) == [0, 2]
+
+
+NEVER = {"tensors": ["activation"], "stats": ["max"], "start_step": 1000}
+
+
+@pytest.mark.parametrize("observe", ["fused", "debug"])
+def test_under_torchs_autocast(observe: str, tmp_path: Path, keeper: Keeper) -> None:
+    """Operands in float32 are quantized as they are, and thin products are not rounded to bfloat16."""
+    torch.manual_seed(0)
+    net, x = te.Linear(INPUTS, OUTPUTS), inputs().detach().float().requires_grad_()
+    with session(net, tmp_path, keeper, observe) as running:
+        with torch.autocast("cpu", BF16), te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
+            out = net(x * 1.001)
+        out.float().square().mean().backward()
+        running.step()
+    for gemm in RESULT:
+        value = values(keeper, "linear", gemm)
+        assert value["gemm_kernel_ratio"] < 0.7
+        assert value["gemm_wrong_codes_a%"] == value["gemm_wrong_codes_b%"] == 0, gemm
+        assert value["gemm_wrong_scales_a%"] == value["gemm_wrong_scales_b%"] == 0, gemm
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe", "reason"),
+    [
+        ({"max_memory": "10KiB"}, recipes.Float8CurrentScaling, "max_memory is 10240 bytes, and 128 rows need"),
+        ({}, None, "it runs in high precision"),
+    ],
+)
+def test_what_is_not_measured_is_said(
+    options: dict[str, Any],
+    recipe: Callable[[], Any] | None,
+    reason: str,
+    tmp_path: Path,
+    keeper: Keeper,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "te_precision_callbacks")
+    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16)
+    with session(net, tmp_path, keeper, "fused", **options) as running:
+        with te.autocast(enabled=recipe is not None, recipe=recipe() if recipe else None):
+            out = net(inputs())
+        out.float().sum().backward()
+        running.step()
+    assert not [row for records in keeper.steps for row in records if row.statistic.startswith("gemm_")]
+    (said,) = [text for text in caplog.messages if "LogGemmError does not measure linear fprop" in text]
+    assert reason in said
+    assert reason in running.not_measured["linear", "fprop"]
+    assert "Not measured by LogGemmError" in (tmp_path / "precision_summary.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"probes": 0}, "probes"),
+        ({"gemms": []}, "gemms"),
+        ({"gemms": ["fprop", "bprop"]}, "bprop"),
+        ({"start_end_list": [[5, 2]]}, "start_end_list"),
+        ({"max_memory": "-1"}, "max_memory"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_config(config(**options))

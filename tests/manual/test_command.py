@@ -21,7 +21,7 @@ from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.statistics.names import UnknownStatisticError
-from te_precision_callbacks.statistics.table import BLOCKWISE, STATISTICS, SYMBOLS, TENSOR_STATISTICS
+from te_precision_callbacks.statistics.table import BLOCKWISE, GEMM_STATISTICS, STATISTICS, SYMBOLS, TENSOR_STATISTICS
 from tests.conftest import feature
 from tests.docs.pages import ROOT, blocks
 from tests.manual.json_schema import is_valid
@@ -147,8 +147,11 @@ def test_statistics_are_listed() -> None:
 @pytest.mark.parametrize("name", STATISTICS)
 def test_the_example_of_a_statistic_loads_in_what_collects_it(name: str) -> None:
     (found,) = json.loads(run("statistics", name, "--json"))["statistics"]
-    (line,) = (line.strip() for line in run("statistics", name).splitlines() if line.startswith("  stats:"))
-    assert line == found["example"]
+    (line,) = (line.strip() for line in run("statistics", name).splitlines() if line.strip() == found["example"])
+    if name in GEMM_STATISTICS:
+        assert found["collected_by"] == {"LogGemmError": ["output", "dgrad", "wgrad"]}
+        load_config({"s": feature("LogGemmError", ["fc1"], **yaml.safe_load(line))})
+        return
     for collects, model in FEATURES.items():
         if "stats" in model.model_fields:
             options = yaml.safe_load(line)

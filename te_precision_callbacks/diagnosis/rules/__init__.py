@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from te_precision_callbacks.diagnosis.rule import Rule
 from te_precision_callbacks.diagnosis.rules import (
+    gemms,
     gradients,
     losses,
     precision,
@@ -20,6 +21,7 @@ from te_precision_callbacks.diagnosis.rules import (
 RULES: Sequence[Rule] = (
     *losses.RULES,
     *scales.RULES,
+    *gemms.RULES,
     *updates.RULES,
     *siblings.RULES,
     *gradients.RULES,

@@ -1,0 +1,109 @@
+"""The tolerances of docs/gemm-error.md on real kernels, and the floors of the formats, for each recipe of the GPU.
+
+A healthy kernel must be within its tolerance in every GEMM. The largest ratio is what confirms a tolerance.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_parts.rows import Rows, Settings, run_part
+
+FLOORS = {"current": 0.0375, "mxfp8": 0.0375}
+"""Relative errors of products of Gaussian matrices in E4M3."""
+
+
+def _recipes() -> Mapping[str, tuple[Callable[[], Any], Callable[..., Any]]]:
+    """Recipe -> how it is made, and Transformer Engine's question whether the GPU has it."""
+    from transformer_engine.common import recipe
+    from transformer_engine.pytorch import quantization
+
+    return {
+        "delayed": (recipe.DelayedScaling, quantization.check_fp8_support),
+        "current": (recipe.Float8CurrentScaling, quantization.check_fp8_support),
+        "block": (recipe.Float8BlockScaling, quantization.check_fp8_block_scaling_support),
+        "mxfp8": (recipe.MXFP8BlockScaling, quantization.check_mxfp8_support),
+        "nvfp4": (lambda: recipe.NVFP4BlockScaling(disable_rht=True), quantization.check_nvfp4_support),
+        "nvfp4 with Hadamard": (recipe.NVFP4BlockScaling, quantization.check_nvfp4_support),
+    }
+
+
+class _Numbers:
+    """A sink that keeps the numbers of the GEMMs."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[float]] = {}
+
+    def start(self, run: Any) -> None:
+        """As of a sink."""
+
+    def write(self, records: Any) -> None:
+        """As of a sink."""
+        for row in records:
+            self.found.setdefault(f"{row.tensor} {row.statistic}", []).append(row.value)
+
+    def close(self, error: BaseException | None) -> None:
+        """As of a sink."""
+
+
+def _measured(made: Any, settings: Settings, size: int, steps: int) -> dict[str, list[float]]:
+    """(tensor and statistic) -> the values of the steps, of a linear layer with Gaussian operands."""
+    te = settings.transformer_engine()
+    from te_precision_callbacks.session import InspectSession
+
+    options = {"enabled": True, "gemms": ["fprop", "dgrad", "wgrad"], "freq": 1}
+    section = {
+        "enabled": True,
+        "layers": {"layer_types": ["all"]},
+        "transformer_engine": {"LogGemmError": options},
+    }
+    numbers = _Numbers()
+    net = te.Linear(size, size, bias=False, params_dtype=torch.bfloat16, device=settings.device)
+    torch.nn.init.normal_(net.weight)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        InspectSession(
+            {"gemms": section}, model=net, log_dir=Path(folder), sinks=[numbers], observe="fused", strict=True
+        ) as session,
+    ):
+        for _ in range(steps):
+            x = torch.randn(size, size, dtype=torch.bfloat16, device=settings.device, requires_grad=True)
+            with te.autocast(enabled=True, recipe=made):
+                out = net(x)
+            out.backward(torch.randn_like(out))
+            session.step()
+    return numbers.found
+
+
+def check(settings: Settings, rows: Rows) -> None:
+    settings.transformer_engine()
+    sizes = (128,) if settings.small else (512, 4096)
+    for name, (make, supports) in _recipes().items():
+        supported = supports()
+        if supported is not True and not (isinstance(supported, tuple) and supported[0]):
+            rows.left_out(name, "this GPU does not have it")
+            continue
+        for size in sizes:
+            with rows.of(f"{name}, {size}"):
+                found = _measured(make(), settings, size, 2 if settings.small else 20)
+                for tensor in ("output", "dgrad", "wgrad"):
+                    ratio = max(found[f"{tensor} gemm_kernel_ratio"])
+                    rows.at_most(f"{name}, {size}, {tensor}: error over its tolerance", ratio, 1.0)
+                    wrong = max(max(found[f"{tensor} gemm_wrong_codes_{operand}%"]) for operand in "ab")
+                    rows.at_most(f"{name}, {size}, {tensor}: wrong codes", wrong, 0.0, "%")
+                error = found["output gemm_format_error"][-1]
+                if name in FLOORS:
+                    floor = FLOORS[name]
+                    check = f"{name}, {size}: distance from the floor of the format"
+                    rows.at_most(check, abs(error / floor - 1), 0.1, note=f"{error:.4f}, and {floor}")
+                else:
+                    rows.measured(f"{name}, {size}: error of the format", error)
+
+
+if __name__ == "__main__":
+    run_part("gemm_error", check)

@@ -1,0 +1,270 @@
+"""Rules on the error at the output of GEMMs, and on who makes it: a kernel, a quantizer, a device or cancellation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.base.vocabulary import RESULT
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
+from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+
+GAIN = 0.05
+"""How far the gain may be from 1. A wrong scale is off by a factor of 2 or more."""
+
+CODES, SCALES, BIAS, ZEROS = 0.1, 1.0, 0.15, 10.0
+"""Percent of the codes and of the scales that are wrong; the bias of stochastic rounding, in distances of two numbers;
+and the percent of zeros beyond those that are expected. Over 1,024 elements the bias of an unbiased quantizer has a
+standard deviation of 0.016 at most."""
+
+EXCESS, EXCESS_STEPS = 10.0, 2
+"""The excess, and due steps in a row."""
+
+CONFIRMED: frozenset[tuple[str, str]] = frozenset()
+"""Recipes, each with a GPU as torch names it, on which real kernels have confirmed the tolerances. Elsewhere they are
+unconfirmed, and a finding on a kernel is a warning."""
+
+_GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
+
+
+class _OfGemms(Judge):
+    """A rule on GEMMs, which is about a run that measures them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applies = False
+
+    def _columns(self, numbers: StepNumbers, statistic: str) -> Iterator[Column]:
+        for column in numbers.all(statistic):
+            self.applies = True
+            self.saw(numbers.iteration)
+            yield column
+
+
+class Kernel(_OfGemms):
+    """Results that are not the product of their operands, by more than rounding.
+
+    Args:
+        kind: which of them: those off by a factor, those of one rank alone, or all others.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+        self._streaks = ColumnStreaks(1)
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        settings = facts.settings
+        ranks = settings is not None and settings.ranks > 1 and settings.alike
+        for ratio in self._columns(numbers, "gemm_kernel_ratio"):
+            tensor = ratio.family.tensor
+            beside = _beside(numbers, ratio)
+            bad = ratio.values > 1
+            scaled = np.abs(beside["gemm_gain"] - 1) > GAIN
+            alone = (beside["gemm_kernel_rank_first"] == beside["gemm_kernel_rank_last"]) & ranks
+            holds = {"gain": bad & scaled & ~alone, "rank": bad & alone, "kernel": bad & ~scaled & ~alone}[self._kind]
+            texts = np.array([_seen(beside, at, ratio, self._kind) for at in range(len(ratio.values))], object)
+            for severity in ("error", "warning"):
+                of_severity = np.array([_severity(facts, name) == severity for name in numbers.names_of(ratio)], bool)
+                yield from self._streaks.sightings(
+                    numbers,
+                    facts,
+                    ratio,
+                    holds & of_severity,
+                    f"the GEMM {_GEMM[tensor]} {{}}",
+                    texts,
+                    severity=severity,
+                    key=severity,
+                )
+
+
+def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
+    """The other statistics of the same GEMMs."""
+    names = ("gemm_gain", "gemm_kernel_error", "gemm_kernel_rows", "gemm_kernel_columns")
+    places = [f"gemm_kernel_{what}_{end}" for what in ("row", "column", "rank") for end in ("first", "last")]
+    found = {}
+    for name in (*names, *places, "gemm_kernel_ratio_rank"):
+        other = numbers.one(name, column.family.tensor)
+        found[name] = np.full(len(column.layers), np.nan) if other is None else other.at(column.layers, np.nan)
+    return found
+
+
+def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column, kind: str) -> str:
+    """What is seen of a GEMM, and where."""
+    times = f"{ratio.values[at]:.3g} times its tolerance"
+    if kind == "gain":
+        what = f"gives {beside['gemm_gain'][at]:.4g} times the product of its operands"
+    else:
+        what = f"is {100 * beside['gemm_kernel_error'][at]:.3g} % off the product of its operands, {times}"
+    where = []
+    for name in ("row", "column"):
+        number = beside[f"gemm_kernel_{name}s"][at]
+        if number > 0:
+            first, last = (beside[f"gemm_kernel_{name}_{end}"][at] for end in ("first", "last"))
+            span = f"{name} {first:.0f}" if first == last else f"{number:.0f} {name}s from {first:.0f} to {last:.0f}"
+            where.append(span)
+    if where:
+        what += f"; wrong: {', '.join(where)}"
+    if kind == "rank":
+        what += f"; on rank {beside['gemm_kernel_rank_first'][at]:.0f} alone"
+    return what
+
+
+def _severity(facts: Facts, layer: str) -> Severity:
+    """A warning where no real device has confirmed the tolerance."""
+    gpu = "" if facts.settings is None else facts.settings.gpu
+    return "error" if not gpu or (facts.recipe_of(layer), gpu) in CONFIRMED else "warning"
+
+
+class Quantizer(_OfGemms):
+    """Codes or scales that are not those of the format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streaks = ColumnStreaks(1)
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for operand in "ab":
+            for statistic, most, text in (
+                (f"gemm_wrong_codes_{operand}%", CODES, "{:.3g} % of the codes are not the nearest of their format"),
+                (f"gemm_wrong_scales_{operand}%", SCALES, "{:.3g} % of the scales do not follow from their amax"),
+                (f"gemm_rounding_bias_{operand}", BIAS, "stochastic rounding has a bias of {:.2g} of the distance"),
+                (f"gemm_zeros_excess_{operand}%", ZEROS, "{:.3g} % of the codes are 0 beyond those that should be"),
+            ):
+                for column in self._columns(numbers, statistic):
+                    yield from self._streaks.sightings(
+                        numbers,
+                        facts,
+                        column,
+                        np.abs(column.values) > most,
+                        f"operand {operand.upper()} of {_GEMM[column.family.tensor]}: {text}",
+                        column.values,
+                        key=statistic,
+                    )
+
+
+class Excess(_OfGemms):
+    """Products whose error is far above that of their operands."""
+
+    needed = EXCESS_STEPS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streaks = ColumnStreaks(EXCESS_STEPS)
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for column in self._columns(numbers, "gemm_excess"):
+            yield from self._streaks.sightings(
+                numbers,
+                facts,
+                column,
+                column.values > EXCESS,
+                f"the error of {_GEMM[column.family.tensor]} is {{:.3g}} times that of its operands",
+                column.values,
+            )
+
+
+_COLLECT = "LogGemmError with gemms: [fprop, dgrad, wgrad]"
+_UNCONFIRMED = " On a GPU on which no real kernel has confirmed the tolerance it is a warning."
+
+RULES = (
+    Rule(
+        id="gemm-kernel",
+        title="a GEMM whose result is not the product of its operands",
+        subject="tensor",
+        needs="gemm_kernel_ratio of GEMMs",
+        collect=_COLLECT,
+        condition="gemm_kernel_ratio is above 1: of the whole product, of a row or of a column." + _UNCONFIRMED,
+        silent="rounding of the result and of the sums, as the device makes it: docs/gemm-error.md",
+        severity="error",
+        source="the tolerances are derived in docs/gemm-error.md; cudnn-frontend issue 981 and Primus-Turbo issue 397"
+        " were such kernels",
+        why="the numbers are finite and plausible, and no statistic of a tensor shows them",
+        disproof="the same operands, multiplied in float64, give the same result",
+        remedy=(
+            "Run these layers in high precision until the kernel is replaced, and report it: another version of cuBLAS,"
+            " of Transformer Engine or of the driver may not have it"
+        ),
+        cost="the layer runs at the speed of BF16",
+        judge=lambda: Kernel("kernel"),
+    ),
+    Rule(
+        id="gemm-gain",
+        title="a GEMM whose result is off by a factor",
+        subject="tensor",
+        needs="gemm_kernel_ratio and gemm_gain of GEMMs",
+        collect=_COLLECT,
+        condition=f"gemm_kernel_ratio is above 1, and gemm_gain is more than {GAIN:g} away from 1." + _UNCONFIRMED,
+        silent="rounding; a loss that is scaled, since the operands are too",
+        severity="error",
+        source="TransformerEngine issue 3342: gradients of a fused grouped MLP scaled by up to 2^-7",
+        why="a scale is applied twice, not at all, or another block's is; a cosine of the two results shows nothing",
+        disproof="the same operands, multiplied in float64, give the same result",
+        remedy="Run these layers in high precision, and report the kernel and the layout of its scales",
+        cost="the layer runs at the speed of BF16",
+        judge=lambda: Kernel("gain"),
+    ),
+    Rule(
+        id="gemm-one-rank",
+        title="a GEMM that is wrong on one rank alone",
+        subject="tensor",
+        needs="gemm_kernel_ratio of GEMMs, of several ranks with the same layers",
+        collect=_COLLECT,
+        condition="gemm_kernel_ratio is above 1 on one rank, and on no other." + _UNCONFIRMED,
+        silent="layers that exist on some ranks only",
+        severity="error",
+        source="silent data corruption is of a device: arXiv 2102.11245; the condition is ours",
+        why="the other ranks run the same kernel with the same format, so it is the device",
+        disproof="the finding follows the rank's data to another GPU",
+        remedy="Take the GPU of this rank out of the job, and test it (dcgmi diag -r 3)",
+        judge=lambda: Kernel("rank"),
+    ),
+    Rule(
+        id="gemm-quantizer",
+        title="codes or scales that are not those of the format",
+        subject="tensor",
+        needs="gemm_wrong_codes, gemm_wrong_scales, gemm_rounding_bias and gemm_zeros_excess of GEMMs",
+        collect=_COLLECT,
+        condition=(
+            f"more than {CODES:g} % of the sampled codes or {SCALES:g} % of the scales are wrong; or of stochastic"
+            f" rounding the bias is above {BIAS:g} of the distance of two numbers, or {ZEROS:g} % more are 0 than"
+            " should be"
+        ),
+        silent="either neighbour, with stochastic rounding; either number, half way between two",
+        severity="error",
+        source="TransformerEngine pull request 3281: stochastic rounding of NVFP4 that gave zeros; the thresholds are"
+        " ours",
+        why="the product of wrong codes is exact, and wrong",
+        disproof="the codes that te_precision_callbacks.base.numerics gives for the tensor are the same",
+        remedy=(
+            "Switch off what the quantizer does beside rounding, as NVFP4BlockScaling(disable_stochastic_rounding=True)"
+            " does, or take another recipe; and report it"
+        ),
+        judge=Quantizer,
+    ),
+    Rule(
+        id="gemm-excess",
+        title="a product that cancels, and keeps the error of its operands",
+        subject="tensor",
+        needs="gemm_excess of GEMMs",
+        collect=_COLLECT,
+        condition=f"gemm_excess is above {EXCESS:g} in {EXCESS_STEPS} due steps in a row",
+        silent="products that cancel a little: independent operands have an excess of 1",
+        severity="note",
+        source="|dA B|^2 is the sum of the squared terms times the squared error of A, and |A B|^2 is less where terms"
+        " cancel; the threshold is ours",
+        why="the operands look healthy, each in its own statistics, and the result is mostly error",
+        disproof="the run with this GEMM in high precision has the same loss",
+        remedy="Keep the GEMM in high precision (DisableQuantizationGEMM), or subtract what its rows have in common",
+        cost="the GEMM runs at the speed of BF16",
+        judge=Excess,
+    ),
+)
