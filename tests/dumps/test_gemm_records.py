@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.dumps import load
@@ -17,6 +18,8 @@ from te_precision_callbacks.dumps.dump_files import write
 from te_precision_callbacks.dumps.errors import LaterVersionError, NotADumpError
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.gemm_error.factors import factor_of
+from te_precision_callbacks.replay import replay_folder
+from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability
 from tests.conftest import feature
 from tests.dumps.gemms import GEMMS, INPUTS, OUTPUTS, RECIPES, ROWS, train
@@ -92,3 +95,28 @@ def test_what_is_no_record(tmp_path: Path) -> None:
     with pytest.raises(NotADumpError, match=r"'gemm.a.direction.shape'"):
         load(tmp_path / "wrong.safetensors")
     assert torch.equal(load(file).tensors["out"], dump.tensors["out"])
+
+
+@pytest.mark.parametrize("kind", ["GroupedLinear", "LayerNormMLP"])
+def test_modules_with_several_gemms(tmp_path: Path, kind: str) -> None:
+    """Each expert and each half has its own records, and their numbers follow the order of execution."""
+    torch.manual_seed(0)
+    size = {"params_dtype": torch.bfloat16}
+    net: torch.nn.Module
+    if kind == "GroupedLinear":
+        net, more = te.GroupedLinear(2, 64, 64, **size), ([32, 32],)
+    else:
+        net, more = te.LayerNormMLP(64, 128, **size), ()
+    config = {"record": feature("DumpTensors", ["all"], gemms=["fprop", "wgrad"])}
+    with InspectSession(config, model=torch.nn.ModuleDict({"net": net}), log_dir=tmp_path) as session:
+        with te.autocast(enabled=True, recipe=RECIPES["current"][0]()):
+            out = net(torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True), *more)
+        out.float().square().sum().backward()
+        session.step()
+    found = replay_folder(tmp_path)
+    assert found.first_bad is None
+    what = [(each.header.layer.rpartition(".")[2], each.gemm.gemm) for each in found.records.values()]
+    if kind == "GroupedLinear":
+        assert what == [("gemm_0", "fprop"), ("gemm_1", "fprop"), ("gemm_0", "wgrad"), ("gemm_1", "wgrad")]
+    else:
+        assert what == [("fc1", "fprop"), ("fc2", "fprop"), ("fc2", "wgrad"), ("fc1", "wgrad")]
