@@ -7,6 +7,7 @@ of wgrad, whose activation is gone by then.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,12 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import RESULT, GemmName
 from te_precision_callbacks.coverage.gemm_events import GemmEvent, GemmOperand
 from te_precision_callbacks.dumps.contents import Dump, record_of
-from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import Gemm, Operand, Plain
 from te_precision_callbacks.dumps.wanted import Wanted
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
@@ -27,6 +28,8 @@ from te_precision_callbacks.instrumentation.gemm_errors import added, result_of,
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.layers.watched import Watched
+
+logger = logging.getLogger(__name__)
 
 _BEFORE = "recorded before"
 
@@ -42,6 +45,7 @@ class GemmRecords:
     def __init__(self, operands: GemmOperands, report: Callable[[str, str, Exception], None]) -> None:
         self._operands = operands
         self._report = report
+        self._notices = Notices()
         self._wanted: dict[str, Mapping[str, Wanted]] = {}
         self._api: Any = None
 
@@ -88,7 +92,14 @@ class GemmRecords:
             "what it adds to was not seen" if event.arguments.get("accumulate") and before is None else ""
         )
         if reason:
-            raise DumpError(f"it is not recorded: {reason}")
+            if self._notices.first(reason):
+                logger.warning(
+                    "DumpTensors: the GEMM %s of %s is not written: %s. Further GEMMs are not named.",
+                    event.gemm,
+                    event.layer,
+                    reason,
+                )
+            return
         result = RESULT[event.gemm]
         seen = Watched(event.layer, result, iteration, result_of(event))
         record = functools.partial(self._described, event, before, iteration)

@@ -218,7 +218,9 @@ class _Advisor:
             whole = total(better, self._device)
             names = list(dict.fromkeys(one.layer for one in better))
             refs = dict.fromkeys(filter(None, (product.reason_ref for product in products if product.layer in names)))
-            text = _REMEDY[reason].format(layers=in_sentence(*names, most=3), by=" and ".join(refs) or "a section of the config")
+            text = _REMEDY[reason].format(
+                layers=in_sentence(*names, most=3), by=" and ".join(refs) or "a section of the config"
+            )
             low, high = whole.interval
             yield Advice(
                 text + self._sizes([product for product in products if product.layer in names]),

@@ -120,3 +120,20 @@ def test_modules_with_several_gemms(tmp_path: Path, kind: str) -> None:
         assert what == [("gemm_0", "fprop"), ("gemm_1", "fprop"), ("gemm_0", "wgrad"), ("gemm_1", "wgrad")]
     else:
         assert what == [("fc1", "fprop"), ("fc2", "fprop"), ("fc2", "wgrad"), ("fc1", "wgrad")]
+
+
+def test_a_gemm_that_is_not_seen_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = te.Linear(64, 64, params_dtype=torch.bfloat16)
+    config = {"record": feature("DumpTensors", ["all"], gemms=["fprop"])}
+    model = torch.nn.ModuleDict({"fc": net})
+    with InspectSession(config, model=model, log_dir=tmp_path, strict=True) as session:
+        for _ in range(2):
+            with te.autocast(enabled=True, recipe=RECIPES["current"][0]()):
+                out = net(torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True), fp8_output=True)
+            out.dequantize().float().square().sum().backward()
+            session.step()
+    told = [record.getMessage() for record in caplog.records if "is not written" in record.getMessage()]
+    assert told == [
+        "DumpTensors: the GEMM fprop of fc is not written: its result is written quantized. Further GEMMs are not"
+        " named."
+    ]
