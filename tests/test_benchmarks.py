@@ -45,6 +45,16 @@ def test_stats() -> None:
     assert {len(case["statistics"]) for case in cases.values()} == {4, 5, 8, 13}
 
 
+def test_gemm_error() -> None:
+    """No fault is missed, none is found elsewhere, and no healthy GEMM is found."""
+    options = ("--parts", "faults", "healthy", "--trials", "1", "--healthy", "54")
+    cases = cases_of("gemm_error.py", *options)
+    assert len(cases) == 8 + 54
+    assert all(case["beyond"] == 0 == case.get("not_localized", 0) for case in cases.values())
+    assert all(0 < case["worst"] < 1 for name, case in cases.items() if name.startswith("healthy"))
+    assert all(case["worst"] > 1 for name, case in cases.items() if name.startswith("fault"))
+
+
 def test_step() -> None:
     sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
     cases = cases_of("step.py", *(f"--{name}={size}" for name, size in sizes.items()), "--steps=1")

@@ -34,6 +34,7 @@ Kind = Literal[
     "detached",
     "growth",
     "nan",
+    "wrong-kernel",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -126,6 +127,11 @@ TABLE: Mapping[Kind, Table] = {
         starts=(0, 10),
     ),
     "nan": Table("an element of a layer's input or weight is NaN in one step", _rules("nonfinite"), starts=(10, 20)),
+    "wrong-kernel": Table(
+        "a layer's GEMM zeroes a tile, swaps two rows, halves its result, or has 1 % wrong elements; with LogGemmError"
+        " in the config",
+        _rules("gemm-kernel", "gemm-gain"),
+    ),
 }
 """Most trainings are as long as the default config needs for three or four steps with statistics."""
 
@@ -209,7 +215,15 @@ def _exact_layers(defect: Defect, built: Built) -> list[str] | None:
     if defect.block is None:
         return None
     block = built.blocks[defect.block]
-    if defect.kind in ("growing-activation", "outlier-row", "outlier-channel", "not-fp8", "spike", "nan"):
+    if defect.kind in (
+        "growing-activation",
+        "outlier-row",
+        "outlier-channel",
+        "not-fp8",
+        "spike",
+        "nan",
+        "wrong-kernel",
+    ):
         return [_target(defect, built)]
     if defect.kind == "growth":
         return [block.down, *(path.removesuffix(".weight").replace("fc1_weight", "fc1") for path in block.grows)]
@@ -426,6 +440,42 @@ def _nan(defect: Defect, built: Built) -> list[Undo]:
     return [layer.register_forward_pre_hook(before).remove]
 
 
+def _wrong_kernel(defect: Defect, built: Built) -> list[Undo]:
+    """In the forward of a layer, behind the extension's GEMM."""
+    import transformer_engine_torch as tex
+
+    layer, upstream = built.module(_target(defect, built)), tex.generic_gemm
+    inside: list[bool] = []
+
+    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
+        result = upstream(a, transa, b, transb, *more, **keywords)
+        if inside and (transa, transb) == (True, False) and built.step >= defect.start:
+            _hurt(result[0].view(-1, result[0].shape[-1]), defect.variant)
+        return result
+
+    tex.generic_gemm = generic_gemm
+    return [
+        lambda: setattr(tex, "generic_gemm", upstream),
+        layer.register_forward_pre_hook(lambda *_: inside.append(True)).remove,
+        layer.register_forward_hook(lambda *_: inside.clear()).remove,
+    ]
+
+
+@torch.no_grad()
+def _hurt(out: torch.Tensor, variant: int) -> None:
+    rows, columns = out.shape
+    if variant == 0:
+        out[: max(1, rows // 8), : max(1, columns // 8)] = 0
+    elif variant == 1:
+        out[[0, rows // 2]] = out[[rows // 2, 0]]
+    elif variant == 2:
+        out.mul_(0.5)
+    else:
+        flat = out.view(-1)
+        places = torch.arange(0, flat.numel(), 100, device=out.device)
+        flat[places] = flat[places].flip(0)
+
+
 _PLANT: Mapping[Kind, Callable[[Defect, Built], list[Undo]]] = {
     "growing-activation": _growing_activation,
     "small-gradient": _scaled_gradient(2.0**-18),
@@ -440,4 +490,5 @@ _PLANT: Mapping[Kind, Callable[[Defect, Built], list[Undo]]] = {
     "detached": _detached,
     "growth": _growth,
     "nan": _nan,
+    "wrong-kernel": _wrong_kernel,
 }

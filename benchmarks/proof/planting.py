@@ -18,7 +18,7 @@ def train_with_defect(defect: Defect, log_dir: Path) -> dict[str, Any]:
     built = defect.build()
     losses = []
     with planted(defect, built):
-        config = with_statistics_every(defect.freq)
+        config = with_statistics_every(defect.freq, gemms=defect.kind == "wrong-kernel")
         with InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off") as session:
             for _ in range(defect.steps):
                 losses.append(built.train_step())

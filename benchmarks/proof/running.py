@@ -53,16 +53,27 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def with_statistics_every(freq: int | None) -> dict[str, Any] | None:
-    """The default config, with another number of steps between the statistics; None as it is."""
-    if freq is None:
+def with_statistics_every(freq: int | None, *, gemms: bool = False) -> dict[str, Any] | None:
+    """The default config, with another number of steps between the statistics; None as it is.
+
+    Args:
+        freq: the number of steps; None for the default.
+        gemms: whether GEMMs are measured too.
+    """
+    if freq is None and not gemms:
         return None
     from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 
     config = copy.deepcopy(DEFAULT_CONFIG)
     for section in config.values():
+        if gemms:
+            section["transformer_engine"]["LogGemmError"] = {
+                "enabled": True,
+                "gemms": ["fprop", "dgrad", "wgrad"],
+                "freq": 10,
+            }
         for options in section["transformer_engine"].values():
-            options["freq"] = freq
+            options["freq"] = options["freq"] if freq is None else freq
     return config
 
 
