@@ -415,7 +415,7 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
         """The statistics that a layer's features collect of a tensor, by the names that were asked for."""
-        return collected(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {})), tensor)
+        return collected(list(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {}))), tensor)
 
     def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
         """The options of this project's statistics features that are enabled in a section."""

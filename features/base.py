@@ -5,6 +5,7 @@ Nothing here is registered; nvidia-dlfw-inspect executes this file like every ot
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,9 +19,13 @@ from te_precision_callbacks.config.levels import FeatureSchema, holding
 from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 
 if TYPE_CHECKING:
+    from te_precision_callbacks.engine.engine import StatisticsEngine
     from te_precision_callbacks.observation import Observation
+
+logger = logging.getLogger("te_precision_callbacks.features")
 
 Options = dict[str, Any]
 
@@ -81,23 +86,31 @@ class Feature:
 
 
 class HighPrecisionFeature(Feature):
-    """Base class of the features whose GEMMs run in high precision."""
+    """Base class of the features whose GEMMs run in high precision, in every iteration or in spans of iterations."""
 
     @api_method
     def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
-        """No, and so in the next iteration."""
-        return False, iteration + 1
+        """No in the iterations of the options, and the next iteration in which to ask again; None: never."""
+        acts, upcoming = _steps(config).at(iteration)
+        return not acts, upcoming
 
 
 class ModifyingFeature(Feature):
-    """Base class of the features that replace a tensor, in every iteration."""
+    """Base class of the features that replace a tensor, in every iteration or in spans of iterations."""
 
     @api_method
     def modify_tensor_enabled(
         self, config: Any, layer_name: str, tensor_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Yes, and so in the next iteration."""
-        return True, iteration + 1
+        """Yes in the iterations of the options, and the next iteration in which to ask again; None: never."""
+        due: tuple[bool, int | None] = _steps(config).at(iteration)
+        return due
+
+
+def _steps(options: Any) -> Schedule:
+    """The steps of a feature's options; every step if they have no schedule, as those of a user's own feature."""
+    found: Schedule = getattr(options, "schedule", EVERY_STEP)
+    return found
 
 
 class ScheduledFeature(Feature):
@@ -141,6 +154,25 @@ class ScheduledFeature(Feature):
         operands = rowwise_quantized_tensor, columnwise_quantized_tensor
         group = tp_group if tp_size > 1 else None
         self.look(config, Watched(layer_name, tensor_name, iteration, tensor, *operands, quantizer, group))
+
+
+def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> None:
+    """Keep an operand in high precision until its GEMM has run.
+
+    Args:
+        engine: of the run.
+        watched: the operand.
+        without: what happens without a session, for the warning.
+    """
+    if engine.gemm_operands is None:
+        if engine.notices.first(without):
+            logger.warning(
+                "%s: it needs a session of te-precision-callbacks, which sees the GEMMs. Start one with a callback or"
+                " InspectSession.",
+                without,
+            )
+    elif watched.values is not None:
+        engine.gemm_operands.keep(watched.layer, watched.tensor, watched.values)
 
 
 class GemmFeature(ScheduledFeature):

@@ -10,5 +10,5 @@ from te_precision_callbacks.features.registration import own_feature
 class DisableQuantizationGEMM(HighPrecisionFeature):
     """Runs chosen GEMMs in high precision, under any recipe. DisableFP8GEMM is its older name.
 
-    Keys: ``gemms`` or ``gemms_struct``.
+    Keys: ``gemms`` or ``gemms_struct``, ``start_step``, ``end_step``, ``start_end_list``.
     """

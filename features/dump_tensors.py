@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from te_precision_callbacks.base.ranks import is_distributed
+from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.collecting import Collected
 from te_precision_callbacks.config.levels import FeatureSchema, holding
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.dumps.wanted import Wanted
-from te_precision_callbacks.features.base import ScheduledFeature
+from te_precision_callbacks.features.base import ScheduledFeature, keep_operand
 from te_precision_callbacks.features.registration import namespace, own_feature
 from te_precision_callbacks.layers.watched import Watched
 
@@ -29,7 +30,8 @@ class DumpTensors(ScheduledFeature):
     the files have Transformer Engine's path, names and keys.
 
     Keys: ``tensors`` or ``tensors_struct``, ``high_precision_tensor``, ``quantized_tensor``,
-    ``dump_quantized_internals``, ``when``, ``file_format``, ``max_bytes``, ``max_files``, ``max_memory``, ``freq``,
+    ``dump_quantized_internals``, ``gemms`` or ``gemms_struct`` (whole GEMMs), ``when``, ``file_format``, ``max_bytes``,
+    ``max_files``, ``max_memory``, ``freq``,
     ``start_step``, ``end_step``, ``start_end_list``.
     """
 
@@ -43,10 +45,17 @@ class DumpTensors(ScheduledFeature):
             return None
 
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> list[Wanted]:
-        """The options for the tensor, with their schedule."""
+        """The options for the tensor, and for each GEMM that reads it, with their schedules."""
         if not isinstance(options, schemas.DumpTensors):
             return []
-        return [Wanted.of(item, options) for item in holding(options.targets, tensor, gemm)]
+        return [
+            *(Wanted.of(item, options) for item in holding(options.targets, tensor, gemm)),
+            *(
+                Wanted.of_gemm(target.options, options)
+                for target in options.of_gemms
+                if tensor in (None, *OPERANDS[target.options.gemm]) and gemm in (None, target.gemm)
+            ),
+        ]
 
     def due(self, options: Wanted, iteration: int) -> tuple[bool, int | None]:
         """Whether a dump is due, and in which iteration the next one is; never again once the budget is used up.
@@ -60,7 +69,10 @@ class DumpTensors(ScheduledFeature):
         return due
 
     def look(self, options: Wanted, watched: Watched) -> None:
-        """Take a snapshot, which is written later."""
+        """Take a snapshot, which is written later; an operand of a whole GEMM is kept until the GEMM has run."""
+        if options.gemm:
+            keep_operand(self.observation.engine, watched, "DumpTensors writes no GEMM")
+            return
         collects = functools.partial(_collected, watched.layer, watched.tensor)
         self.observation.recorder.note(watched, options, collects)
 

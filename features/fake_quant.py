@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from nvdlfw_inspect.registry import api_method
 from transformer_engine.pytorch import DType
@@ -12,6 +14,7 @@ from te_precision_callbacks.base.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.base.numerics.recipes import round_to_mxfp8
 from te_precision_callbacks.base.vocabulary import COLUMNWISE
 from te_precision_callbacks.config.keys import Quantization
+from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.features.base import HighPrecisionFeature, ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
 
@@ -21,8 +24,16 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
     """Rounds chosen tensors to FP8 (with a scale from their amax) or MXFP8 and back; their GEMMs run in high precision.
 
     Keys: ``quant_format`` (FP8E4M3, FP8E5M2, MXFP8E4M3, MXFP8E5M2), ``gemms`` or ``gemms_struct``, ``tensors`` or
-    ``tensors_struct``, ``margin`` (0; FP8 only): the amax is multiplied by 2^margin before the scale is taken.
+    ``tensors_struct``, ``margin`` (0; FP8 only): the amax is multiplied by 2^margin before the scale is taken,
+    ``start_step``, ``end_step``, ``start_end_list``.
     """
+
+    def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> Sequence[object]:
+        """The options that hold for a call; of a GEMM those of each of its tensors, whose steps may differ."""
+        if tensor is not None:
+            found: Sequence[object] = super().options_for(options, tensor, gemm)
+            return found
+        return [target.options for target in options.targets if target.gemm in (gemm, None)]
 
     @api_method
     def modify_tensor(

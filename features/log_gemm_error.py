@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.levels import FeatureSchema
-from te_precision_callbacks.features.base import GemmFeature
+from te_precision_callbacks.features.base import GemmFeature, keep_operand
 from te_precision_callbacks.features.registration import own_feature
 from te_precision_callbacks.layers.watched import Watched
-
-logger = logging.getLogger("te_precision_callbacks.features")
 
 
 @own_feature()
@@ -33,12 +29,4 @@ class LogGemmError(GemmFeature):
 
     def look(self, options: schemas.LogGemmErrorItem, watched: Watched) -> None:
         """Keep the operand until its GEMM has run."""
-        engine = self.observation.engine
-        if engine.gemm_operands is None:
-            if engine.notices.first("LogGemmError"):
-                logger.warning(
-                    "LogGemmError measures nothing: it needs a session of te-precision-callbacks, which sees the GEMMs."
-                    " Start one with a callback or InspectSession."
-                )
-        elif watched.values is not None:
-            engine.gemm_operands.keep(watched.layer, watched.tensor, watched.values)
+        keep_operand(self.observation.engine, watched, "LogGemmError measures nothing")

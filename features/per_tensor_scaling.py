@@ -21,7 +21,8 @@ class PerTensorScaling(ModifyingFeature):
     """Casts chosen tensors to FP8 with current scaling, in a layer whose recipe is delayed scaling.
 
     Keys: ``gemms`` or ``gemms_struct``, ``tensors`` or ``tensors_struct``, ``margin`` (0): the amax is multiplied by
-    2^margin before the scale is taken, scale = fp8_max / (amax * 2^margin).
+    2^margin before the scale is taken, scale = fp8_max / (amax * 2^margin), ``start_step``, ``end_step``,
+    ``start_end_list``.
     """
 
     @api_method

@@ -74,7 +74,7 @@ print([name for name in ("torch", "plotly", "pandas") if name in sys.modules])""
     assert python(code, fresh=True).split("\n")[:2] == ["[]", "[]"]
 
 
-@pytest.mark.parametrize("package", ["check", "views.compare", "dumps", "views.report"])
+@pytest.mark.parametrize("package", ["check", "views.compare", "dumps", "replay", "views.report"])
 def test_every_lazy_name_of_a_part_is_there(package: str) -> None:
     part = importlib.import_module(f"te_precision_callbacks.{package}")
     for name in part.__all__:

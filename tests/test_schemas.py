@@ -286,9 +286,9 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ("DisableFP8GEMM", "gemm: fprop", 7, "N has no key 'gemm' .* in the items of 'gemms_struct'.*'gemms'"),
         (
             "DisableFP8GEMM",
-            "gemms: fprop\nstart_step: 3",
+            "gemms: fprop\nmargin: 3",
             8,
-            "no key 'start_step' .*Its keys are: enabled, gemms, gemms_",
+            "no key 'margin' .*Its keys are: enabled, end_step, gemms, gemms_",
         ),
         ("DisableFP8Layer", "gemms: fprop", 7, "N has no key 'gemms' .*Its keys are: enabled"),
         ("PerTensorScaling", SCALED + "quant_format: FP8E4M3", 9, "N has no key 'quant_format'"),
@@ -397,6 +397,22 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "gemms: fprop\ntensors_struct:\n  - tensor: weight\n  - tensor: weight\n    margin: 1",
             10,
             "'tensor' in item 2 of 'tensors_struct' of N is 'weight' a second time",
+        ),
+        (
+            "DisableFP8GEMM",
+            "gemms: fprop\nfreq: 10",
+            8,
+            "'freq' of N is 10, but a feature that changes precision acts in",
+        ),
+        ("DisableFP8GEMM", "gemms: fprop\nstart_step: 9\nend_step: 4", 9, "'end_step' of N is 4, which is before"),
+        ("DisableFP8Layer", "start_step: -3", 7, "'start_step' of N must be an integer >= 0, not -3"),
+        ("DisableFP8GEMM", "gemms: [fprop, qk]", 7, r"must be a list of fprop, dgrad, wgrad; 'qk' is none of them"),
+        (
+            "FakeQuant",
+            "quant_format: FP8E4M3\ngemms: fprop\nstart_step: 7\ntensors_struct:\n"
+            "  - tensor: weight\n    start_end_list: [[0, 5]]",
+            12,
+            r"'start_end_list' in item 1 .* is \[\[0, 5\]\], and 'start_step' is 7: they contradict each other",
         ),
         ("LogTensorStats", TENSORS + f"stats: [{', '.join(['max'] * 1001)}]", 8, "'stats' of N has 1,001 entries"),
     ],
@@ -519,6 +535,10 @@ def test_two_features_that_modify_one_tensor_in_a_section_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match=rf"{told}, and so does 'FakeQuant' in .*\(section 's'\)"):
         load_config({"s": section})
+    section["transformer_engine"]["FakeQuant"] |= {"end_step": 9}
+    section["transformer_engine"]["PerTensorScaling"] |= {"start_step": 10}
+    load_config({"s": section})
+    del section["transformer_engine"]["FakeQuant"]["end_step"]
     section["transformer_engine"]["FakeQuant"]["gemms"] = ["fprop"]
     load_config({"s": section})
     section["transformer_engine"]["FakeQuant"] = {"enabled": False, **FAKE}

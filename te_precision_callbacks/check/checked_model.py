@@ -9,7 +9,7 @@ for finding in checked.findings:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from te_precision_callbacks.base import notebooks
@@ -24,7 +24,7 @@ from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.contract import ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.early_steps import EarlySteps, read_early_steps, with_early_steps
-from te_precision_callbacks.config.effects import NAMESPACE, Effect
+from te_precision_callbacks.config.effects import NAMESPACE, Effect, spans_of
 from te_precision_callbacks.config.idle import notes_of
 from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.known import known_features
@@ -33,7 +33,7 @@ from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, left_out, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
-from te_precision_callbacks.coverage.planned_products import Ran, plan_products
+from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ran, plan_products
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.recipe_arguments import computing, ignored_arguments, uses_of
 from te_precision_callbacks.diagnosis.engine import Diagnosis
@@ -83,6 +83,8 @@ class CheckedModel:
         not_reached: with a batch, the modules with a weight and the layers that the forward does not call.
         memory: what the layers keep and save; None unless it was asked for.
         attention: without a batch, the modules of attention, whose two products are not planned.
+        spans: where features change precision in spans of steps alone, those in which other GEMMs run in high precision
+            than in ``coverage`` -> the products in them.
     """
 
     coverage: Coverage
@@ -96,6 +98,7 @@ class CheckedModel:
     not_reached: tuple[str, ...] = ()
     memory: Memory | None = None
     attention: tuple[str, ...] = ()
+    spans: Mapping[str, Coverage] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:
         findings = notebooks.bullets(f"{finding.kind}: {finding.text}" for finding in self.findings)
@@ -173,6 +176,8 @@ def check_model(
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
     broken = [Finding("contract", text) for text in broken_clauses(contract, checked.coverage)]
+    for steps, coverage in checked.spans.items():
+        broken += [Finding("contract", f"In {steps}: {text}") for text in broken_clauses(contract, coverage)]
     left = left_out(contract, checked.coverage, checked.not_counted)
     return replace(checked, findings=(*checked.findings, *broken), notes=(*checked.notes, *([left] if left else [])))
 
@@ -225,16 +230,8 @@ class _Check:
         ran = None
         if self._batch is not None:
             ran = dry_run(self._model, self._modules, self._batch, self._recipe)
-        products = plan_products(
-            self._model,
-            self._modules,
-            self._operations,
-            acting,
-            self._recipe,
-            tokens=self._tokens or 1,
-            ran=ran,
-            unconverted=self._unconverted,
-        )
+        spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
+        products, *of_spans = (self._products(acting, first, ran) for first in spans.values())
         self._findings += of_recipe(self._recipe, self._modules, acting)
         self._findings += of_shapes(
             self._recipe,
@@ -263,6 +260,24 @@ class _Check:
             products.not_reached,
             self._planned_memory(products.coverage, ran),
             products.attention,
+            {steps: found.coverage for steps, found in zip(list(spans)[1:], of_spans, strict=True)},
+        )
+
+    def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
+        """The products of a step, with the features that act in it."""
+        sections = {
+            name: replace(section, effects={feature: one.at(iteration) for feature, one in section.effects.items()})
+            for name, section in self._sections.items()
+        }
+        return plan_products(
+            self._model,
+            self._modules,
+            self._operations,
+            {layer: [sections[section.name] for section in of_layer] for layer, of_layer in acting.items()},
+            self._recipe,
+            tokens=self._tokens or 1,
+            ran=ran,
+            unconverted=self._unconverted,
         )
 
     def _planned_memory(self, coverage: Coverage, ran: Ran | None) -> Memory | None:
@@ -353,16 +368,16 @@ class _Check:
             )
         return text
 
-    def _on_own_path(self, plan: Plan) -> frozenset[int]:
-        """The ids of the modules that are observed on their own fused path."""
+    def _on_own_path(self, plan: Plan) -> list[int]:
+        """The ids of the modules that stay on their own fused path."""
         try:
             fused, not_fused = choose(self._observe, self._modules, plan)
         except ConfigError as error:
             self._findings.append(Finding("refused", str(error)))
-            return choose("auto", self._modules, plan)[0]
+            fused, not_fused = choose("auto", self._modules, plan)[0], {}
         if not_fused:
             self._notes.append(f'observe="{self._observe}": {paths_in_words(len(fused), not_fused)}')
-        return fused
+        return [key for key, changed in fused.items() if not changed]
 
 
 def _is_of_transformers(model: Model) -> bool:
@@ -387,7 +402,10 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                 for steps, gemms in by_key(due).items():
                     yield ActingFeature(name, section.name, ", ".join(gemms), steps)
             elif schema is not None:
-                yield ActingFeature(name, section.name, _on(section.effects[name]), "every step")
+                effect = section.effects[name]
+                of_gemms = ((effect.steps_in_words(gemm), gemm) for gemm in effect.gemms)
+                for steps, gemms in by_key(of_gemms).items():
+                    yield ActingFeature(name, section.name, _on(effect, gemms), steps)
             else:
                 yield ActingFeature(name, section.name, "", "a feature of your own, of which the plan knows nothing")
 
@@ -396,8 +414,7 @@ def _schedule(options: Any) -> object:
     return options.schedule if isinstance(options, Scheduled) else "every step"
 
 
-def _on(effect: Effect) -> str:
+def _on(effect: Effect, gemms: Iterable[str]) -> str:
     """The GEMMs, with the tensors that are replaced: ``fprop (activation, weight), dgrad``."""
     replaced = by_key(effect.modifies)
-    gemms = dict.fromkeys((*effect.high_precision, *replaced))
     return ", ".join(f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms)

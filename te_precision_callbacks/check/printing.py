@@ -49,6 +49,8 @@ def show(
         layers = sum(len(row.layers) for row in found[_MOST_ROWS:])
         terminal.show_text(f"and {len(found) - _MOST_ROWS} more rows with {layers} layers, which --json has.")
     terminal.show_text(str(checked.coverage) if checked.coverage.macs() else "No matrix product is planned.")
+    for steps, coverage in checked.spans.items():
+        terminal.show_text(f"In {steps}: {coverage}")
     if checked.not_counted:
         names = ", ".join(folded(checked.not_counted, most=_MOST_NAMES))
         terminal.show_text(
@@ -121,6 +123,10 @@ def as_json(
         "batch": batch,
         "macs": coverage.macs(),
         "share": {name: coverage.share(name) for name in PRECISIONS if coverage.macs(name)},
+        "spans": {
+            steps: {name: of_span.share(name) for name in PRECISIONS if of_span.macs(name)}
+            for steps, of_span in checked.spans.items()
+        },
         "plan": [
             {
                 "layers": row.layers,

@@ -12,6 +12,7 @@ Usage::
     te-precision speed logs --device h200
     te-precision report logs -o report.html
     te-precision dumps list logs/tensor_dumps
+    te-precision replay logs/tensor_dumps
     te-precision features FakeQuant
     te-precision statistics
     te-precision rules
@@ -36,6 +37,7 @@ from te_precision_callbacks.diagnosis.command import diagnose_command, rules_com
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
+from te_precision_callbacks.replay.command import replay_command
 from te_precision_callbacks.speed.command import speed_command
 from te_precision_callbacks.views.compare.command import compare_command
 from te_precision_callbacks.views.report.command import report_command
@@ -57,7 +59,7 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-_READERS = {"compare", "diagnose", "dumps", "features", "report", "rules", "show", "speed", "statistics"}
+_READERS = {"compare", "diagnose", "dumps", "features", "replay", "report", "rules", "show", "speed", "statistics"}
 """The commands that need no Transformer Engine."""
 
 
@@ -118,6 +120,7 @@ def run(
 app.command("check")(check_command)
 app.command("diagnose")(diagnose_command)
 app.command("speed")(speed_command)
+app.command("replay")(replay_command)
 app.command("compare")(compare_command)
 app.command("show")(show_command)
 app.command("report")(report_command)

@@ -6,15 +6,17 @@ read_by(parse_condition("mxfp8_mse > 5"), known)       # the statistic that the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from te_precision_callbacks.base.vocabulary import RECIPES
+from te_precision_callbacks.base.vocabulary import RECIPES, RESULT
 from te_precision_callbacks.config.conditions import Threshold
 from te_precision_callbacks.config.keys import LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema, holding
+from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.statistics.table import GEMM_STATISTICS, STATISTICS
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,19 @@ class Collected:
     of_own_recipe: bool = False
 
 
-def collected(features: Iterable[FeatureSchema], tensor: str) -> dict[str, Collected]:
+def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Collected]:
     """The statistics that the features of a layer collect of a tensor, by the requested names."""
     asked: dict[str, tuple[Request, list[Schedule]]] = {}
     for options in (options for feature in features for options in holding(feature.targets, tensor, None)):
         if isinstance(options, LoggedTensor):
             for request in options.requests:
                 asked.setdefault(request.label, (request, []))[1].append(options.schedule)
+    for item in (
+        target.options for feature in features if isinstance(feature, LogGemmError) for target in feature.targets
+    ):
+        if RESULT[item.gemm] == tensor:
+            for label in GEMM_STATISTICS:
+                asked.setdefault(label, (Request(label, STATISTICS[label]), []))[1].append(item.schedule)
     return {
         label: Collected(request, (label, *_under_recipes(request, asked)), tuple(schedules))
         for label, (request, schedules) in asked.items()

@@ -33,7 +33,13 @@ from te_precision_callbacks.statistics.names import (
     named_request,
     quantized_pattern,
 )
-from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, STATISTICS, TENSOR_STATISTICS
+from te_precision_callbacks.statistics.table import (
+    BLOCKWISE,
+    GEMM_STATISTICS,
+    QUANTIZED_STATISTICS,
+    STATISTICS,
+    TENSOR_STATISTICS,
+)
 
 NONFINITE = "nonfinite"
 ACTIVATION_OVERFLOW = debug_values.ACTIVATION_OVERFLOW
@@ -199,7 +205,7 @@ def _statistic(entry: str, name: str) -> Request:
     try:
         request = named_request(name)
     except UnknownStatisticError:
-        known = [*TENSOR_STATISTICS, BLOCKWISE, *QUANTIZED_STATISTICS]
+        known = [*TENSOR_STATISTICS, BLOCKWISE, *QUANTIZED_STATISTICS, *GEMM_STATISTICS]
         prefixes = (f"{one}_" for several in PREFIXES.values() for one in several)
         prefix = max((one for one in prefixes if name.startswith(one)), key=len, default="")
         hint = suggestion(name, [prefix + statistic for statistic in QUANTIZED_STATISTICS] if prefix else known)
@@ -216,7 +222,7 @@ def comparison_pattern() -> str:
         return [name for name in names if STATISTICS[name].value is not None]
 
     statistics = [
-        *map(re.escape, [*numbers(TENSOR_STATISTICS), BLOCKWISE]),
+        *map(re.escape, [*numbers(TENSOR_STATISTICS), BLOCKWISE, *GEMM_STATISTICS]),
         BLOCKWISE_LABEL.pattern,
         quantized_pattern(statistics=numbers(QUANTIZED_STATISTICS)),
     ]

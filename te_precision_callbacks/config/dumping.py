@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.config.checking import ReadOptions
@@ -16,7 +16,7 @@ from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condit
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.levels import FeatureSchema, Target
 from te_precision_callbacks.config.problems import ConfigError, KeyPath, suggestion
-from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsItem, schema_of
+from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsGemmItem, DumpTensorsItem, schema_of
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -58,8 +58,9 @@ def _problem(
     dumps: DumpTensors, schemas: Sequence[FeatureSchema], layers: Sequence[str], *, detects_overflow: bool
 ) -> tuple[KeyPath, str] | None:
     """The problem of a condition in layers that have the same features, with its place."""
-    for target in sorted(dumps.targets, key=lambda target: TENSORS.index(target.options.tensor)):
-        known = collected(schemas, target.options.tensor)
+    targets: list[Target[Any]] = [*dumps.targets, *dumps.of_gemms]
+    for target in sorted(targets, key=lambda target: TENSORS.index(str(target.tensor))):
+        known = collected(schemas, str(target.tensor))
         for condition in target.options.when:
             text = _never_holds(condition, target, known, layers, detects_overflow=detects_overflow)
             if text:
@@ -69,7 +70,7 @@ def _problem(
 
 def _never_holds(
     condition: Condition,
-    target: Target[DumpTensorsItem],
+    target: Target[DumpTensorsItem] | Target[DumpTensorsGemmItem],
     known: Mapping[str, Collected],
     layers: Sequence[str],
     *,
@@ -80,11 +81,11 @@ def _never_holds(
         return no_detection() if condition is Event.ACTIVATION_OVERFLOW and not detects_overflow else ""
     found = read_by(condition, known)
     if found is None:
-        return missing_statistic(condition, known, layers, target.options.tensor)
+        return missing_statistic(condition, known, layers, str(target.tensor))
     dumped = target.options.schedule
     if any(dumped.meets(schedule) for schedule in found.schedules):
         return ""
-    return _never_due(condition, dumped, found.schedules, layers, target.options.tensor)
+    return _never_due(condition, dumped, found.schedules, layers, str(target.tensor))
 
 
 def _place(sections: Mapping[str, Section], hit: Sequence[str], keys: KeyPath) -> str:

@@ -6,11 +6,11 @@ A feature takes such a key for all its tensors, and an item of its lists for one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictInt, model_validator
 from typing_extensions import Self
 
 from te_precision_callbacks.config.fields import (
@@ -26,26 +26,78 @@ from te_precision_callbacks.config.fields import (
 )
 from te_precision_callbacks.config.levels import Level, Misfit, NameT, OneTensor
 from te_precision_callbacks.config.nesting import Nested
+from te_precision_callbacks.config.problems import shown
 from te_precision_callbacks.gemm_error.chances import PROBES
 from te_precision_callbacks.statistics.names import Request
 from te_precision_callbacks.statistics.schedule import Schedule
 
 
-class Scheduled(Level):
-    """The schedule of a feature or item."""
+class _Steps(Level):
+    """The steps of a feature or item."""
 
-    freq: StrictInt = Field(
-        1,
-        ge=1,
-        description="The feature acts in steps that are multiples of this number: with `freq: 10` and `start_step: 5`"
-        " in the steps 10, 20, ...",
-    )
     start_step: StrictInt | None = Field(0, ge=0, description="The first step, counted from 0.")
     end_step: StrictInt | None = Field(-1, ge=-1, description="The last step, inclusive. -1: no end.")
     start_end_list: Intervals | None = Field(
         None,
         description="Several ranges of steps, ends included, such as `[[0, 20], [80, 100]]`; `start_step` and"
         " `end_step` are then ignored. An end of -1, in the last pair only: no end.",
+    )
+
+    def check_target(self, nested: Nested) -> None:
+        """Check that the steps do not end before they start."""
+        start, end = self.start_step or 0, self.end_step
+        if not self.start_end_list and end is not None and -1 < end < start:
+            raise Misfit(nested.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 means no end.")
+        super().check_target(nested)
+
+
+class Spans(_Steps):
+    """The steps in which a feature changes precision, of a feature or item."""
+
+    start_end_list: Intervals | None = Field(
+        None,
+        description="Instead of `start_step` and `end_step`: several ranges of steps, ends included, such as"
+        " `[[0, 20], [80, 100]]`. An end of -1, in the last pair only: no end.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_freq(cls, written: Any) -> Any:
+        """Refuse the key that the schedules of statistics have, and that a change of precision has no use for."""
+        if isinstance(written, Mapping) and "freq" in written:
+            raise Misfit(
+                ("freq",),
+                f"is {shown(written['freq'])}, but a feature that changes precision acts in whole spans of steps. Write"
+                " 'start_step' and 'end_step', or 'start_end_list', such as [[0, 99], [85000, -1]].",
+            )
+        return written
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The steps."""
+        return Schedule.of(1, self.start_step, self.end_step, self.start_end_list)
+
+    def check_target(self, nested: Nested) -> None:
+        """Check that the steps are given in one way."""
+        given = nested.merged()
+        other = next((key for key in ("start_step", "end_step") if key in given), None)
+        if given.get("start_end_list") is not None and other is not None:
+            raise Misfit(
+                nested.path("start_end_list"),
+                f"is {shown(self.start_end_list)}, and {other!r} is {shown(given[other])}: they contradict each other."
+                " Keep 'start_end_list', or 'start_step' and 'end_step'.",
+            )
+        super().check_target(nested)
+
+
+class Scheduled(_Steps):
+    """The schedule of a feature or item that looks at tensors."""
+
+    freq: StrictInt = Field(
+        1,
+        ge=1,
+        description="The feature acts in steps that are multiples of this number: with `freq: 10` and `start_step: 5`"
+        " in the steps 10, 20, ...",
     )
 
     @cached_property
@@ -55,12 +107,9 @@ class Scheduled(Level):
 
     def check_target(self, nested: Nested) -> None:
         """Check that the schedule has a step."""
-        start, end = self.start_step or 0, self.end_step
-        if not self.start_end_list and end is not None and -1 < end < start:
-            raise Misfit(nested.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 means no end.")
+        super().check_target(nested)
         if self.schedule.at(-1)[1] is None:
             raise Misfit(nested.path("freq"), f"leaves no step to act in: there are no {self.schedule}.")
-        super().check_target(nested)
 
 
 class GemmSampling(Scheduled):
@@ -124,7 +173,21 @@ class Nvfp4Statistics(Level):
     )
 
 
-class Dumped(Level):
+class Conditional(Level):
+    """The conditions on which something is written."""
+
+    when: ListOf[When] = Field(
+        default_factory=list,
+        description="Write the tensor or GEMM only in steps in which one of these conditions holds: the tensor, or the"
+        " result of the GEMM, has an inf or nan; a statistic of the same layer and tensor, which LogTensorStats,"
+        " LogFp8TensorStats or LogNvfp4TensorStats collects in that step, or of the GEMM, which LogGemmError does, is"
+        " above or below a number; activation overflow detection"
+        ' (`debug="activation_overflow"`) stops the run in that step. One condition needs no brackets. Without'
+        " `when`: in every step of the schedule.",
+    )
+
+
+class Dumped(Conditional):
     """The parts of a tensor that are written, and when."""
 
     high_precision_tensor: StrictBool = Field(False, description="Write the tensor as it is before quantization.")
@@ -133,14 +196,6 @@ class Dumped(Level):
         True,
         description="With `quantized_tensor`: also write its decoded parts: codes as numbers, scales, amax, row- and"
         " columnwise, in plain layouts.",
-    )
-    when: ListOf[When] = Field(
-        default_factory=list,
-        description="Write the tensor only in steps in which one of these conditions holds: the tensor has an inf or"
-        " nan; a statistic of the same layer and tensor, which LogTensorStats, LogFp8TensorStats or"
-        " LogNvfp4TensorStats collects in that step, is above or below a number; activation overflow detection"
-        ' (`debug="activation_overflow"`) stops the run in that step. One condition needs no brackets. Without'
-        " `when`: in every step of the schedule.",
     )
 
     def check_target(self, nested: Nested) -> None:

@@ -20,6 +20,7 @@ from te_precision_callbacks.config.effects import Effect, Pair
 from te_precision_callbacks.config.fields import ListOf, is_list, item_of, names
 from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.config.problems import KeyPath
+from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 
 TAKES_PART: Mapping[str, tuple[str, ...]] = {gemm: (*OPERANDS[gemm], RESULT[gemm]) for gemm in GEMMS}
 """GEMM -> its two operands and its result."""
@@ -74,6 +75,17 @@ class Level(BaseModel):
     def with_early_steps(self, steps: Sequence[int]) -> Self:
         """The same, with statistics that are due in these steps as well."""
         return self
+
+    @classmethod
+    def of(cls, nested: Nested, **named: str) -> Self:
+        """The item for one tensor or GEMM, with the keys of all levels around it, which were checked.
+
+        Args:
+            nested: the place of these keys.
+            **named: the tensor or the GEMM.
+        """
+        holds = {key: value for key, value in nested.merged().items() if key in cls.model_fields}
+        return cls.model_construct(**{**holds, **named})
 
     @classmethod
     def listed(cls, written: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,6 +177,14 @@ class FeatureSchema(Level):
         """The effect of the feature on the GEMMs of a layer."""
         return Effect()
 
+    def schedules(self) -> dict[Pair, Schedule]:
+        """GEMM and tensor of each target -> its steps, an empty name for all; empty if all act in every step."""
+        found = {
+            (target.gemm or "", target.tensor or ""): getattr(target.options, "schedule", EVERY_STEP)
+            for target in self.targets
+        }
+        return {} if all(schedule == EVERY_STEP for schedule in found.values()) else found
+
 
 def _refuse_twice(found: Sequence[tuple[str, Nested]], what: str) -> None:
     """Refuse a second item for one tensor or GEMM."""
@@ -206,8 +226,7 @@ class TensorChoice(Level, Generic[NameT, TensorItemT]):
     def target(self, gemm: str | None, tensor: str, nested: Nested) -> Target[TensorItemT]:
         """One of the tensors, with the keys of all levels around it."""
         item: Any = item_of(type(self).model_fields["tensors_struct"])
-        holds = {key: value for key, value in nested.merged().items() if key in item.model_fields}
-        return Target(tensor, gemm, item.model_construct(**{**holds, "tensor": tensor}), nested)
+        return Target(tensor, gemm, item.of(nested, tensor=tensor), nested)
 
 
 class GemmChoice(Level, Generic[GemmItemT]):

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import cast
 
 from typing_extensions import Self
 
-from te_precision_callbacks.base.vocabulary import OperandName, TensorName
+from te_precision_callbacks.base.vocabulary import RESULT, GemmName, OperandName, TensorName
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.keys import (
+    Conditional,
     Dumped,
     DumpLimits,
     Fp8Statistics,
@@ -29,13 +31,13 @@ from te_precision_callbacks.config.keys import (
     Nvfp4Statistics,
     Quantization,
     Scheduled,
+    Spans,
     TensorStatistics,
 )
 from te_precision_callbacks.config.levels import (
     TAKES_PART,
     FeatureSchema,
     GemmChoice,
-    Level,
     ModifyingFeature,
     ObservingFeature,
     OneGemm,
@@ -124,12 +126,12 @@ nvfp4_statistics:
 """
 
 
-class DisableQuantizationGemmItem(OneGemm):
+class DisableQuantizationGemmItem(Spans, OneGemm):
     """One GEMM of DisableQuantizationGEMM."""
 
 
-class DisableQuantizationGEMM(GemmChoice[DisableQuantizationGemmItem], FeatureSchema):
-    """Runs the listed GEMMs in high precision, whatever the recipe says. It acts in every step.
+class DisableQuantizationGEMM(Spans, GemmChoice[DisableQuantizationGemmItem], FeatureSchema):
+    """Runs the listed GEMMs in high precision, whatever the recipe says: in every step, or in spans of steps.
 
     It excludes a feature that quantizes tensors of such a GEMM (PerTensorScaling).
 
@@ -148,14 +150,17 @@ backward_in_high_precision:
       gemms: [dgrad, wgrad]
 """
 
-    @property
-    def targets(self) -> tuple[Target[Level], ...]:
+    @cached_property
+    def targets(self) -> tuple[Target[DisableQuantizationGemmItem], ...]:
         """The listed GEMMs."""
-        return tuple(Target(None, gemm, self, nested) for gemm, nested in self.chosen_gemms.items())
+        return tuple(
+            Target(None, gemm, DisableQuantizationGemmItem.of(nested, gemm=gemm), nested)
+            for gemm, nested in self.chosen_gemms.items()
+        )
 
     def effect(self) -> Effect:
         """The listed GEMMs run in high precision."""
-        return Effect(high_precision=tuple(self.chosen_gemms))
+        return Effect(high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
 
 
 class DisableFP8GEMM(DisableQuantizationGEMM):
@@ -170,11 +175,12 @@ forward_in_high_precision:
     DisableFP8GEMM:
       enabled: True
       gemms: fprop
+      start_step: 85_000  # the last 15 % of 100,000 steps
 """
 
 
-class DisableQuantizationLayer(FeatureSchema):
-    """Runs all GEMMs of the layer in high precision, whatever the recipe says. It acts in every step.
+class DisableQuantizationLayer(Spans, FeatureSchema):
+    """Runs all GEMMs of the layer in high precision, whatever the recipe says: in every step, or in spans of steps.
 
     It excludes a feature that quantizes tensors of the layer (PerTensorScaling).
 
@@ -194,7 +200,7 @@ last_layer_in_high_precision:
 
     def effect(self) -> Effect:
         """All GEMMs run in high precision."""
-        return Effect(high_precision=tuple(TAKES_PART))
+        return Effect(high_precision=tuple(TAKES_PART), schedules=self.schedules())
 
 
 class DisableFP8Layer(DisableQuantizationLayer):
@@ -211,19 +217,21 @@ fc2_in_high_precision:
 """
 
 
-class PerTensorScalingTensorItem(Margin, OneTensor[OperandName]):
+class PerTensorScalingTensorItem(Spans, Margin, OneTensor[OperandName]):
     """One tensor of PerTensorScaling."""
 
 
-class PerTensorScalingGemmItem(Margin, TensorChoice[OperandName, PerTensorScalingTensorItem], OneGemm):
+class PerTensorScalingGemmItem(Spans, Margin, TensorChoice[OperandName, PerTensorScalingTensorItem], OneGemm):
     """One GEMM of PerTensorScaling."""
 
 
-class PerTensorScaling(Margin, ModifyingFeature[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]):
+class PerTensorScaling(
+    Spans, Margin, ModifyingFeature[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]
+):
     """Scales tensors by their amax of this step, in layers whose recipe is delayed scaling, which takes earlier amaxes.
 
-    It needs that recipe, and acts in every step. Only one feature can change a tensor of a GEMM, and no other can
-    run the GEMM in high precision.
+    It needs that recipe, and acts in every step, or in spans of steps. Only one feature can change a tensor of a GEMM,
+    and no other can run the GEMM in high precision.
     """
 
     example = """
@@ -241,23 +249,23 @@ scale_by_current_amax:
 
     def effect(self) -> Effect:
         """Tensors are quantized, in place of delayed scaling."""
-        return Effect(self.modifies(), quantizes=True, needs_recipe="fp8_delayed_scaling")
+        return Effect(self.modifies(), quantizes=True, needs_recipe="fp8_delayed_scaling", schedules=self.schedules())
 
 
-class FakeQuantTensorItem(Quantization, OneTensor[TensorName]):
+class FakeQuantTensorItem(Spans, Quantization, OneTensor[TensorName]):
     """One tensor of FakeQuant."""
 
 
-class FakeQuantGemmItem(Quantization, TensorChoice[TensorName, FakeQuantTensorItem], OneGemm):
+class FakeQuantGemmItem(Spans, Quantization, TensorChoice[TensorName, FakeQuantTensorItem], OneGemm):
     """One GEMM of FakeQuant."""
 
 
-class FakeQuant(Quantization, ModifyingFeature[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
+class FakeQuant(Spans, Quantization, ModifyingFeature[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
     """Rounds tensors to a format and back, and runs the GEMM in high precision.
 
     This isolates each tensor's part in the loss of precision, and allows trying formats that the GPU does not have. It
-    acts in every step. Only one feature can change a tensor of a GEMM, and no other feature can quantize another tensor
-    of that GEMM.
+    acts in every step, or in spans of steps; a GEMM runs in high precision in the steps of any of its tensors. Only one
+    feature can change a tensor of a GEMM, and no other feature can quantize another tensor of that GEMM.
 
     FP8 results equal those of Transformer Engine's FakeQuant, bit for bit. Its scale is a product with the reciprocal
     of the amax, where current scaling divides: for a quarter of all amaxes the scale is one unit in the last place off,
@@ -286,7 +294,7 @@ what_if_gradients_were_e5m2:
 
     def effect(self) -> Effect:
         """Tensors are replaced, and the listed GEMMs run in high precision."""
-        return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms))
+        return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
 
 
 class LogGemmErrorItem(GemmSampling, OneGemm):
@@ -341,11 +349,20 @@ class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
     """One tensor of DumpTensors."""
 
 
-class DumpTensors(DumpLimits, Scheduled, Dumped, ObservingFeature[TensorName, DumpTensorsItem]):
-    """Writes tensors to files, a file for each rank, step, layer, tensor and micro-batch.
+class DumpTensorsGemmItem(Scheduled, Conditional, OneGemm):
+    """One GEMM of DumpTensors."""
+
+
+class DumpTensors(
+    DumpLimits, Scheduled, Dumped, GemmChoice[DumpTensorsGemmItem], ObservingFeature[TensorName, DumpTensorsItem]
+):
+    """Writes tensors or whole GEMMs to files, a file for each rank, step, layer, tensor or GEMM, and micro-batch.
+
+    `gemms` writes whole GEMMs, for `te-precision replay`: the codes and scales of both operands, what they were made
+    from where it exists, and the result. `high_precision_tensor` and `quantized_tensor` are for `tensors`.
 
     Files are written in the background, completely or not at all, to `tensor_dumps/rank_R/iter_N/` in the log folder.
-    With `when` only tensors of steps in which a condition holds are written.
+    With `when` only tensors and GEMMs of steps in which a condition holds are written.
     """
 
     example = """
@@ -365,6 +382,28 @@ dump_what_is_not_finite:
         - tensor: gradient
           start_end_list: [[120, 125]]
 """
+
+    @cached_property
+    def targets(self) -> tuple[Target[DumpTensorsItem], ...]:
+        """The listed tensors; none if only GEMMs are listed."""
+        only_gemms = (self.gemms or self.gemms_struct) and not (self.tensors or self.tensors_struct)
+        return () if only_gemms else super().targets
+
+    @cached_property
+    def of_gemms(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
+        """The listed GEMMs, each with the tensor that it makes."""
+        if not self.gemms and not self.gemms_struct:
+            return ()
+        return tuple(
+            Target(RESULT[cast(GemmName, gemm)], gemm, DumpTensorsGemmItem.of(nested, gemm=gemm), nested)
+            for gemm, nested in self.chosen_gemms.items()
+        )
+
+    def check(self) -> None:
+        """Check the options for each tensor and each GEMM."""
+        super().check()
+        for target in self.of_gemms:
+            target.options.check_target(target.nested)
 
 
 FEATURES: Mapping[str, type[FeatureSchema]] = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, StateRow, is_low
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
+from te_precision_callbacks.statistics.schedule import Schedule
 
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 
@@ -17,17 +18,34 @@ _EXCLUDED = "runs inside te.autocast(enabled=False)"
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A feature that keeps a GEMM in high precision.
+
+    Attributes:
+        feature: its name, with the place of its section, and its steps if these are not all.
+        schedules: the steps in which it does.
+    """
+
+    feature: str
+    schedules: tuple[Schedule, ...]
+
+    def acts_in(self, iteration: int) -> bool:
+        """Whether it does in an iteration."""
+        return any(schedule.at(iteration)[0] for schedule in self.schedules)
+
+
+@dataclass(frozen=True)
 class LayerFacts:
     """The facts about a layer of Transformer Engine that say why a GEMM of it is not in low precision.
 
     Attributes:
-        kept: GEMM -> the feature that keeps it in high precision, with the place of its section.
+        kept: GEMM -> the features that keep it in high precision.
         backward_override: that of its recipe; empty if there is none.
         recomputed_outside: whether a checkpoint has computed its forward again outside of its autocast.
         excluded: whether its forward ran in a region of ``te.autocast(enabled=False)``.
     """
 
-    kept: Mapping[str, str]
+    kept: Mapping[str, tuple[Kept, ...]]
     backward_override: str = ""
     recomputed_outside: bool = False
     excluded: bool = False
@@ -154,8 +172,10 @@ def _reason(entry: GemmPrecision, facts: LayerFacts | None) -> tuple[Reason, str
     if entry.recipe == HIGH_PRECISION:
         excluded = facts is not None and facts.excluded
         return Reason.NO_AUTOCAST, _EXCLUDED if excluded else Reason.NO_AUTOCAST.value
-    if facts is not None and entry.gemm in facts.kept:
-        return Reason.SECTION, facts.kept[entry.gemm]
+    kept = () if facts is None else facts.kept.get(entry.gemm, ())
+    keeping = next((feature for feature in kept if feature.acts_in(entry.since)), None)
+    if keeping is not None:
+        return Reason.SECTION, keeping.feature
     if facts is not None and facts.backward_override and entry.gemm != "fprop":
         if os.environ.get(_OVERRIDE) == facts.backward_override:  # the default of all recipes
             return Reason.ENVIRONMENT, f"{_OVERRIDE}={facts.backward_override}"
@@ -165,12 +185,14 @@ def _reason(entry: GemmPrecision, facts: LayerFacts | None) -> tuple[Reason, str
     return Reason.UNKNOWN, ""
 
 
-def kept_by_sections(sections: Iterable[Acting]) -> dict[str, str]:
-    """GEMM -> the feature of one of a layer's sections that keeps it in high precision, with the section's place."""
-    kept: dict[str, str] = {}
+def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[Kept, ...]]:
+    """GEMM -> the features of a layer's sections that keep it in high precision."""
+    kept: dict[str, tuple[Kept, ...]] = {}
     for section in sections:
         for feature, effect in section.effects.items():
             replaced = () if effect.quantizes else tuple(gemm for gemm, _ in effect.modifies)
-            for gemm in (*effect.high_precision, *replaced):
-                kept.setdefault(gemm, f"{feature} in {section.place()}")
+            for gemm in dict.fromkeys((*effect.high_precision, *replaced)):
+                steps = f", {effect.steps_in_words(gemm)}" if effect.schedules else ""
+                found = Kept(f"{feature} in {section.place()}{steps}", effect.steps(gemm))
+                kept[gemm] = (*kept.get(gemm, ()), found)
     return kept

@@ -46,7 +46,9 @@ from te_precision_callbacks.dumps.header import (
     QUANTIZED,
     SCALE_DTYPES,
     Direction,
+    Gemm,
     Header,
+    Operand,
     Plain,
     Quantized,
     check_direction,
@@ -54,6 +56,7 @@ from te_precision_callbacks.dumps.header import (
     leads_to,
 )
 from te_precision_callbacks.dumps.page_locked import Place, Ring
+from te_precision_callbacks.gemm_error.codes import rules_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +223,105 @@ def dump_of(
         time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
     )
     return Dump(header, tensors, internals=internals, original=original)
+
+
+def record_of(
+    gemm: Gemm,
+    operands: Mapping[str, tuple[Any, torch.Tensor | None]],
+    out: torch.Tensor,
+    *,
+    before: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    layer: str,
+    iteration: int,
+    micro_batch: int,
+    rank: int,
+    recipe: str,
+) -> Dump:
+    """Describe a whole GEMM.
+
+    Args:
+        gemm: its description, with the tensors and directions of its operands, but without the contents.
+        operands: "a" and "b" -> what the GEMM read, plain or quantized, and the tensor before quantization, if there is
+            one.
+        out, before, bias: the result, what it was added to, and the bias.
+        layer, iteration, micro_batch, rank, recipe: as in :class:`Header`.
+
+    Raises:
+        DumpError: an operand or the result is of a kind that cannot be dumped.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    described: dict[str, Operand] = {}
+    for side, (data, high) in operands.items():
+        operand = gemm.operands()[side]
+        if kind_is_known(data):
+            part = stored(data, columnwise=operand.columnwise)
+            if part is None:
+                raise DumpError(f"The {operand.tensor} has no data of the direction that the GEMM reads.")
+            direction, of_direction = _internals(part, one_object=False)
+            names = {key: f"{side}.{key}" for key in of_direction}
+            amax = None if direction.amax is None else names[direction.amax]
+            direction = dataclasses.replace(
+                direction, data=names[direction.data], scale=names[direction.scale], amax=amax
+            )
+            tensors |= {names[key]: tensor for key, tensor in of_direction.items()}
+            quantizer = getattr(data, "_quantizer", None)
+            rounding = None if quantizer is None else rules_of(quantizer, columnwise=operand.columnwise)
+            operand = dataclasses.replace(operand, direction=direction, rounding=rounding)
+        else:
+            tensors[f"{side}.values"] = _plain(data)
+            operand = dataclasses.replace(operand, values=_described(data))
+            high = None
+        if high is not None:
+            tensors[f"{side}.{HIGH_PRECISION}"] = _plain(high)
+            operand = dataclasses.replace(operand, high_precision=_described(high))
+        described[side] = operand
+    for name, tensor in (("out", out), ("before", before), ("bias", bias)):
+        if tensor is not None:
+            tensors[name] = _plain(tensor)
+    gemm = dataclasses.replace(
+        gemm,
+        a=described["a"],
+        b=described["b"],
+        out=_described(out),
+        before=None if before is None else _described(before),
+        bias=None if bias is None else _described(bias),
+    )
+    header = Header(
+        layer=layer,
+        tensor=f"{gemm.gemm}_gemm",
+        iteration=iteration,
+        micro_batch=micro_batch,
+        rank=rank,
+        recipe=recipe,
+        gemm=gemm,
+        versions=dict(_versions()),
+        time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+    )
+    return Dump(header, tensors)
+
+
+def _described(tensor: torch.Tensor) -> Plain:
+    return Plain(tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
+    """What a recorded GEMM read: a direction of a quantized tensor, or a plain tensor.
+
+    Args:
+        dump: a record of a GEMM.
+        side: "a" or "b".
+
+    Raises:
+        DumpError: the dump is not a record of a GEMM.
+    """
+    gemm = a_dump(dump).header.gemm
+    if gemm is None:
+        raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
+    operand = gemm.operands()[side]
+    if operand.direction is None:
+        return dump.tensors[f"{side}.values"]
+    return _part(operand.direction, operand.columnwise, dump.tensors)
 
 
 def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -22,9 +22,13 @@ import torch
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0
 from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
 from te_precision_callbacks.dumps.errors import LaterVersionError, NotADumpError
+from te_precision_callbacks.gemm_error.codes import Rules
 
 SCHEMA = 1
 """The version of the header that this package writes. It grows when a reader of the last version would misread one."""
+
+GEMM_VERSION = 1
+"""The version of what describes a whole GEMM. It grows as :data:`SCHEMA` does."""
 
 HIGH_PRECISION, QUANTIZED = "high_precision", "quantized"
 """The names of the tensor before quantization, and of the tensor after quantization if that is a plain tensor."""
@@ -167,6 +171,77 @@ class Quantized:
 
 
 @dataclass(frozen=True)
+class Operand:
+    """An operand of a GEMM in a record of the whole GEMM.
+
+    Attributes:
+        tensor: "activation", "weight" or "gradient".
+        columnwise: whether the GEMM sums over the rows of the tensor, not over its last dimension.
+        direction: the data that the GEMM read; None if these are the plain tensor ``NAME.values``.
+        values: that plain tensor.
+        high_precision: the tensor before quantization, ``NAME.high_precision``, if the record has it.
+        rounding: how the quantizer rounds, as :class:`te_precision_callbacks.gemm_error.codes.Rules`; None if unknown.
+    """
+
+    tensor: str
+    columnwise: bool
+    direction: Direction | None = None
+    values: Plain | None = None
+    high_precision: Plain | None = None
+    rounding: Rules | None = None
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Describes a whole GEMM: ``out = alpha * left @ right^T + bias + beta * before``.
+
+    ``left`` is the operand B, [n, k], and ``right`` the operand A, [m, k], as the extension names them. Names of their
+    tensors in the file begin with ``a.`` and ``b.``; the others are ``out``, ``before`` and ``bias``.
+
+    Attributes:
+        version: the version of the record.
+        gemm: "fprop", "dgrad" or "wgrad".
+        result: the tensor that it makes: "output", "dgrad" or "wgrad".
+        expert: the number of the expert; None outside of grouped GEMMs.
+        order: its number among the GEMMs of the iteration, in the order in which they ran.
+        layout: "TN", "NN" or "NT", of A and B.
+        n, m, k: the sizes.
+        alpha, beta: the factors.
+        split_accumulator: as in the call.
+        a, b: the operands.
+        out: the result, before an activation function.
+        before: what the product was added to, if anything.
+        bias: the bias, if one was added.
+        device: the name of the device.
+        capability: its compute capability; None for the reference backend.
+    """
+
+    gemm: str
+    result: str
+    order: int
+    layout: str
+    n: int
+    m: int
+    k: int
+    a: Operand
+    b: Operand
+    out: Plain
+    expert: int | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+    split_accumulator: bool = False
+    before: Plain | None = None
+    bias: Plain | None = None
+    device: str = "cpu"
+    capability: tuple[int, int] | None = None
+    version: int = GEMM_VERSION
+
+    def operands(self) -> dict[str, Operand]:
+        """The operands by the beginnings of their tensors' names."""
+        return {"a": self.a, "b": self.b}
+
+
+@dataclass(frozen=True)
 class Header:
     """Describes the tensor in a dump.
 
@@ -179,6 +254,7 @@ class Header:
         recipe: the quantization recipe, as text.
         high_precision: the tensor before quantization, if the dump has it.
         quantized: the tensor after quantization, if the dump has it.
+        gemm: the whole GEMM, if the dump is a record of one; it then has no ``high_precision`` and ``quantized``.
         versions: the versions of "torch", "transformer_engine" and "te_precision_callbacks" that made the dump.
         time: the time in UTC (ISO 8601).
         schema: the version of this header.
@@ -192,6 +268,7 @@ class Header:
     recipe: str | None = None
     high_precision: Plain | None = None
     quantized: Quantized | None = None
+    gemm: Gemm | None = None
     versions: dict[str, str] = field(default_factory=dict)
     time: str = ""
     schema: int = SCHEMA
@@ -223,7 +300,13 @@ class Header:
                 f" {SCHEMA}: update the package."
             )
         try:
-            return _HEADER.validate_json(text)
+            header = _HEADER.validate_json(text)
+            if header.gemm is not None and header.gemm.version > GEMM_VERSION:
+                raise LaterVersionError(
+                    f"The record of a GEMM has the version {header.gemm.version}, but this te-precision-callbacks reads"
+                    f" versions up to {GEMM_VERSION}: update the package."
+                )
+            return header
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             place, why = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
@@ -245,6 +328,8 @@ def check(header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     if header.high_precision is not None:
         _check_tensor(tensors, HIGH_PRECISION, header.high_precision.shape, DTYPES[header.high_precision.dtype])
+    if header.gemm is not None:
+        _check_gemm(header.gemm, tensors)
     quantized = header.quantized
     if quantized is None:
         return
@@ -261,6 +346,35 @@ def check(header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
         if not DTYPES[quantized.dtype].is_floating_point:
             raise NotADumpError(f"The header of the dump is damaged at 'quantized.dtype': {quantized.dtype!r}.")
         check_direction(direction, tensors)
+
+
+def _check_gemm(gemm: Gemm, tensors: Mapping[str, torch.Tensor]) -> None:
+    plain = {"out": gemm.out, "before": gemm.before, "bias": gemm.bias}
+    for side, operand in gemm.operands().items():
+        if (operand.direction is None) is (operand.values is None):
+            raise NotADumpError(
+                f"The header of the dump is damaged at 'gemm.{side}': it has either 'direction' or 'values'."
+            )
+        plain |= {f"{side}.values": operand.values, f"{side}.{HIGH_PRECISION}": operand.high_precision}
+        sizes = (gemm.m if side == "a" else gemm.n) * gemm.k
+        parts: dict[str, Direction | Plain | None] = {
+            "direction": operand.direction,
+            "values": operand.values,
+            HIGH_PRECISION: operand.high_precision,
+        }
+        for part, described in parts.items():
+            if described is not None and math.prod(described.shape) != sizes:
+                raise NotADumpError(
+                    f"The header of the dump is damaged at 'gemm.{side}.{part}.shape': {described.shape} does not have"
+                    f" the {sizes:,} elements that 'gemm.n', 'gemm.m' and 'gemm.k' give."
+                )
+        if operand.direction is not None:
+            check_direction(operand.direction, tensors)
+    for name, tensor in plain.items():
+        if tensor is not None:
+            _check_tensor(tensors, name, tensor.shape, DTYPES[tensor.dtype])
+    if math.prod(gemm.out.shape) != gemm.n * gemm.m:
+        raise NotADumpError(f"The header of the dump is damaged at 'gemm.out.shape': {gemm.out.shape}.")
 
 
 def check_direction(direction: Direction, tensors: Mapping[str, torch.Tensor]) -> None:

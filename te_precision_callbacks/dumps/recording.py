@@ -182,13 +182,20 @@ class Recorder:
 
     # ------------------------------------------------------------------ a tensor
 
-    def note(self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]) -> None:
+    def note(
+        self,
+        seen: Watched,
+        wanted: Wanted,
+        collected: Callable[[], Mapping[str, Collected]],
+        record: Callable[[int], Dump] | None = None,
+    ) -> None:
         """Take a snapshot of a tensor, if it may be wanted.
 
         Args:
-            seen: the tensor.
+            seen: the tensor; of a whole GEMM the result, on which there may be conditions.
             wanted: the options of the config.
             collected: the statistics of the tensor that are collected, and when.
+            record: describes the whole GEMM, given the number of the micro-batch; None for a tensor.
 
         Raises:
             DumpError: the tensor is of a kind that cannot be dumped.
@@ -217,7 +224,7 @@ class Recorder:
             held = self._conditions_left(seen, wanted, collected)
             if held is not None and held[0] is None and not held[1] and not held[2]:
                 return
-            dump = self._dump(seen, wanted, micro_batch)
+            dump = self._dump(seen, wanted, micro_batch) if record is None else record(micro_batch)
             if dump is None:
                 return
             job = Job(dump, wanted.limits, wanted.file_format or self._file_format)
@@ -360,7 +367,8 @@ class Recorder:
     def _statistic_that_holds(self, entry: _Held, learned: Sequence[Measured]) -> str | None:
         header = entry.job.dump.header
         for condition, found in entry.statistics:
-            values = (one.value(header.layer, header.tensor, label) for label in found.labels for one in learned)
+            tensor = header.tensor if header.gemm is None else header.gemm.result
+            values = (one.value(header.layer, tensor, label) for label in found.labels for one in learned)
             value = next((value for value in values if value is not None), None)
             if value is None:
                 self._say_once(

@@ -14,11 +14,12 @@ import torch
 from te_precision_callbacks.config.conditions import Condition
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import kind_is_known
+from te_precision_callbacks.dumps.dump_files import SAFETENSORS
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.schedule import Schedule
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsItem
+    from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsGemmItem, DumpTensorsItem
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Wanted:
         conditions: one of these must hold; without any, the tensor is always dumped.
         file_format: None for the recorder's default.
         limits: the budget.
+        gemm: the GEMM that is written as a whole; empty for a tensor.
     """
 
     schedule: Schedule
@@ -40,6 +42,21 @@ class Wanted:
     conditions: tuple[Condition, ...]
     file_format: str | None
     limits: Limits
+    gemm: str = ""
+
+    @classmethod
+    def of_gemm(cls, gemm: DumpTensorsGemmItem, options: DumpTensors) -> Wanted:
+        """Take the options for one GEMM, which is always a file of the format safetensors."""
+        return cls(
+            schedule=gemm.schedule,
+            high_precision=True,
+            quantized=True,
+            internals=False,
+            conditions=tuple(gemm.when),
+            file_format=SAFETENSORS,
+            limits=Limits(options.max_bytes, options.max_files, options.max_memory),
+            gemm=gemm.gemm,
+        )
 
     @classmethod
     def of(cls, tensor: DumpTensorsItem, options: DumpTensors) -> Wanted:

@@ -159,7 +159,7 @@ def judged(run: Thin, expected: Thin, call: Call) -> Judged:
     probes = call.x.shape[1]
     expected_square = rows.expected.sum()
     before = torch.zeros_like(expected_square) if before_rows is None else before_rows.double().sum()
-    hidden = before * _rounding(call.dtype) * probes > MOST_BEFORE**2 * expected_square
+    hidden = before * rounding_variance(call.dtype) * probes > MOST_BEFORE**2 * expected_square
     counts = (rows.judged.any() & ~hidden).double()
     total = _ratio(rows.error.sum(), rows.variance.sum() * (z**2 * probes), rows.broken.any())
     ratio = torch.stack([total, rows.ratio(z, probes).amax(), columns.ratio(z, probes).amax()]).amax()
@@ -226,7 +226,7 @@ def _side(
     if before_squares is not None:  # the product may be rounded before it is added: |product| <= |sum| + |before|
         rounded = rounded + 2 * (rounded + before_squares.double())
     tiny = torch.finfo(call.dtype).smallest_normal * torch.finfo(call.dtype).eps
-    variance = rounded * _rounding(call.dtype) + other * tiny**2
+    variance = rounded * rounding_variance(call.dtype) + other * tiny**2
     # Twice: over few probes |expected|^2 may be smaller than it is on average.
     size = 2 * squares / probes
     variance = variance + call.accumulator.variance(call.k, terms, size)
@@ -235,7 +235,7 @@ def _side(
     return _Side((run - expected).square().sum(1), squares, (run * expected).sum(1), variance, judged, broken)
 
 
-def _rounding(dtype: torch.dtype) -> float:
+def rounding_variance(dtype: torch.dtype) -> float:
     """The largest variance of rounding to nearest, relative to the square of the number: its last bit is at most eps
     of it, and the error is uniform over one such bit."""
     return float(torch.finfo(dtype).eps) ** 2 / 12

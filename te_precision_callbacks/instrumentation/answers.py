@@ -134,7 +134,7 @@ class Answers:
             if count == MOST_FORWARDS:
                 self._told.many_forwards(module)
             self._look_at_cached(module, frame)
-        if id(module) in self.watched.fused:
+        if self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
             if is_captured():
                 self.watched.leave_alone(module)
                 self._tell(module, CUDA_GRAPH)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import torch
 from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.gemm_events import Listener
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
@@ -35,11 +37,13 @@ from te_precision_callbacks.instrumentation.execution_order import ExecutionOrde
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors
+from te_precision_callbacks.instrumentation.gemm_records import GemmRecords
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
+from te_precision_callbacks.statistics.schedule import Schedule
 
 
 class ForwardHooks:
@@ -77,6 +81,7 @@ class ForwardHooks:
         self._regions = AutocastRegions()
         self._fused_observation = FusedObservation(engine, failures.report)
         self.gemm_errors = GemmErrors(engine, failures.report)
+        self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
         self.order = ExecutionOrder()
         running = Running()
         self.products = ModelProducts(failures.report, lambda: classify.paused, running.in_layer)
@@ -102,7 +107,7 @@ class ForwardHooks:
         modules: Sequence[NamedModule],
         refused: Iterable[int] = (),
         operations: Sequence[NamedOperation] = (),
-        fused: Collection[int] = (),
+        fused: Mapping[int, tuple[Schedule, ...]] = MappingProxyType({}),
     ) -> None:
         """Set the modules that the session acts on; any other module runs as without a session.
 
@@ -110,13 +115,15 @@ class ForwardHooks:
             modules: the modules.
             refused: the ids of modules that must not take the debug path.
             operations: the operations of ``te.ops`` with GEMMs.
-            fused: the ids of modules that are observed on their fused path.
+            fused: the ids of modules that are observed on their fused path -> the steps in which features change their
+                precision.
         """
         self._release()
         self.answers.forget_modules()
         self._watched.watch(modules, refused, fused)
         self._tap.watch(self._watched.layers, operations)
         self.gemm_errors.watch(modules)
+        self._gemm_records.watch(modules)
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
         self.arm()
 
@@ -147,14 +154,19 @@ class ForwardHooks:
         self._audit.enter(TEDebugState.get_iteration())
         listeners: tuple[Listener, ...] = ()
         if (self._watched.armed or self._tap.operations.has_new) and not self._classify.kept:
-            listeners = (self.order, self._audit.look, self._fused_observation, self.gemm_errors)
+            listeners = (self.order, self._audit.look, self._fused_observation, self._gemm_records, self.gemm_errors)
         if self.products.counting:
             listeners = (*listeners, self.products.note)
         if self.products.counting:
             self._tap.hear(self._watched.layers, self.products.attentions)
         else:
             self._tap.hear(self._watched.armed)
-        self._tap.listen(*listeners, before=self.gemm_errors.before_sum, ranges=self._has_ranges)
+        self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges)
+
+    def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Any:
+        """Look at what a GEMM is about to add to."""
+        self._gemm_records.before_sum(layer, gemm, out, kept)
+        return self.gemm_errors.before_sum(layer, gemm, out, kept)
 
     def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> Collection[tuple[int, str]]:
         """Ask the features of a module that is observed on its fused path, in its forward.
@@ -164,9 +176,11 @@ class ForwardHooks:
         """
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        if id(module) not in self._watched.fused or kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
-            return ()
         iteration = TEDebugState.get_iteration()
+        if kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT) or not self._watched.is_on_fused_path(
+            module, iteration
+        ):
+            return ()
         notes, current = self.answers.notes, self.answers.current
         notes.note_plan(
             module,
@@ -178,7 +192,9 @@ class ForwardHooks:
         if kind is ForwardKind.SILENT:
             return ()
         layers = self._watched.layers[id(module)]
-        module.__dict__["next_iter_when_debug_should_be_run"] = self._fused_observation.ask(layers, iteration)
+        upcoming = self._fused_observation.ask(layers, iteration), self._watched.next_change(module, iteration)
+        asked_next = min((step for step in upcoming if step is not None), default=None)
+        module.__dict__["next_iter_when_debug_should_be_run"] = asked_next
         wanted = self._fused_observation.wanted(layers)
         if not wanted:
             return ()

@@ -20,7 +20,7 @@ import torch
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe, class_names
 from te_precision_callbacks.config.checking import ReadOptions
-from te_precision_callbacks.config.effects import NAMESPACE
+from te_precision_callbacks.config.effects import NAMESPACE, Effect
 from te_precision_callbacks.config.keys import Dumped, LoggedTensor
 from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import LayerPlan, Plan
@@ -33,6 +33,7 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
+from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 from te_precision_callbacks.statistics.table import OF_SCALES
 
 if TYPE_CHECKING:
@@ -116,7 +117,9 @@ def _why_not(name: str, options: Any, has: frozenset[str], module: Any, only_loo
     if isinstance(schema, LogGemmError):
         return ""  # what needs a tensor that the path does not have is left out
     if not isinstance(schema, ObservingFeature):
-        return f"{name} changes precision, which Transformer Engine does on its debug path only"
+        if _always_changes(schema.effect()):
+            return f"{name} changes precision, which Transformer Engine does on its debug path only"
+        return ""
     for target in schema.targets:
         tensor, item = str(target.tensor), target.options
         if tensor == "wgrad" and getattr(module, "fuse_wgrad_accumulation", False):
@@ -132,6 +135,19 @@ def _why_not(name: str, options: Any, has: frozenset[str], module: Any, only_loo
     return ""
 
 
+def _always_changes(effect: Effect) -> bool:
+    """Whether a feature changes precision in every step, as far as the keys of its schedules say."""
+    return EVERY_STEP in (effect.schedules.values() or (EVERY_STEP,))
+
+
+def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tuple[Schedule, ...]:
+    """The steps in which a feature changes the precision of a module's layers."""
+    entries = (planned[layer.name] for layer in named.layers if layer.name in planned)
+    options = (one for entry in entries for one in entry.features.get(NAMESPACE, {}).values())
+    schemas = (one.schema for one in options if isinstance(one, ReadOptions))
+    return tuple(dict.fromkeys(schedule for schema in schemas for schedule in schema.effect().schedules.values()))
+
+
 def _never(tensor: str, module: Any) -> str:
     return f"the fused path of {type(module).__name__} never has its {tensor} in high precision"
 
@@ -145,8 +161,11 @@ def choose(
     modules: Sequence[NamedModule],
     plan: Plan,
     only_looks: Callable[[str], bool] = lambda name: True,
-) -> tuple[frozenset[int], dict[str, NotFused]]:
-    """The ids of the modules that are observed on their fused path, and of the others with features: name -> why not.
+) -> tuple[dict[int, tuple[Schedule, ...]], dict[str, NotFused]]:
+    """The modules that are observed on their fused path, and the others with features: name -> why not.
+
+    The former are given by their ids, each with the steps in which features change its precision; in these it takes the
+    debug path.
 
     Args:
         observe: the option.
@@ -158,7 +177,7 @@ def choose(
         ConfigError: with ``"fused"``, if a module with features cannot be observed so.
     """
     if observe == "debug":
-        return frozenset(), {}
+        return {}, {}
     planned = {entry.layer.name: entry for entry in plan.layers}
     watched = [named for named in modules if any(layer.name in planned for layer in named.layers)]
     why = [(named, why_not_fused(named, planned, only_looks)) for named in watched]
@@ -170,7 +189,7 @@ def choose(
             f'observe="fused": {name}{more} cannot be observed on its fused path. {reason}. observe="auto" takes'
             " Transformer Engine's debug path for such layers."
         )
-    return frozenset(id(named.module) for named, reason in why if reason is None), refused
+    return {id(named.module): _changed_steps(named, planned) for named, reason in why if reason is None}, refused
 
 
 def paths_in_words(fused: int, not_fused: Mapping[str, NotFused]) -> str:

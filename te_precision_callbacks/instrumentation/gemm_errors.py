@@ -83,13 +83,14 @@ class GemmErrors:
         report: receives failures.
 
     Attributes:
+        operands: operands in high precision, until their GEMM has run.
         not_measured: (layer, GEMM) -> why it was not measured, or what of it was not.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
         self._engine = engine
         self._report = report
-        self._operands = engine.gemm_operands = GemmOperands()
+        self.operands = engine.gemm_operands = GemmOperands()
         self._items: dict[str, Mapping[str, LogGemmErrorItem]] = {}
         self._weights: dict[tuple[str, str], _Kept] = {}
         self.not_measured: dict[tuple[str, str], str] = {}
@@ -98,13 +99,13 @@ class GemmErrors:
         """Set the modules whose GEMMs there are."""
         self._items.clear()
         self._weights.clear()
-        self._operands.forget()
-        self._operands.modules = {layer.name: id(named.module) for named in modules for layer in named.layers}
+        self.operands.forget()
+        self.operands.modules = {layer.name: id(named.module) for named in modules for layer in named.layers}
 
     def begin_iteration(self) -> None:
         """Forget what the last iteration has left."""
         self._weights.clear()
-        self._operands.forget()
+        self.operands.forget()
 
     # ------------------------------------------------------------------ what is measured
 
@@ -112,7 +113,7 @@ class GemmErrors:
         """The options of a GEMM that is due, and the iteration of its forward."""
         items = self._items.get(layer)
         if items is None:
-            items = self._items[layer] = _items_of(layer) if layer in self._operands.modules else {}
+            items = self._items[layer] = _items_of(layer) if layer in self.operands.modules else {}
         item = items.get(gemm)
         if item is None:
             return None
@@ -155,9 +156,9 @@ class GemmErrors:
             self._report("measuring the GEMM of", f"{event.layer} {event.gemm}", error)
         finally:
             if event.gemm == "fprop":
-                self._operands.drop(event.layer, "activation")
+                self.operands.drop(event.layer, "activation")
             elif event.gemm == "wgrad":
-                self._operands.drop(event.layer, "gradient")
+                self.operands.drop(event.layer, "gradient")
 
     def _tell(self, event: GemmEvent, reason: str) -> None:
         """Note why a GEMM, or a part of what is measured of it, is missing; the log has each reason once."""
@@ -172,7 +173,7 @@ class GemmErrors:
 
     def _high(self, layer: str, operand: GemmOperand) -> torch.Tensor | None:
         """An operand in high precision, where it exists now."""
-        high = operand.high if operand.high is not None else self._operands.get(layer, operand.tensor)
+        high = operand.high if operand.high is not None else self.operands.get(layer, operand.tensor)
         return None if high is None or is_quantized(high) else high.detach()
 
     def _look_ahead(self, event: GemmEvent) -> None:
@@ -215,7 +216,7 @@ class GemmErrors:
             yield probes(extent, item.probes, seed_of(iteration, event.layer, gemm, name), device)
 
     def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
-        reason = _why_not(event)
+        reason = why_not_seen(event) or _why_not_summed(event)
         if reason:
             self._tell(event, reason)
             return
@@ -236,12 +237,12 @@ class GemmErrors:
             alpha = float(event.arguments.get("alpha", 1.0))
             of_g = Operands(_rotated(g, left, event.b), _rotated(g, right, event.a))
             expected, operands = product_and_operands(left, right, x, y, of_g, alpha)
-            matrix = factor_of(_result(event), columnwise=False, piece_bytes=item.max_memory)
+            matrix = factor_of(result_of(event), columnwise=False, piece_bytes=item.max_memory)
             if matrix.shape != (n, m):
                 self._tell(event, f"its result has the shape {matrix.shape}, and its operands give {(n, m)}")
                 return
             run = thin(matrix, x, y)
-            call = Call(k, _result(event).dtype, x, y, _accumulator(event, left, right), **_added(event))
+            call = Call(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added(event))
             found = judged(run, expected, call)
             tensor = RESULT[event.gemm]
             self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
@@ -291,13 +292,13 @@ def _quiet(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _result(event: GemmEvent) -> Any:
+def result_of(event: GemmEvent) -> Any:
     """What the GEMM gave before an activation function."""
     return event.gelu_input if event.arguments.get("gelu") else event.out
 
 
-def _why_not(event: GemmEvent) -> str:
-    """Why the kernel of a GEMM cannot be judged; empty if it can."""
+def why_not_seen(event: GemmEvent) -> str:
+    """Why the product of a GEMM is not seen; empty if it is."""
     from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
 
     taken = event.arguments
@@ -307,19 +308,22 @@ def _why_not(event: GemmEvent) -> str:
         return "the derivative of GELU is fused into it"
     if taken.get("gelu") and event.gelu_input is None:
         return "its result before GELU is not handed out"
-    result = _result(event)
+    result = result_of(event)
     if result is None:
         return "the results of all experts are in one buffer"
     if is_quantized(result) or not isinstance(result, torch.Tensor):
         return "its result is written quantized"
     if getattr(taken.get("quantization_params"), "rowwise_tensor_plan", None) == API_CALL_MODIFY:
         return "a feature replaces its result"
-    if taken.get("accumulate") and event.before is None:
-        return "what it adds to was not seen"
     return ""
 
 
-def _added(event: GemmEvent) -> dict[str, Any]:
+def _why_not_summed(event: GemmEvent) -> str:
+    """Why the sum that a GEMM has added to is not known; empty if it is."""
+    return "what it adds to was not seen" if event.arguments.get("accumulate") and event.before is None else ""
+
+
+def added(event: GemmEvent) -> dict[str, Any]:
     """The bias, and what the product was added to."""
     taken = event.arguments
     bias = taken.get("bias")

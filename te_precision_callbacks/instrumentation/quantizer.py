@@ -13,8 +13,10 @@ from typing import Any, ClassVar, cast
 import nvdlfw_inspect.api as debug_api
 import torch
 from transformer_engine.debug.pytorch import debug_quantization
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from te_precision_callbacks.base.errors import FeatureError
+from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.running import CurrentForward
@@ -30,6 +32,7 @@ OVERRIDDEN = (
     "process_enabled_api_call",
     "process_gemm_output",
     "quantize",
+    "update_quantized",
 )
 """The methods of Transformer Engine's class that these classes need."""
 
@@ -160,6 +163,8 @@ class SessionQuantizer(AskingQuantizer):
 
     @outside_of_dynamo
     def quantize(self, tensor: Any, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+        if out is None:
+            self._feed_amax(tensor)
         result = super().quantize(tensor, out=out, dtype=dtype)
         if out is None and dtype is None:
             # Under torch's autocast the input may have another type than the GEMM's other operand. Upstream casts
@@ -169,6 +174,23 @@ class SessionQuantizer(AskingQuantizer):
             same = columnwise is rowwise
             result.columnwise_gemm_tensor = result.rowwise_gemm_tensor if same else self._as_operand(columnwise)
         return result
+
+    def update_quantized(self, src: Any, dst: Any, *, noop_flag: Any = None) -> Any:
+        self._feed_amax(src)
+        return super().update_quantized(src, dst, noop_flag=noop_flag)
+
+    def _feed_amax(self, tensor: Any) -> None:
+        """Let a history of amaxes get that of a tensor which features keep from the recipe's quantizer.
+
+        The scale of delayed scaling follows from the history, and is to fit when the features act no more.
+        """
+        plans = self.rowwise_tensor_plan, self.columnwise_tensor_plan
+        parent = self.parent_quantizer
+        if debug_quantization.STANDARD_QUANTIZE in plans or not isinstance(parent, Float8Quantizer):
+            return
+        if tensor.numel() and not is_quantized(tensor):
+            parent.set_usage(rowwise=True, columnwise=False)
+            parent(tensor)  # as in a step without features, with its rounding and its treatment of inf and nan
 
     def _as_operand(self, tensor: Any) -> Any:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -28,6 +28,8 @@ from te_precision_callbacks.base.errors import (
     TransformerEngineUnavailableError,
 )
 from te_precision_callbacks.base.threads import within
+from te_precision_callbacks.config.checking import ReadOptions
+from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.instrumentation.event_log import FORMAT, EventLog
 from te_precision_callbacks.instrumentation.stray_calls import StrayCalls
@@ -387,13 +389,14 @@ class Inspector:
         return own and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
 
     def that_change_precision(self, features: NamespacedFeatures) -> tuple[str, ...]:
-        """The names of the features of a layer that can change what a GEMM gets."""
+        """The names of the features of a layer that can change what a GEMM gets, each with its steps if these are not
+        all."""
         from nvdlfw_inspect.registry import Registry
 
         return tuple(
-            name
+            f"{name}{_steps_of(options)}"
             for namespace, named in features.items()
-            for name in named
+            for name, options in named.items()
             if any(
                 hasattr(Registry.data[namespace].features[name], method)
                 for method in ("fp8_gemm_enabled", "modify_tensor_enabled")
@@ -493,6 +496,12 @@ class Inspector:
             self._snapshot = None
             with contextlib.suppress(ObservationError):  # with strict=True; the session has ended
                 self.report_events()
+
+
+def _steps_of(options: Mapping[str, Any]) -> str:
+    """The steps in which a feature changes precision, in brackets; empty if these are all."""
+    effect = options.schema.effect() if isinstance(options, ReadOptions) else Effect()
+    return f" ({effect.steps_in_words()})" if effect.schedules else ""
 
 
 def reset_schedule(module: torch.nn.Module) -> None:

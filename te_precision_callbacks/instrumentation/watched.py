@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from te_precision_callbacks.instrumentation.resting import RestingLayers
 from te_precision_callbacks.instrumentation.upstream import reset_schedule
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.statistics.schedule import Schedule
 
 
 class WatchedModules:
@@ -36,7 +37,8 @@ class WatchedModules:
         modules: id -> module.
         layers: id of a module -> the names of its layers.
         names: id of a module -> its name.
-        fused: the ids of modules that are observed on their fused path.
+        fused: the ids of modules that are observed on their fused path -> the steps in which features change their
+            precision, and they take the debug path.
         armed: id -> module.
         resting: follows the modules at rest.
     """
@@ -51,7 +53,7 @@ class WatchedModules:
         self.modules: dict[int, torch.nn.Module] = {}
         self.layers: dict[int, tuple[str, ...]] = {}
         self.names: dict[int, str] = {}
-        self.fused: frozenset[int] = frozenset()
+        self.fused: dict[int, tuple[Schedule, ...]] = {}
         self.armed: dict[int, torch.nn.Module] = {}
         self.resting = RestingLayers(classify, audit, self.ask_again)
         self._answer = answer
@@ -59,16 +61,28 @@ class WatchedModules:
         self._refused: set[int] = set()
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
 
-    def watch(self, modules: Sequence[NamedModule], refused: Iterable[int], fused: Collection[int]) -> None:
+    def watch(
+        self, modules: Sequence[NamedModule], refused: Iterable[int], fused: Mapping[int, tuple[Schedule, ...]]
+    ) -> None:
         """Set the modules, of which none is armed yet, after :meth:`release`; as :meth:`ForwardHooks.watch`."""
         self.modules = {id(named.module): named.module for named in modules}
         self.layers = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
         self.names = {id(named.module): named.name for named in modules}
-        self.fused = frozenset(fused)
+        self.fused = dict(fused)
         self._refused = set(refused).intersection(self.modules)
         self.resting.watch(self.modules, self.layers, self._refused)
         for key in self._refused:
             self.leave_alone(self.modules[key])
+
+    def is_on_fused_path(self, module: torch.nn.Module, iteration: int) -> bool:
+        """Whether a module is observed on its fused path in an iteration."""
+        changed = self.fused.get(id(module))
+        return changed is not None and not any(schedule.at(iteration)[0] for schedule in changed)
+
+    def next_change(self, module: torch.nn.Module, iteration: int) -> int | None:
+        """The next iteration in which a module on its fused path leaves it, since a feature changes its precision."""
+        upcoming = (schedule.at(iteration)[1] for schedule in self.fused[id(module)])
+        return min((step for step in upcoming if step is not None), default=None)
 
     def release(self) -> None:
         """Let all modules run as without a session, and watch none."""
@@ -115,7 +129,7 @@ class WatchedModules:
     def leave_alone(self, module: torch.nn.Module) -> None:
         """Let a module run as in a process without debugging."""
         self._refused.add(id(module))
-        self.fused -= {id(module)}
+        self.fused.pop(id(module), None)
         self.armed.pop(id(module), None)
         module.__dict__["is_debug_iter"] = _never(module)
 

@@ -38,6 +38,7 @@ from te_precision_callbacks.session.model_changes import ModelChanges
 from te_precision_callbacks.session.named_layers import NamedLayers
 from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.sinks.step_records import LayerInfo
+from te_precision_callbacks.statistics.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +56,13 @@ class _Planned(NamedTuple):
     Attributes:
         plan: the features of each layer, without refused layers.
         sections: the features of all sections.
-        fused: the ids of the modules that are observed on their fused path.
+        fused: the modules that are observed on their fused path, as of :func:`choose`.
         not_fused: the other modules with features -> why not.
     """
 
     plan: Plan
     sections: list[NamespacedFeatures]
-    fused: frozenset[int]
+    fused: Mapping[int, tuple[Schedule, ...]]
     not_fused: Mapping[str, NotFused]
 
 
@@ -167,14 +168,16 @@ class ObservedModel:
         effects = {section.name: tuple(section.effects.values()) for section in config.enabled_sections}
         own_plan = replace(plan, layers=tuple(planned[layer] for layer in self.layers.own if layer in planned))
         fused, not_fused = choose(self._options.observe, modules, own_plan, self._inspector.only_looks)
-        own_plan = self._refused.leave(own_plan, model, modules, effects, fused)
+        stay = [key for key, changed in fused.items() if not changed]
+        own_plan = self._refused.leave(own_plan, model, modules, effects, stay)
         refused = self._refused.modules
         left = {named.name for named in modules if id(named.module) in refused}
         not_fused = {name: why for name, why in not_fused.items() if name not in left}
         for text, what in ((alike_in_words(self.layers.of_all), "alike"), (plan.otherwise_upstream, "upstream")):
             if text and own_rank() == 0 and self._notices.first(what):
                 logger.warning("%s", text)
-        return _Planned(own_plan, sections, fused.difference(refused), not_fused)
+        fused = {key: changed for key, changed in fused.items() if key not in refused}
+        return _Planned(own_plan, sections, fused, not_fused)
 
     def _observe(self, planned: _Planned) -> None:
         """Name and watch this rank's modules; without a collective."""

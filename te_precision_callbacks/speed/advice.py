@@ -37,7 +37,7 @@ _REMEDY: Mapping[Reason, str] = {
     Reason.NOT_CONVERTED: "let the trainer's conversion take {layers}",
     Reason.NO_AUTOCAST: "run {layers} inside of te.autocast",
     Reason.RECOMPUTED: "recompute {layers} inside of te.autocast: use te.checkpoint",
-    Reason.SECTION: "let {layers} run in low precision again: a section of the config keeps them in high precision",
+    Reason.SECTION: "let {layers} run in low precision again: kept in high precision by {by}",
     Reason.BACKWARD_OVERRIDE: "leave out backward_override, which keeps the backward of {layers} in high precision",
     Reason.ENVIRONMENT: "unset the environment variable that keeps {layers} in high precision",
     Reason.SHAPE: "give {layers} sizes that the recipe takes",
@@ -179,7 +179,10 @@ class _Advisor:
                 continue
             whole = total(better, self._device)
             names = list(dict.fromkeys(one.layer for one in better))
-            text = _REMEDY[reason].format(layers=in_sentence(*names, most=3))
+            refs = dict.fromkeys(filter(None, (product.reason_ref for product in products if product.layer in names)))
+            text = _REMEDY[reason].format(
+                layers=in_sentence(*names, most=3), by=" and ".join(refs) or "a section of the config"
+            )
             low, high = whole.interval
             yield Advice(
                 text + self._sizes([product for product in products if product.layer in names]),

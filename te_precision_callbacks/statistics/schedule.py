@@ -92,6 +92,9 @@ class Schedule:
         return f"steps {' and '.join(parts)}{multiples}{early}" if parts != ["0 on"] or multiples else "every step"
 
 
+EVERY_STEP = Schedule()
+
+
 @functools.lru_cache(maxsize=4)
 def fingerprint(schedules: frozenset[Schedule]) -> int:
     """A hash below 2**52, the same in every process for the same schedules."""

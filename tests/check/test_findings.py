@@ -254,6 +254,26 @@ def test_which_features_act_when() -> None:
     }
 
 
+def test_features_that_act_in_a_span_are_planned_apart() -> None:
+    """A layer that is high in a span alone counts as low, and the contract is judged in both."""
+    config = {
+        "u": feature("DisableFP8GEMM", ["0"], gemms=["fprop"], start_step=85),
+        "v": feature("DisableFP8Layer", ["1"], start_end_list=[[0, 9], [85, -1]]),
+    }
+    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    checked = check(model, config, require="fp8 >= 50%")
+    assert checked.coverage.share("fp8") == 1
+    assert {steps: round(found.share("fp8"), 3) for steps, found in checked.spans.items()} == {
+        "steps 0 to 9": 0.5,
+        "steps 85 on": round(2 / 6, 3),
+    }
+    assert [finding.text for finding in checked.findings] == ["In steps 85 on: fp8 >= 50%: it is 33.3 %."]
+    assert {layer: list(map(str, features)) for layer, features in checked.features.items()} == {
+        "0": ["u: DisableFP8GEMM of fprop, steps 85 on"],
+        "1": ["v: DisableFP8Layer of fprop, dgrad, wgrad, steps 0 to 9 and 85 on"],
+    }
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

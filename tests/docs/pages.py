@@ -37,6 +37,8 @@ RUN_BY = {
     ("docs/comparing.md", "bash", ""): "tests/compare/test_page.py",
     ("docs/coverage.md", "python", ""): "tests/docs/test_coverage_page.py",
     ("docs/coverage.md", "yaml", ""): "tests/docs/test_coverage_page.py",
+    ("docs/replay.md", "bash", ""): "tests/replay/test_page.py",
+    ("docs/replay.md", "yaml", ""): "tests/replay/test_page.py",
     ("docs/custom-features.md", "python", ""): "tests/features/test_custom_features_page.py",
     ("docs/custom-features.md", "yaml", ""): "tests/features/test_custom_features_page.py",
     ("docs/dumps.md", "python", ""): "tests/dumps/test_page.py",

@@ -74,10 +74,14 @@ def test_a_loss_that_diverges(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_layer_in_high_precision(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = "docs/high-precision.md"
     models, script = blocks(page, "python")
-    (config,) = blocks(page, "yaml")
-    Path("config.yaml").write_text(config)
+    config, at_the_end = blocks(page, "yaml")
+    Path("config.yaml").write_text(at_the_end)
     Path("my_models.py").write_text(models)
     (check,) = blocks(page, "bash")
+    code, printed = command(check)
+    assert code == 0
+    is_shown(page, printed, 3)
+    Path("config.yaml").write_text(config)
     code, printed = command(check)
     assert code == 0
     is_shown(page, printed)

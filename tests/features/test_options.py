@@ -96,7 +96,7 @@ def test_options_are_read_once_for_an_entry_of_the_config(tmp_path: Path) -> Non
         nets = torch.nn.Sequential(linear(), te.Linear(32, 32, name="linear_2"))
         train(nets, 3)
         assert sorted(call.args[1] for call in read.call_args_list) == sorted(READ)
-        assert scheduled.call_count == 3
+        assert scheduled.call_count == 4
     assert logged.iterations("linear_activation_max") == logged.iterations("linear_2_activation_max") == [0, 2]
     assert logged.iterations("linear_2_weight_min") == [0, 1, 2]
 

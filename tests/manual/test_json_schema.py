@@ -75,6 +75,7 @@ BEYOND = (
     r"can never act",
     r"would write nothing",
     r"a second time; put all keys",
+    r"they contradict each other",
     r"must be a number of bytes up to 2\^63",
 )
 """What takes more than one key to find, or a number in a text."""

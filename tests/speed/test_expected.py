@@ -250,6 +250,16 @@ def test_without_types_the_rest_is_unknown() -> None:
     assert "communication" not in [part.name for part in one_rank.unknown]
 
 
+def test_advice_names_the_section_and_its_steps() -> None:
+    ref = "DisableFP8GEMM in config.yaml, line 8 (section 'tail'), steps 85000 on"
+    products = [
+        *(replace(one, reason_ref=ref) for one in layer("fc1", 8192, (4096, 4096), low=())),
+        *layer("fc2", 8192, (4096, 4096)),
+    ]
+    found = [one.text for one in advise(Step(Coverage(products), ""), H200, recipe=CURRENT)]
+    assert f"let fc1 run in low precision again: kept in high precision by {ref}" in found
+
+
 def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
     products = [
         *layer("big", 8192, (8192, 8192), calls=2),

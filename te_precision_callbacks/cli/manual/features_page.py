@@ -112,11 +112,13 @@ executed when a session starts; with folders, an unknown name is refused at that
   item of a tensor takes precedence over that of a GEMM.
 - Tensors: `fprop` multiplies `activation` and `weight` to `output`; `dgrad` multiplies `gradient` and `weight` to
   `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
-- If a feature has schedules, a tensor may be in several items of `tensors_struct`, and all of them act. If a feature
-  has GEMMs, a GEMM may be in one item only, and a tensor in one item of that GEMM only.
+- A feature that looks at tensors may have a tensor in several items of `tensors_struct`, and all of them act. If a
+  feature has GEMMs, a GEMM may be in one item only, and a tensor in one item of that GEMM only.
 - A GEMM multiplies two quantized tensors, or two in high precision. A feature that quantizes a tensor of a GEMM
   (PerTensorScaling) and a feature that runs the GEMM in high precision (the Disable features, FakeQuant) therefore
-  exclude each other, in one section or in two sections that select the same layer.
+  exclude each other in steps that both act in, in one section or in two sections that select the same layer.
+- `start_step`, `end_step` and `start_end_list` of a feature that changes precision are this project's own keys:
+  Transformer Engine's features of these names act in every step.
 - Your own features, registered by folder or class, may have any keys: these are not checked.
 """
 

@@ -160,10 +160,14 @@ _CHOSEN_BY: Mapping[str, type[BaseModel]] = {"tensors": ObservingFeature, "gemms
 
 
 def _choice(model: type[BaseModel], key: str) -> JsonSchema:
-    both = [key, f"{key}_struct"]
-    if issubclass(model, _CHOSEN_BY[key]):
-        return {"oneOf": [{"required": [one]} for one in both]}
-    return {"not": {"required": both}}
+    chosen = [name for name, kind in _CHOSEN_BY.items() if issubclass(model, kind)]
+    if chosen == [key]:
+        return {"oneOf": [{"required": [one]} for one in (key, f"{key}_struct")]}
+    not_both: JsonSchema = {"not": {"required": [key, f"{key}_struct"]}}
+    if key not in chosen:
+        return not_both
+    either = [{"required": [f"{name}{suffix}"]} for name in chosen for suffix in ("", "_struct")]
+    return {**not_both, "anyOf": either}
 
 
 def _unless_off(read: JsonSchema) -> JsonSchema:

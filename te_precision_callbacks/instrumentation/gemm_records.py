@@ -1,0 +1,157 @@
+"""Records the whole GEMMs that DumpTensors has chosen: a listener of the tap.
+
+An operand in high precision is recorded if it exists when the GEMM runs: both of fprop, both of dgrad, and the gradient
+of wgrad, whose activation is gone by then.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.base.vocabulary import RESULT, GemmName
+from te_precision_callbacks.coverage.gemm_events import GemmEvent, GemmOperand
+from te_precision_callbacks.dumps.contents import Dump, record_of
+from te_precision_callbacks.dumps.header import Gemm, Operand, Plain
+from te_precision_callbacks.dumps.wanted import Wanted
+from te_precision_callbacks.engine.gemm_operands import GemmOperands
+from te_precision_callbacks.instrumentation.gemm_errors import added, result_of, why_not_seen
+from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.layers.watched import Watched
+
+logger = logging.getLogger(__name__)
+
+_BEFORE = "recorded before"
+
+
+class GemmRecords:
+    """See the module's description.
+
+    Args:
+        operands: has operands in high precision.
+        report: receives failures.
+    """
+
+    def __init__(self, operands: GemmOperands, report: Callable[[str, str, Exception], None]) -> None:
+        self._operands = operands
+        self._report = report
+        self._notices = Notices()
+        self._wanted: dict[str, Mapping[str, Wanted]] = {}
+        self._api: Any = None
+
+    def watch(self, modules: Sequence[NamedModule]) -> None:
+        """Set the modules whose GEMMs there are."""
+        self._wanted = {layer.name: {} for named in modules for layer in named.layers}
+        self._api = None
+
+    def _due(self, layer: str, gemm: str) -> tuple[Wanted, int] | None:
+        """The options of a GEMM that is recorded, and the iteration."""
+        import nvdlfw_inspect.api as debug_api
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        if layer not in self._wanted:
+            return None
+        if self._api is not debug_api.transformer_engine:
+            self._api = debug_api.transformer_engine
+            self._wanted = {each: _wanted_of(self._api, each) for each in self._wanted}
+        wanted = self._wanted[layer].get(gemm)
+        iteration = int(TEDebugState.get_iteration())
+        return None if wanted is None or not wanted.schedule.at(iteration)[0] else (wanted, iteration)
+
+    def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> None:
+        """Keep a copy of what a GEMM is about to add to."""
+        if isinstance(out, torch.Tensor) and not is_capturing() and self._due(layer, gemm) is not None:
+            kept[_BEFORE, layer, gemm] = out.detach().clone()
+
+    def __call__(self, event: GemmEvent) -> None:
+        """Record a GEMM that has run."""
+        before = event.kept.pop((_BEFORE, event.layer, event.gemm), None)
+        if event.kind is not ForwardKind.OBSERVED:
+            return
+        try:
+            due = self._due(event.layer, event.gemm)
+            if due is not None:
+                self._record(event, before, *due)
+        except ObservationError:
+            raise
+        except Exception as error:
+            self._report("recording the GEMM of", f"{event.layer} {event.gemm}", error)
+
+    def _record(self, event: GemmEvent, before: torch.Tensor | None, wanted: Wanted, iteration: int) -> None:
+        reason = why_not_seen(event) or (
+            "what it adds to was not seen" if event.arguments.get("accumulate") and before is None else ""
+        )
+        if reason:
+            if self._notices.first(reason):
+                logger.warning(
+                    "DumpTensors: the GEMM %s of %s is not written: %s. Further GEMMs are not named.",
+                    event.gemm,
+                    event.layer,
+                    reason,
+                )
+            return
+        result = RESULT[event.gemm]
+        seen = Watched(event.layer, result, iteration, result_of(event))
+        record = functools.partial(self._described, event, before, iteration)
+        collected = functools.partial(self._api.collected, event.layer, result)
+        self._api.observation.recorder.note(seen, wanted, collected, record)
+
+    def _described(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
+        out = result_of(event)
+        n, m, k = event.sizes
+        more = added(event)
+        on_gpu = out.device.type == "cuda"
+        gemm = Gemm(
+            gemm=event.gemm,
+            result=RESULT[event.gemm],
+            order=event.order,
+            layout=event.arguments["layout"],
+            n=n,
+            m=m,
+            k=k,
+            a=Operand(event.a.tensor, event.a.columnwise),
+            b=Operand(event.b.tensor, event.b.columnwise),
+            out=Plain((), ""),
+            expert=event.expert,
+            alpha=float(event.arguments.get("alpha", 1.0)),
+            beta=more["beta"],
+            split_accumulator=bool(event.arguments.get("use_split_accumulator", False)),
+            device=torch.cuda.get_device_name(out.device) if on_gpu else out.device.type,
+            capability=torch.cuda.get_device_capability(out.device) if on_gpu else None,
+        )
+        operands = {"a": (event.a.data, self._high(event, event.a)), "b": (event.b.data, self._high(event, event.b))}
+        return record_of(
+            gemm,
+            operands,
+            out,
+            before=before,
+            bias=more["bias"],
+            layer=event.layer,
+            iteration=iteration,
+            micro_batch=micro_batch,
+            rank=own_rank(),
+            recipe=event.recipe,
+        )
+
+    def _high(self, event: GemmEvent, operand: GemmOperand) -> torch.Tensor | None:
+        """An operand in high precision, if it exists and was not gathered after its quantization."""
+        high = operand.high if operand.high is not None else self._operands.get(event.layer, operand.tensor)
+        n, m, k = event.sizes
+        rows = m if operand is event.a else n
+        return None if high is None or is_quantized(high) or high.numel() != rows * k else high.detach()
+
+
+def _wanted_of(api: Any, layer: str) -> dict[str, Wanted]:
+    """GEMM of a layer -> the options of DumpTensors for it."""
+    watchers = (watcher for tensor in ("activation", "weight", "gradient") for watcher in api.watchers(layer, tensor))
+    return {one.options.gemm: one.options for one in watchers if isinstance(one.options, Wanted) and one.options.gemm}

@@ -1,0 +1,160 @@
+"""``te-precision replay``: whether the format, the quantizer or the kernel made the error of a recorded GEMM.
+
+Usage::
+
+    te-precision replay logs/tensor_dumps
+    te-precision replay fc1.fprop_gemm.safetensors --repro repro.py
+    te-precision replay logs/tensor_dumps --json
+
+The exit code is 0 if nothing is wrong, 1 with a fault, 2 for wrong use; 3 if nothing could be judged, or if a record
+cannot be read and nothing is wrong in the rest. ``--json`` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.terminal import Json
+
+if TYPE_CHECKING:
+    import torch
+
+    from te_precision_callbacks.replay.folder import ReplayedFolder
+    from te_precision_callbacks.replay.gemm import Replayed
+
+FOUND, NOT_JUDGED = 1, 3
+"""Exit codes."""
+
+_INDENT, _MOST_ROWS, _MOST_FILES = 2, 5, 20
+_SHADES = ((1.0, "."), (3.0, "o"), (10.0, "O"))
+_WORST = "#"
+_LEGEND = ". rounding   o beyond it   O beyond 3 times   # beyond 10 times"
+
+
+def replay_command(
+    path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="A record of a GEMM, or a folder with records.")],
+    *,
+    repro: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.py",
+            help="Write a script that shows the fault with torch alone, and the record beside it, for a bug report. Of"
+            " a folder: of the first GEMM with a fault.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether the format, the quantizer or the kernel made the error of recorded GEMMs."""
+    from te_precision_callbacks.replay.folder import ReplayedFolder, replay_file, replay_folder
+    from te_precision_callbacks.replay.repro import write_repro
+
+    found = replay_folder(path) if path.is_dir() else ReplayedFolder({path: replay_file(path)}, {})
+    first = found.first_bad
+    if as_json:
+        terminal.show_json(_as_json(found))
+    else:
+        _show(found)
+    if repro is not None:
+        shown = first or next(iter(found.records.items()), None)
+        if shown is not None:
+            made = write_repro(repro, *shown)
+            terminal.show_text(f"Wrote {made} and {made.with_suffix('.safetensors')}.", err=as_json)
+    if first is not None:
+        raise typer.Exit(FOUND)
+    if found.unread or not any(_is_judged(each) for each in found.records.values()):
+        raise typer.Exit(NOT_JUDGED)
+
+
+def _is_judged(replayed: Replayed) -> bool:
+    return replayed.gain is not None
+
+
+def _show(found: ReplayedFolder) -> None:
+    bad = {path: each for path, each in found.records.items() if each.faults}
+    if len(found.records) != 1:
+        terminal.show_text(f"{many(len(found.records), 'recorded GEMM')}, {len(bad)} with a fault.")
+    for path, why in list(found.unread.items())[:_MOST_FILES]:
+        terminal.show_text(f"Not read: {path}: {why}")
+    chosen = found.first_bad or next(iter(found.records.items()), None)
+    if chosen is None:
+        return
+    path, first = chosen
+    if bad and len(found.records) > 1:
+        terminal.show_text(f"The first, in the order of execution: {path}")
+    terminal.show_text(first.verdict)
+    for fault in first.faults[1:]:
+        terminal.show_text(f"{fault.cause}: {fault.text}", _INDENT)
+    for text in first.not_judged if first.faults else ():
+        terminal.show_text(f"Not judged: {text}", _INDENT)
+    lanes = terminal.table("lane", "differs from the next by", "of the norm")
+    for lane in first.lanes:
+        error = (
+            "" if not lane.difference else "not in the record" if lane.error is None else f"{100 * lane.error:.3g} %"
+        )
+        lanes.add_row(lane.name, lane.difference, error)
+    terminal.show(lanes)
+    if any(fault.cause == "kernel" for fault in first.faults):
+        terminal.show(_worst(first))
+        terminal.show_as_it_is(picture(first.tiles, first.gemm.n, first.gemm.m), _INDENT)
+    others = [path for path in bad if path != chosen[0]]
+    for path in others[:_MOST_FILES]:
+        terminal.show_text(bad[path].verdict)
+    if others[_MOST_FILES:]:
+        terminal.show_text(f"and {len(others) - _MOST_FILES} more, which --json has.")
+
+
+def _worst(found: Replayed) -> Any:
+    table = terminal.table("worst rows", "of the tolerance", "worst columns", "of the tolerance ")
+    rows, columns = (_largest(ratios) for ratios in (found.rows, found.columns))
+    for row, column in zip(rows, columns, strict=False):
+        table.add_row(str(row[0]), f"{row[1]:.3g}", str(column[0]), f"{column[1]:.3g}")
+    return table
+
+
+def _largest(ratios: torch.Tensor) -> list[tuple[int, float]]:
+    order = ratios.argsort(descending=True, stable=True)[:_MOST_ROWS].tolist()
+    return [(place, float(ratios[place])) for place in order]
+
+
+def picture(tiles: torch.Tensor, n: int, m: int) -> str:
+    """The result as tiles, a character for the largest error in each, over its tolerance."""
+    shades = (
+        "".join(next((mark for most, mark in _SHADES if ratio <= most), _WORST) for ratio in row)
+        for row in tiles.tolist()
+    )
+    return "\n".join([f"{n} rows x {m} columns of the result; {_LEGEND}", *shades])
+
+
+def _as_json(found: ReplayedFolder) -> dict[str, Any]:
+    first = found.first_bad
+    return {
+        "first_bad": None if first is None else str(first[0]),
+        "records": [
+            {
+                "path": str(path),
+                "layer": each.header.layer,
+                "gemm": each.gemm.gemm,
+                "expert": each.gemm.expert,
+                "iteration": each.header.iteration,
+                "micro_batch": each.header.micro_batch,
+                "rank": each.header.rank,
+                "order": each.gemm.order,
+                "recipe": each.header.recipe,
+                "device": each.gemm.device,
+                "verdict": each.verdict,
+                "faults": each.faults,
+                "not_judged": each.not_judged,
+                "gain": each.gain,
+                "lanes": each.lanes,
+                "worst_rows": _largest(each.rows),
+                "worst_columns": _largest(each.columns),
+            }
+            for path, each in found.records.items()
+        ],
+        "unread": {str(path): why for path, why in found.unread.items()},
+    }

@@ -1,0 +1,55 @@
+"""Writes a script that shows the fault of a recorded GEMM with torch and safetensors alone.
+
+write_repro(Path("repro.py"), record, replayed)     # repro.py and repro.safetensors
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import shutil
+from pathlib import Path
+
+from te_precision_callbacks.dumps.errors import DumpError
+from te_precision_callbacks.replay.gemm import Replayed
+
+_HEADING = '''"""{verdict}
+
+Recorded on {device} with {versions}.
+Run it beside {data}: python {script}
+It needs torch and safetensors, and no GPU. The exit code is 1 if the fault is there.
+"""
+'''
+
+
+def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
+    """Write a script, and a copy of the record beside it.
+
+    Args:
+        script: the script; its ending becomes ``.py``.
+        record: the file of the record.
+        replayed: what was found in it.
+
+    Returns:
+        The script.
+
+    Raises:
+        DumpError: a file cannot be written.
+    """
+    script = script.with_suffix(".py")
+    data = script.with_suffix(".safetensors")
+    body = (importlib.resources.files("te_precision_callbacks.replay") / "shown.py").read_text()
+    heading = _HEADING.format(
+        verdict=replayed.verdict.replace("\\", "/").replace('"', "'"),
+        device=replayed.gemm.device,
+        versions=", ".join(f"{name} {version}" for name, version in replayed.header.versions.items()),
+        data=data.name,
+        script=script.name,
+    )
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(heading + body[body.index('"""', 3) + 4 :])
+        if not data.exists() or not data.samefile(record):
+            shutil.copyfile(record, data)
+    except OSError as error:
+        raise DumpError(f"{script}: cannot be written: {error.strerror or error}.") from error
+    return script

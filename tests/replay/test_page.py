@@ -1,0 +1,50 @@
+"""docs/replay.md: its config records, and its commands print what the page says."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+import yaml
+from transformer_engine.common.recipe import Float8CurrentScaling
+from typer.testing import CliRunner
+
+from te_precision_callbacks.cli import app
+from te_precision_callbacks.session import InspectSession
+from tests.capability import any_capability
+from tests.docs.pages import blocks
+from tests.replay import faults
+
+PAGE = "docs/replay.md"
+
+
+@pytest.fixture(autouse=True)
+def any_gpu() -> Iterator[None]:
+    with any_capability():
+        yield
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"fc2": te.Linear(64, 128, params_dtype=torch.bfloat16)})
+    config, with_condition = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    with faults.kernel(faults.KERNEL["rows swapped"][0]):
+        for sections, folder in ((config, "run"), (with_condition, "run2")):
+            with InspectSession(sections, model=model, log_dir=folder) as session:
+                with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+                    out = model["fc2"](torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True))
+                out.float().square().sum().backward()
+                session.step()
+    assert [path.name for path in Path("run2").rglob("*_gemm.safetensors")] == ["fc2.fprop_gemm.safetensors"]
+    (printed,) = blocks(PAGE, "text")
+    for block in blocks(PAGE, "bash"):
+        (line,) = block.strip().splitlines()
+        result = CliRunner().invoke(app, shlex.split(line)[1:], env={"COLUMNS": "200"})
+        assert result.exit_code == 1
+        assert result.output.startswith(printed)
+    assert {path.name for path in Path("bug").iterdir()} == {"repro.py", "repro.safetensors"}

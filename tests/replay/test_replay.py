@@ -1,0 +1,92 @@
+"""Replay: right on records of every format, healthy and with each planted fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_precision_callbacks.dumps import load
+from te_precision_callbacks.replay import replay_file, replay_folder
+from tests.capability import any_capability
+from tests.dumps.gemms import RECIPES, train
+from tests.replay import faults
+
+FLOORS = {"nvfp4": (0.08, 0.3), "nvfp4 without": (0.08, 0.3)}
+"""The format's share of the error; 0.02 to 0.08 for FP8 (E4M3 3.7 %, E5M2 times E4M3 5 %)."""
+
+
+@pytest.fixture(autouse=True)
+def any_gpu() -> Iterator[None]:
+    with any_capability():
+        yield
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_healthy(tmp_path: Path, name: str, accumulates: bool) -> None:
+    files = train(tmp_path, name, accumulates=accumulates)
+    folder = replay_folder(tmp_path)
+    assert (list(folder.records), folder.unread, folder.first_bad) == (files, {}, None)
+    for found in folder.records.values():
+        lanes = {lane.name: lane.error for lane in found.lanes}
+        assert found.faults == ()
+        assert lanes["accumulator"] is not None
+        assert lanes["accumulator"] < 0.004
+        assert found.gain == pytest.approx(1, abs=1e-2)
+        if found.gemm.gemm == "wgrad":
+            assert lanes["original"] is None
+            assert "the quantizer of activation" in found.verdict
+        elif name != "delayed":  # whose first scale is 1
+            low, high = FLOORS.get(name, (0.02, 0.08))
+            assert lanes["original"] is not None
+            assert low < lanes["original"] < high
+            if name != "nvfp4":  # which rounds the gradient stochastically
+                assert lanes["own quantizer"] is not None
+                assert lanes["own quantizer"] < 1e-3
+
+
+@pytest.mark.parametrize("fault", faults.KERNEL)
+@pytest.mark.parametrize("name", RECIPES)
+def test_faults_of_a_kernel(tmp_path: Path, name: str, fault: str) -> None:
+    damage, told = faults.KERNEL[fault]
+    with faults.kernel(damage):
+        train(tmp_path, name)
+    found = replay_folder(tmp_path)
+    assert len(found.records) == 3
+    for replayed in found.records.values():
+        assert [fault.cause for fault in replayed.faults] == ["kernel"]
+        assert told in replayed.verdict
+
+
+@pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4", "nvfp4 without"])
+def test_scales_in_a_wrong_order(tmp_path: Path, name: str) -> None:
+    with faults.swizzled_wrongly():
+        train(tmp_path, name, uneven=True, gemms=["fprop", "dgrad"])
+    for replayed in replay_folder(tmp_path).records.values():
+        assert [fault.cause for fault in replayed.faults] == ["kernel"]
+
+
+@pytest.mark.parametrize("fault", faults.QUANTIZER)
+@pytest.mark.parametrize("name", RECIPES)
+def test_faults_of_a_quantizer(tmp_path: Path, name: str, fault: str) -> None:
+    with faults.quantizer(faults.QUANTIZER[fault]):
+        (file,) = train(tmp_path, name, gemms="fprop")
+    found = replay_file(file)
+    assert {(fault.cause, fault.operand) for fault in found.faults} == {
+        ("quantizer", "activation"),
+        ("quantizer", "weight"),
+    }
+
+
+def test_a_first_bad_gemm_in_the_order_of_execution(tmp_path: Path) -> None:
+    with faults.kernel(lambda out: out.mul_(0.5)):
+        (_, dgrad, wgrad) = train(tmp_path, "current", steps=2)
+    folder = replay_folder(tmp_path)
+    first = folder.first_bad
+    assert first is not None
+    assert (first[1].header.iteration, first[1].gemm.gemm) == (0, "fprop")
+    assert list(folder.records)[-2:] == [dgrad, wgrad]
+    assert torch.equal(load(dgrad).tensors["out"], load(dgrad).tensors["out"])
