@@ -79,8 +79,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    gc.callbacks.remove(collections)
-    gc.unfreeze()
+    if collections in gc.callbacks:  # who only hands tests to workers collects none
+        gc.callbacks.remove(collections)
+        gc.unfreeze()
 
 
 class Keeper:
