@@ -34,6 +34,8 @@ class GemmOperand(NamedTuple):
         columnwise: whether the GEMM reads columnwise data.
         high: the tensor before its quantization, where the path has it and a listener has asked for it.
         first: whether no GEMM of the same forward, or of its backward, has read the tensor before.
+        recomputed: whether ``high`` was computed once more, since a fused kernel had quantized it: maybe from values
+            that were never rounded to its type, so its codes need not be those of ``high``.
     """
 
     tensor: OperandName
@@ -41,6 +43,7 @@ class GemmOperand(NamedTuple):
     columnwise: bool
     high: torch.Tensor | None = None
     first: bool = True
+    recomputed: bool = False
 
     @property
     def on_debug_path(self) -> bool:

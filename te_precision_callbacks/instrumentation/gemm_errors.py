@@ -356,10 +356,11 @@ def _rotated(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> torch.Ten
 
 
 def _codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor | None:
-    """The columns of a check of an operand's codes; None if it has none of this direction."""
+    """The columns of a check of an operand's codes; None if it has none of this direction, or what they were made from
+    was computed once more."""
     data = operand.data
     quantizer = getattr(data, "_quantizer", None)
-    if quantizer is None or not is_quantized(data):
+    if quantizer is None or not is_quantized(data) or operand.recomputed:
         return None
     try:
         part = factor_of(data, columnwise=operand.columnwise).memory

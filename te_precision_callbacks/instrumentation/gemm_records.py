@@ -144,7 +144,9 @@ class GemmRecords:
         )
 
     def _high(self, event: GemmEvent, operand: GemmOperand) -> torch.Tensor | None:
-        """An operand in high precision, if it exists and was not gathered after its quantization."""
+        """An operand in high precision, if it exists as it was quantized, and was not gathered after that."""
+        if operand.recomputed:
+            return None
         high = operand.high if operand.high is not None else self._operands.get(event.layer, operand.tensor)
         n, m, k = event.sizes
         rows = m if operand is event.a else n

@@ -31,10 +31,24 @@ class Forward:
         wanted: (number of the layer, tensor) of the tensors that are looked at before their quantization.
         high: (number of the layer, tensor) -> the tensor before its quantization, of the forward or backward that runs;
             None where nobody wants any.
+        recomputed: the keys of what was computed once more, which a fused kernel has quantized.
         kept: what listeners keep of the forward until its backward has run.
     """
 
-    __slots__ = ("_halves", "_read", "events", "half", "high", "is_heard", "kept", "kind", "layers", "recipe", "wanted")
+    __slots__ = (
+        "_halves",
+        "_read",
+        "events",
+        "half",
+        "high",
+        "is_heard",
+        "kept",
+        "kind",
+        "layers",
+        "recipe",
+        "recomputed",
+        "wanted",
+    )
 
     def __init__(
         self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool, is_heard: bool = True
@@ -46,6 +60,7 @@ class Forward:
         self.recipe = recipe
         self.wanted: Collection[tuple[int, str]] = ()
         self.high: dict[tuple[int, str], Any] | None = None
+        self.recomputed: set[tuple[int, str]] = set()
         self.kept: dict[Any, Any] = {}
         self._halves = halves
         self.half = 0
@@ -61,7 +76,7 @@ class Forward:
         first = key not in self._read
         self._read.add(key)
         high = None if self.high is None else self.high.pop(key, None)  # nobody looks at it a second time
-        return GemmOperand(tensor, given, columnwise, high, first)
+        return GemmOperand(tensor, given, columnwise, high, first, key in self.recomputed)
 
     def next_number_of(self, gemm: str) -> int:
         """What :meth:`number_of` is going to give; nothing changes."""

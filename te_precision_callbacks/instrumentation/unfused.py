@@ -39,12 +39,11 @@ class UnfusedTensors:
         def apply_normalization(*arguments: Any) -> Any:
             result = upstream(*arguments)
 
-            def alone() -> Any:
-                if arguments[_QUANTIZER_OF_NORM] is None:
-                    return result[0]
-                return upstream(*arguments[:_QUANTIZER_OF_NORM], None, *arguments[_QUANTIZER_OF_NORM + 1 :])[0]
-
-            self._note(0, "activation", alone)
+            if arguments[_QUANTIZER_OF_NORM] is None:
+                self._note(0, "activation", result[0])
+            else:
+                unquantized = *arguments[:_QUANTIZER_OF_NORM], None, *arguments[_QUANTIZER_OF_NORM + 1 :]
+                self._note_again(0, "activation", lambda: upstream(*unquantized)[0])
             return result
 
         return apply_normalization
@@ -75,15 +74,24 @@ class UnfusedTensors:
         def around(*arguments: Any, **keywords: Any) -> Any:
             result = function(*arguments, **keywords)
             *of_values, quantizer = arguments
-            self._note(number, tensor, lambda: result if quantizer is None else unfused(*of_values, None, **keywords))
+            if quantizer is None:
+                self._note(number, tensor, result)
+            else:
+                self._note_again(number, tensor, lambda: unfused(*of_values, None, **keywords))
             return result
 
         return around
 
-    def _note(self, number: int, tensor: str, compute: Callable[[], Any]) -> None:
+    def _note(self, number: int, tensor: str, high: Any) -> None:
+        forward = self._running.here.running
+        if forward is not None and forward.high is not None and forward.wants(number, tensor):
+            forward.high[number, tensor] = high
+
+    def _note_again(self, number: int, tensor: str, compute: Callable[[], Any]) -> None:
         forward = self._running.here.running
         if forward is not None and forward.high is not None and forward.wants(number, tensor):
             try:
                 forward.high[number, tensor] = compute()
+                forward.recomputed.add((number, tensor))
             except Exception as error:
                 self._report("computing once more", f"{forward.layers[number]} {tensor}", error)

@@ -78,6 +78,7 @@ CHOICES = [
     Choice("LogTensorStats", {"tensors": TENSORS, "stats": ["max"]}),
     Choice("LogFp8TensorStats", {"tensors": TENSORS, "stats": ["mse"]}),
     Choice("LogNvfp4TensorStats", {"tensors": TENSORS, "stats": ["mse"]}),
+    Choice("LogGemmError", {"gemms": list(ALL), "freq": 1}),
     Choice("DumpTensors", {"tensors": TENSORS, "high_precision_tensor": True}),
     Choice("DisableQuantizationLayer", high=ALL),
     Choice("DisableFP8Layer", high=ALL),

@@ -66,6 +66,7 @@ BEFORE = {
 """Raised, where something is wrong, before a step or outside of it."""
 
 INSIDE = {
+    "FactorError": "an operand of a GEMM that cannot be read, which is then not measured",
     "FeatureError": "a feature of a user; in a call that changes precision it ends the forward",
     "RanksLostError": "the ranks are apart",
     "ReductionError": "statistics could not be reduced",

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.recorded import RecordedRun, by_place
@@ -126,6 +127,8 @@ class Subjects:
         for family, listed in members.items():
             rows = np.array(listed)
             found.append(FamilySeries(family, number[rows], layer[rows], rank[rows], count[rows]))
+        places = {tensor: place for place, tensor in enumerate(TENSORS)}
+        found.sort(key=lambda one: places.get(one.family.tensor, len(places)))  # which one was seen first is by chance
         self.families = [one for one in found if not one.is_histogram and (one.layer >= 0).all()]
         self.histograms = [one for one in found if one.is_histogram]
         self.free = [one for one in found if not one.is_histogram and (one.layer < 0).any()]
