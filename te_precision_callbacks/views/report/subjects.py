@@ -127,7 +127,7 @@ class Subjects:
         for family, listed in members.items():
             rows = np.array(listed)
             found.append(FamilySeries(family, number[rows], layer[rows], rank[rows], count[rows]))
-        places = {tensor: place for place, tensor in enumerate(TENSORS)}
+        places: dict[str, int] = {tensor: place for place, tensor in enumerate(TENSORS)}
         found.sort(key=lambda one: places.get(one.family.tensor, len(places)))  # which one was seen first is by chance
         self.families = [one for one in found if not one.is_histogram and (one.layer >= 0).all()]
         self.histograms = [one for one in found if one.is_histogram]
