@@ -176,10 +176,10 @@ class ForwardHooks:
         """
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
+        if kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
+            return ()
         iteration = TEDebugState.get_iteration()
-        if kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT) or not self._watched.is_on_fused_path(
-            module, iteration
-        ):
+        if not self._watched.is_on_fused_path(module, iteration):
             return ()
         notes, current = self.answers.notes, self.answers.current
         notes.note_plan(

@@ -94,7 +94,7 @@ def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                     time.sleep(0.001)
 
         blocks, caches = growth(net, step, first=30, last=100)
-    assert abs(blocks) < 105, "three in two steps"
+    assert abs(blocks) < 300, "four in a step; without a leak some 150 come and go"
     assert abs(caches) < 28_000
 
 

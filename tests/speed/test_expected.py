@@ -256,7 +256,7 @@ def test_advice_names_the_section_and_its_steps() -> None:
         *(replace(one, reason_ref=ref) for one in layer("fc1", 8192, (4096, 4096), low=())),
         *layer("fc2", 8192, (4096, 4096)),
     ]
-    found = [one.text for one in advise(Step(Coverage(products), ""), H200, recipe=CURRENT)]
+    found = [one.text for one in advise(PricedStep.of(Step(Coverage(products), ""), H200, recipe=CURRENT))]
     assert f"let fc1 run in low precision again: kept in high precision by {ref}" in found
 
 

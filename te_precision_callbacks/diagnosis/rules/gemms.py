@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -194,7 +195,7 @@ RULES = (
             " of Transformer Engine or of the driver may not have it"
         ),
         cost="the layer runs at the speed of BF16",
-        judge=lambda: Kernel("kernel"),
+        judge=functools.partial(Kernel, "kernel"),
     ),
     Rule(
         id="gemm-gain",
@@ -210,7 +211,7 @@ RULES = (
         disproof="the same operands, multiplied in float64, give the same result",
         remedy="Run these layers in high precision, and report the kernel and the layout of its scales",
         cost="the layer runs at the speed of BF16",
-        judge=lambda: Kernel("gain"),
+        judge=functools.partial(Kernel, "gain"),
     ),
     Rule(
         id="gemm-one-rank",
@@ -225,7 +226,7 @@ RULES = (
         why="the other ranks run the same kernel with the same format, so it is the device",
         disproof="the finding follows the rank's data to another GPU",
         remedy="Take the GPU of this rank out of the job, and test it (dcgmi diag -r 3)",
-        judge=lambda: Kernel("rank"),
+        judge=functools.partial(Kernel, "rank"),
     ),
     Rule(
         id="gemm-quantizer",
