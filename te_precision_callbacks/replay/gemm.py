@@ -241,8 +241,9 @@ class _Kernel:
         most = zip(ratios.shape, (32, 64), strict=True)
         rows, columns = (torch.arange(size) * tiles // max(size, tiles) for size, tiles in most)
         height, width = (int(where[-1]) + 1 if len(where) else 0 for where in (rows, columns))
-        of_rows = ratios.new_zeros(height, ratios.shape[1]).index_reduce_(0, rows, ratios, "amax")
-        return ratios.new_zeros(height, width).index_reduce_(1, columns, of_rows, "amax")
+        of_rows = ratios.new_zeros(height, ratios.shape[1])
+        of_rows.scatter_reduce_(0, rows.unsqueeze(1).expand_as(ratios), ratios, "amax")
+        return ratios.new_zeros(height, width).scatter_reduce_(1, columns.expand_as(of_rows), of_rows, "amax")
 
     def sampled(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows and columns that the model of the accumulator computes: the worst ones first."""
