@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.installed import installed_version
 from te_precision_callbacks.base.numerics.layouts import (
     NVFP4,
     PER_TENSOR,
@@ -589,10 +589,5 @@ def _in_words(quantizer: Any) -> str | None:
 
 @functools.cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    versions = [("torch", str(torch.__version__))]
-    for name in ("transformer_engine", "te_precision_callbacks"):
-        try:
-            versions.append((name, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return tuple(versions)
+    found = {name: installed_version(name) for name in ("transformer_engine", "te_precision_callbacks")}
+    return ("torch", str(torch.__version__)), *((name, version) for name, version in found.items() if version)

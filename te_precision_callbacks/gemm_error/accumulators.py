@@ -1,6 +1,6 @@
 """How a device sums the products of a GEMM, as a model and as a bound on what it loses.
 
-    accumulator = accumulator_of(is_fp8=True, split_accumulator=False, capability=(9, 0))     # HOPPER_FAST
+    accumulator = accumulator_of(a, b, split_accumulator=False, capability=(9, 0))     # HOPPER_FAST for codes of FP8
     accumulated(left, right, accumulator)                # float64, [n, m]: the product as this device would sum it
 
 A tensor core takes the products of a group of k at once. It aligns them, and the sum so far, to the largest exponent
@@ -14,8 +14,11 @@ documented, and 128 is DeepSeek's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from te_precision_callbacks.base.numerics.layouts import Stored
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,15 @@ HOPPER_SPLIT = Accumulator("14 bits, added in float32", 13, 32, 128)
 """FP8 on Hopper and Ada with ``split_accumulator=True``."""
 
 
-def accumulator_of(*, is_fp8: bool, split_accumulator: bool, capability: tuple[int, int] | None) -> Accumulator:
+def accumulator_of(*operands: Any, split_accumulator: bool, capability: tuple[int, int] | None) -> Accumulator:
     """The accumulator of a GEMM.
 
     Args:
-        is_fp8: whether the operands have FP8 codes.
+        *operands: what is in memory of each; FP8 if one has codes of eight bits.
         split_accumulator: ``use_split_accumulator`` of the call.
         capability: of the device; None for the reference backend, whose sums are float32.
     """
+    is_fp8 = any(isinstance(one, Stored) and one.element_format.bits == 8 for one in operands)
     if not is_fp8 or capability not in ((8, 9), (9, 0)):
         return FLOAT32
     return HOPPER_SPLIT if split_accumulator else HOPPER_FAST

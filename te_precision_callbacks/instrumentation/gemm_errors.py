@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,9 +27,10 @@ from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.hadamard import rotated
 from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is_quantized
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, GemmName
+from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import LogGemmErrorItem
 from te_precision_callbacks.coverage.gemm_events import GemmEvent, GemmOperand
+from te_precision_callbacks.dumps.wanted import Wanted
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.gemm_error.accumulators import Accumulator, accumulator_of
@@ -53,6 +54,8 @@ from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.table import Of
 
 logger = logging.getLogger(__name__)
+
+_OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, Wanted)
 
 _OF_FORWARD: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
 """GEMM -> its operand A, which exists in high precision in the forward."""
@@ -113,7 +116,9 @@ class GemmErrors:
         """The options of a GEMM that is due, and the iteration of its forward."""
         items = self._items.get(layer)
         if items is None:
-            items = self._items[layer] = _items_of(layer) if layer in self.operands.modules else {}
+            items = self._items[layer] = (
+                options_of_gemms(layer, LogGemmErrorItem) if layer in self.operands.modules else {}
+            )
         item = items.get(gemm)
         if item is None:
             return None
@@ -132,10 +137,8 @@ class GemmErrors:
         item, iteration = due
         with _quiet(out.device):
             matrix = factor_of(out, columnwise=False, piece_bytes=item.max_memory)
-            x, y = (
-                probes(extent, item.probes, seed_of(iteration, layer, gemm, name), out.device)
-                for name, extent in zip("xy", matrix.shape[::-1], strict=True)
-            )
+            n, m = matrix.shape
+            x, y = self._probes(layer, item, iteration, gemm, out.device, x=m, y=n)
             return thin(matrix, x, y)
 
     def __call__(self, event: GemmEvent) -> None:
@@ -171,11 +174,6 @@ class GemmErrors:
                 reason,
             )
 
-    def _high(self, layer: str, operand: GemmOperand) -> torch.Tensor | None:
-        """An operand in high precision, where it exists now."""
-        high = operand.high if operand.high is not None else self.operands.get(layer, operand.tensor)
-        return None if high is None or is_quantized(high) else high.detach()
-
     def _look_ahead(self, event: GemmEvent) -> None:
         """Multiply the operands of the forward with the probes of all GEMMs of which they are the operand A."""
         layer = event.layer
@@ -185,7 +183,7 @@ class GemmErrors:
                 continue
             item, iteration = due
             operand = event.a if tensor == "weight" else event.b
-            high = self._high(layer, operand)
+            high = high_of(self.operands, layer, operand)
             if high is None or not high.numel():
                 cached = self._weights.get((layer, gemm)) if tensor == "weight" else None
                 if cached is not None and cached.iteration == iteration:
@@ -194,7 +192,7 @@ class GemmErrors:
             columnwise = gemm != "fprop"
             with _quiet(high.device):
                 right = factor_of(high, columnwise=columnwise, piece_bytes=item.max_memory)
-                x, g = self._probes(event, item, iteration, gemm, right.device, x=right.shape[0], g=right.shape[1])
+                x, g = self._probes(layer, item, iteration, gemm, right.device, x=right.shape[0], g=right.shape[1])
                 swept = right.sweep(from_rows=x, from_k=g)
                 codes = _codes(operand._replace(columnwise=columnwise), high, seed_of(iteration, layer, gemm, "window"))
             if swept.to_k is not None and swept.to_rows is not None:
@@ -205,7 +203,7 @@ class GemmErrors:
 
     def _probes(
         self,
-        event: GemmEvent,
+        layer: str,
         item: LogGemmErrorItem,
         iteration: int,
         gemm: str,
@@ -213,7 +211,7 @@ class GemmErrors:
         **extents: int,
     ) -> Iterator[torch.Tensor]:
         for name, extent in extents.items():
-            yield probes(extent, item.probes, seed_of(iteration, event.layer, gemm, name), device)
+            yield probes(extent, item.probes, seed_of(iteration, layer, gemm, name), device)
 
     def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
         reason = why_not_seen(event) or _why_not_summed(event)
@@ -233,7 +231,7 @@ class GemmErrors:
             self._tell(event, f"max_memory is {item.max_memory} bytes, and 128 rows need {needed}")
             return
         with _quiet(left.device):
-            x, y, g = self._probes(event, item, iteration, event.gemm, left.device, x=m, y=n, g=k)
+            x, y, g = self._probes(event.layer, item, iteration, event.gemm, left.device, x=m, y=n, g=k)
             alpha = float(event.arguments.get("alpha", 1.0))
             of_g = Operands(_rotated(g, left, event.b), _rotated(g, right, event.a))
             expected, operands = product_and_operands(left, right, x, y, of_g, alpha)
@@ -247,7 +245,7 @@ class GemmErrors:
             tensor = RESULT[event.gemm]
             self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
-            high = self._high(event.layer, event.b)
+            high = high_of(self.operands, event.layer, event.b)
             if high is not None and high.numel() != n * k:
                 self._tell(event, "the format: an operand was gathered after it was quantized")
                 high = None
@@ -276,13 +274,19 @@ class GemmErrors:
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
 
 
-def _items_of(layer: str) -> Mapping[str, LogGemmErrorItem]:
-    """GEMM -> the options of LogGemmError for it."""
+def options_of_gemms(layer: str, kind: type[_OptionsT]) -> dict[str, _OptionsT]:
+    """GEMM of a layer -> its options of a feature, by the kind that the feature gives its GEMMs."""
     import nvdlfw_inspect.api as debug_api
 
     api = debug_api.transformer_engine
-    watchers = (watcher for tensor in ("activation", "weight", "gradient") for watcher in api.watchers(layer, tensor))
-    return {one.options.gemm: one.options for one in watchers if isinstance(one.options, LogGemmErrorItem)}
+    found = (watcher.options for tensor in ROWWISE for watcher in api.watchers(layer, tensor))
+    return {options.gemm: options for options in found if isinstance(options, kind) and options.gemm}
+
+
+def high_of(kept: GemmOperands, layer: str, operand: GemmOperand) -> torch.Tensor | None:
+    """An operand in high precision, where it exists now."""
+    high = operand.high if operand.high is not None else kept.get(layer, operand.tensor)
+    return None if high is None or is_quantized(high) else high.detach()
 
 
 @contextmanager
@@ -339,9 +343,9 @@ def added(event: GemmEvent) -> dict[str, Any]:
 
 def _accumulator(event: GemmEvent, left: Factor, right: Factor) -> Accumulator:
     device = left.device
-    eight_bits = any(isinstance(f.memory, Stored) and f.memory.element_format.bits == 8 for f in (left, right))
     return accumulator_of(
-        is_fp8=eight_bits,
+        left.memory,
+        right.memory,
         split_accumulator=bool(event.arguments.get("use_split_accumulator", False)),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
     )

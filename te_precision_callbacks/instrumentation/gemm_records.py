@@ -16,7 +16,6 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import RESULT, GemmName
 from te_precision_callbacks.coverage.gemm_events import GemmEvent, GemmOperand
@@ -24,7 +23,7 @@ from te_precision_callbacks.dumps.contents import Dump, record_of
 from te_precision_callbacks.dumps.header import Gemm, Operand, Plain
 from te_precision_callbacks.dumps.wanted import Wanted
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
-from te_precision_callbacks.instrumentation.gemm_errors import added, result_of, why_not_seen
+from te_precision_callbacks.instrumentation.gemm_errors import added, high_of, options_of_gemms, result_of, why_not_seen
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.layers.watched import Watched
@@ -63,7 +62,7 @@ class GemmRecords:
             return None
         if self._api is not debug_api.transformer_engine:
             self._api = debug_api.transformer_engine
-            self._wanted = {each: _wanted_of(self._api, each) for each in self._wanted}
+            self._wanted = {each: options_of_gemms(each, Wanted) for each in self._wanted}
         wanted = self._wanted[layer].get(gemm)
         iteration = int(TEDebugState.get_iteration())
         return None if wanted is None or not wanted.schedule.at(iteration)[0] else (wanted, iteration)
@@ -147,13 +146,7 @@ class GemmRecords:
         """An operand in high precision, if it exists as it was quantized, and was not gathered after that."""
         if operand.recomputed:
             return None
-        high = operand.high if operand.high is not None else self._operands.get(event.layer, operand.tensor)
+        high = high_of(self._operands, event.layer, operand)
         n, m, k = event.sizes
         rows = m if operand is event.a else n
-        return None if high is None or is_quantized(high) or high.numel() != rows * k else high.detach()
-
-
-def _wanted_of(api: Any, layer: str) -> dict[str, Wanted]:
-    """GEMM of a layer -> the options of DumpTensors for it."""
-    watchers = (watcher for tensor in ("activation", "weight", "gradient") for watcher in api.watchers(layer, tensor))
-    return {one.options.gemm: one.options for one in watchers if isinstance(one.options, Wanted) and one.options.gemm}
+        return None if high is None or high.numel() != rows * k else high

@@ -173,9 +173,8 @@ class _Kernel:
     def __init__(self, dump: Dump, gemm: Gemm, left: Recorded, right: Recorded) -> None:
         self.gemm = gemm
         self.left, self.right = left.decoded(), right.decoded()
-        eight_bits = any(isinstance(r.data, Stored) and r.data.element_format.bits == 8 for r in (left, right))
         self.accumulator = accumulator_of(
-            is_fp8=eight_bits, split_accumulator=gemm.split_accumulator, capability=gemm.capability
+            left.data, right.data, split_accumulator=gemm.split_accumulator, capability=gemm.capability
         )
         out = dump.tensors["out"].reshape(gemm.n, gemm.m)
         self.codes = gemm.alpha * (self.left @ self.right.t())

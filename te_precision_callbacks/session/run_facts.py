@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -12,7 +11,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ import torch
 from te_precision_callbacks.base.environment import read_environment
 from te_precision_callbacks.base.environment.torch_facts import torch_facts
 from te_precision_callbacks.base.garbage import without_collections
+from te_precision_callbacks.base.installed import installed_version
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
@@ -58,15 +57,6 @@ _TRAINERS = ("lightning", "accelerate", "transformers", "megatron-core", "peft")
 _MOST_NAMED = 3
 
 Row = dict[str, Any]
-
-
-@functools.cache
-def _installed(package: str) -> str | None:
-    """Its version; None if it is not installed as a package."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 class RunFacts:
@@ -190,7 +180,7 @@ class RunFacts:
         facts = torch_facts()
         found = dict(versions()) | {"python": platform.python_version()}
         for name in _TRAINERS:
-            if name.partition("-")[0] in sys.modules and (installed := _installed(name)) is not None:
+            if name.partition("-")[0] in sys.modules and (installed := installed_version(name)) is not None:
                 found[name] = installed
         return {
             "front_door": self._front_door,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Literal
 
+from te_precision_callbacks.base.installed import installed_version
+
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
@@ -49,14 +51,6 @@ class Package:
         if self.extra and self.state == "missing":
             return f"if you use it: pip install '{DISTRIBUTION}[{self.extra}]'"
         return f"pip install '{self.name}{self.wanted}'"
-
-
-def installed_version(name: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def packages() -> tuple[Package, ...]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from te_precision_callbacks.base.installed import installed_version
 from te_precision_callbacks.cli.doctor.asking import NoAnswerError
-from te_precision_callbacks.cli.doctor.packages import installed_version
 from te_precision_callbacks.cli.doctor.runnable_recipes import Recipes, ask_for_recipes
 from te_precision_callbacks.reference import ReferenceBackendError, inherited
 from te_precision_callbacks.reference.launch import Backend, plan_launch
