@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 
 
-@functools.cache
 def installed_version(name: str) -> str | None:
-    """The installed version of a package, read once in a process; None if it is not installed."""
+    """The version of a package that is installed now; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

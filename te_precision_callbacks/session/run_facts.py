@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -55,6 +56,9 @@ _TRAINERS = ("lightning", "accelerate", "transformers", "megatron-core", "peft")
 """Packages whose version is recorded if they are in use."""
 
 _MOST_NAMED = 3
+
+# Read once in a process: reading takes a few milliseconds, and each start of a session asks.
+_version_of_trainer = functools.cache(installed_version)
 
 Row = dict[str, Any]
 
@@ -180,7 +184,7 @@ class RunFacts:
         facts = torch_facts()
         found = dict(versions()) | {"python": platform.python_version()}
         for name in _TRAINERS:
-            if name.partition("-")[0] in sys.modules and (installed := installed_version(name)) is not None:
+            if name.partition("-")[0] in sys.modules and (installed := _version_of_trainer(name)) is not None:
                 found[name] = installed
         return {
             "front_door": self._front_door,
