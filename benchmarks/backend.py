@@ -1,10 +1,10 @@
 """What a training step costs on the reference backend: each recipe beside the same model without FP8, and plain torch.
 
-    python benchmarks/backend.py [--json] [--layers 4 --hidden 256 --sequence 256 --batch 8] [--steps 8]
+    python benchmarks/backend.py [--json] [--layers 4 --hidden 256 --sequence 256 --batch 8] [--seconds 120]
 
 The model is that of examples/byte_lm.py, in float32 and in bfloat16. What is counted is forward, backward and the
-optimizer's step, the fastest of the steps; a step of each case in turn, so that a machine that becomes slower or faster
-hits all. Cases:
+optimizer's step, each beside a step of what it is compared with: the median of such pairs with its interval, see
+in_turn.py. Cases:
   plain torch     the same layers from torch.nn, and torch's scaled_dot_product_attention.
   without FP8     Transformer Engine's layers on the reference backend, in high precision.
   the recipes     these in FP8 or NVFP4; ``ratio`` is to "without FP8" in the same dtype and process.
@@ -18,12 +18,13 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from measuring import Timed, arguments, best_of, machine, progress, report
+from in_turn import LEAST_PAIRS, Interval, Pairs, in_turn, plainly, to_within
+from measuring import arguments, machine, progress, report
 
 from te_precision_callbacks import reference
 
@@ -36,7 +37,7 @@ PLAIN, WITHOUT = "plain torch", "without FP8"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NOT_THERE = {("NVFP4BlockScaling", "float32")}
 """Its random Hadamard transform takes bfloat16 alone."""
-COLUMNS = ("case", "dtype", "capability", "step_ms", "ratio", "to")
+COLUMNS = ("case", "dtype", "capability", "step_ms", "ratio", "processor_ratio", "to")
 
 
 class PlainLayer(torch.nn.Module):
@@ -133,24 +134,41 @@ def measure(capability: str, options: Any) -> list[dict[str, Any]]:
     if options.profile:
         profile(trainings[options.profile, options.dtype])
         return []
-    timed = {f"{case} {dtype}": Timed(training.step) for (case, dtype), training in trainings.items()}
-    best = best_of(timed, options.steps, torch.device("cpu"))
-    return list(_rows(best, capability))
+    rows = []
+    for dtype in DTYPES:
+        ways = {case: plainly(training.step) for (case, of), training in trainings.items() if of == dtype}
+        for base in (PLAIN, WITHOUT):
+            beside = {case: way for case, way in ways.items() if _beside(case) == base}
+            timed = in_turn(
+                beside,
+                ways[base],
+                torch.device("cpu"),
+                enough=to_within(0.02),
+                seconds=options.seconds,
+                least=options.least,
+            )
+            rows += [_row(case, dtype, capability, pairs, base) for case, pairs in timed.items()]
+    return rows
 
 
-def _rows(best: dict[str, float], capability: str) -> Iterator[dict[str, Any]]:
-    for name, milliseconds in best.items():
-        case, dtype = name.rsplit(" ", 1)
-        beside = None if case == PLAIN else PLAIN if case == WITHOUT else WITHOUT
-        yield {
-            "name": name,
-            "case": case,
-            "dtype": dtype,
-            "capability": capability,
-            "step_ms": milliseconds,
-            "ratio": None if beside is None else milliseconds / best[f"{beside} {dtype}"],
-            "to": beside,
-        }
+def _beside(case: str) -> str:
+    """The case to whose step a step of a case is compared."""
+    return "" if case == PLAIN else PLAIN if case == WITHOUT else WITHOUT
+
+
+def _row(case: str, dtype: str, capability: str, pairs: Pairs, base: str) -> dict[str, Any]:
+    return {
+        "name": f"{case} {dtype}",
+        "case": case,
+        "dtype": dtype,
+        "capability": capability,
+        "step_ms": pairs.way(),
+        "ratio": pairs.ratio(),
+        "processor_ratio": pairs.ratio("processor"),
+        "to": base,
+        "to_ms": pairs.base(),
+        "pairs": len(pairs.ways),
+    }
 
 
 def profile(training: Training, steps: int = 4) -> None:
@@ -168,7 +186,7 @@ def _in_child(capability: str, given: Sequence[str]) -> list[dict[str, Any]]:
     if done.returncode:
         sys.exit(f"The recipes of compute capability {capability} could not be measured: see above.")
     found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    return [{k: Interval(**v) if isinstance(v, dict) else v for k, v in row.items()} for row in found]
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -177,7 +195,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=8, help="steps of each case (default: 8)")
+    parser.add_argument("--seconds", type=float, default=120, help="the longest for a dtype and a base (default: 120)")
+    parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each case (default: {LEAST_PAIRS})")
     parser.add_argument("--capability", choices=CAPABILITIES, help="only this compute capability, in this process")
     parser.add_argument("--profile", metavar="CASE", help="list the operators of a case; with --capability")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of that case")

@@ -94,8 +94,9 @@ def default_session(model: torch.nn.Module, *, rules: bool) -> Iterator[Callable
         yield session.step
 
 
-def train(steps: int, layers: int) -> None:
+def train(seconds: float, layers: int) -> None:
     """Print what the default config adds to a due step, and its rules to that."""
+    from in_turn import LEAST_PAIRS
     from step import Run, Training, measure
 
     from te_precision_callbacks import reference
@@ -107,17 +108,19 @@ def train(steps: int, layers: int) -> None:
     runs: dict[str, Run] = {
         name: functools.partial(default_session, training.model, rules=rules) for name, rules in names.items()
     }
-    print("| | a due step | without a session | ratio |")
+    print("| | without a session, ms | a due step takes, times | of processor time |")
     print("|---|---|---|---|")
-    for name, found in measure(training, runs, steps).items():
-        print(f"| {name} | {found.step:.1f} ms | {found.none:.1f} ms | {found.step / found.none:.3f} |")
+    for name, found in measure(training, runs, seconds, LEAST_PAIRS).items():
+        print(f"| {name} | {found.base()} | {found.ratio()} | {found.ratio('processor')} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--series", type=int, nargs="*", default=[2000, 20000, 60000], help="how many; %(default)s")
     parser.add_argument("--repeat", type=int, default=10, help="steps; %(default)s")
-    parser.add_argument("--training", type=int, default=0, metavar="N", help="train N due steps of a model, too")
+    parser.add_argument(
+        "--training", type=float, default=0, metavar="S", help="train a model, too, for at most S seconds"
+    )
     parser.add_argument("--layers", type=int, default=2, help="its layers; %(default)s")
     options = parser.parse_args()
     if options.training:

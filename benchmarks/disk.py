@@ -1,6 +1,6 @@
 """What a bad disk costs a training step: one that hangs, is full, or is slow, beside a healthy one.
 
-    python benchmarks/disk.py [--json] [--layers 2 --hidden 256 --sequence 128 --batch 2] [--steps 16]
+    python benchmarks/disk.py [--json] [--layers 2 --hidden 256 --sequence 128 --batch 2] [--seconds 120]
 
 The model of examples/byte_lm.py trains in FP8 with statistics of all tensors in every step, which go to the
 statistics log and the records. One process and one model run blocks of four steps after one that warms up: with a
@@ -16,6 +16,7 @@ every 2 s, and 500 numbers may wait instead of millions, so that a block of step
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import itertools
@@ -76,7 +77,7 @@ def block(training: Training, path: Path, kind: str) -> tuple[list[float], float
         return times, 1e3 * (time.perf_counter() - start)
 
 
-def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]]:
+def run_all(training: Training, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """A case for each disk."""
     from te_precision_callbacks.runs import sink
     from te_precision_callbacks.sinks import statistics_log, writer_thread
@@ -93,13 +94,15 @@ def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]
             (sink, "MOST_WAITING", 500),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
-        rounds = max(1, -(-steps // _BLOCK))
-        for number in range(1, rounds + 1):
+        end = time.monotonic() + options.seconds
+        for number in itertools.count(1):
+            if number > options.least and time.monotonic() > end:
+                break
             for kind in kinds:
                 beside, _ = block(training, path, "healthy")
                 found[kind].append((beside, *block(training, path, kind)))
             medians = ", ".join(f"{kind} {_median(found[kind], 1):.1f} ms" for kind in kinds)
-            progress(f"round {number} of {rounds}: {medians}")
+            progress(f"round {number}: {medians}")
     return [
         {
             "case": kind,
@@ -120,7 +123,7 @@ def _median(blocks: list[tuple[list[float], list[float], float]], place: int) ->
 
 def main(given: list[str] | None = None) -> None:
     torch.manual_seed(0)
-    cases, as_json = of_training(given, __doc__, run_all, layers=2, steps=16)
+    cases, as_json = of_training(given, __doc__, run_all, layers=2, seconds=120)
     report(cases, COLUMNS, "Each bad disk's steps beside those of the healthy disk right before.", as_json=as_json)
 
 

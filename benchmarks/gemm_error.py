@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from in_turn import Pairs, spent
 from measuring import arguments, report
 
 from te_precision_callbacks import reference
@@ -269,23 +270,28 @@ def cost(number: int) -> Iterator[dict[str, Any]]:
     }
     net = torch.nn.Sequential(*(te.Linear(1024, 1024, params_dtype=BF16) for _ in range(2)))
     x = torch.randn(1024, 1024, dtype=BF16, requires_grad=True)
-    spent: dict[int, list[float]] = {0: [], 1: []}
+    device = torch.device("cpu")
+
+    def step() -> None:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            out = net(x)
+        out.float().square().mean().backward()
+        session.step()
+
+    found = Pairs()
     with tempfile.TemporaryDirectory() as folder, InspectSession({"s": section}, model=net, log_dir=folder) as session:
-        for step in range(2 * number + 2):
-            begin = time.process_time()
-            with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-                out = net(x)
-            out.float().square().mean().backward()
-            session.step()
-            if step > 1:
-                spent[step % 2].append(time.process_time() - begin)
-    measured, plain = (sorted(spent[key])[len(spent[key]) // 2] for key in (0, 1))
+        for _ in range(2):
+            step()
+        for _ in range(number):  # one of two steps is due
+            found.ways.append(spent(step, device))
+            found.bases.append(spent(step, device))
+    ratio = found.ratio("processor")
     yield {
         "case": "cost: a step of 1,024^3 GEMMs, all measured, as a multiple of a step without",
         "number": number,
-        "worst": measured / plain,
-        "beyond": 100 * (measured / plain - 1) / 500,
-        "seconds": measured,
+        "worst": ratio,
+        "beyond": 100 * (ratio.value - 1) / 500,
+        "seconds": found.way("processor").value / 1e3,
     }
 
 

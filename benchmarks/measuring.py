@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest import mock
@@ -78,34 +77,15 @@ def _in_mode(function: Callable[..., Any], mode: Mode) -> Callable[..., Any]:
 
 def milliseconds(function: Callable[[], object], device: torch.device) -> float:
     """How long a call takes, to the end of what it starts on the device."""
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     function()
-    _synchronize(device)
+    synchronize(device)
     return 1e3 * (time.perf_counter() - start)
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Something to be timed, and what must hold around it; entering and leaving that is not counted."""
-
-    function: Callable[[], object]
-    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-
-
-def best_of(timed: Mapping[str, Timed], repeats: int, device: torch.device) -> dict[str, float]:
-    """The fastest call of each, in milliseconds: one warm-up, then one call of each in turn, so that drift hits all."""
-    best = dict.fromkeys(timed, float("inf"))
-    for repeat in range(1 + repeats):
-        for name, one in timed.items():
-            with one.around():
-                elapsed = milliseconds(one.function, device)
-            if repeat > 0:
-                best[name] = min(best[name], elapsed)
-    return best
-
-
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the end of what has been started on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -167,7 +147,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def report(cases: Sequence[dict[str, Any]], columns: Sequence[str], notes: str, *, as_json: bool) -> None:
     """Print the cases: as JSON, or the given columns as a table in Markdown, with what is to be known of them."""
     if as_json:
-        print(json.dumps(cases, indent=2))
+        print(json.dumps(cases, indent=2, default=dataclasses.asdict))
         return
     cells = [list(columns), *([_cell(case.get(column)) for column in columns] for case in cases)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

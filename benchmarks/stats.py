@@ -1,6 +1,6 @@
 """Statistics of one tensor: the engine of this project beside Transformer Engine 2.20's functions, in one process.
 
-    python benchmarks/stats.py [--json] [--size 4096] [--repeats 7] [--device cpu|cuda]
+    python benchmarks/stats.py [--json] [--size 4096] [--seconds 20] [--device cpu|cuda]
     ATEN_CPU_CAPABILITY=avx2 python benchmarks/stats.py
 
 The second is as on a processor without AVX-512: torch's own operations, what its compiler makes, and our pass.
@@ -14,7 +14,8 @@ What is counted:
                 Its torch.compile is on or off, whichever is faster (te_mode); both are warmed up.
                 The quantized tensor of the FP8 cases is made before, by Transformer Engine's own quantizer.
   read_once_ms  x.sum(): the time to read the high-precision tensor once.
-All are the best of the repeats, each of which runs everything once in turn.
+  ours_reads    ours_ms over that of a reading beside it: the median of such pairs with its interval, see in_turn.py.
+  claim         how many readings it takes at most.
 """
 
 from __future__ import annotations
@@ -22,24 +23,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 import torch._inductor.config
+from in_turn import LEAST_PAIRS, Way, claimed, in_turn, interval, plainly, spent
 from measuring import (
     FP8_STATISTICS,
     MODES,
     TENSOR_STATISTICS,
-    Timed,
+    Mode,
     arguments,
     as_in_a_long_run,
-    best_of,
     device_milliseconds,
     machine,
-    milliseconds,
     progress,
     report,
     upstream_functions,
@@ -52,7 +52,7 @@ from te_precision_callbacks.engine.kernels import eager, native
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import Request, quantized_request, tensor_request
 
-COLUMNS = ("case", "path", "ours_ms", "te_ms", "te_mode", "ratio", "read_once_ms", "flush_ms")
+COLUMNS = ("case", "path", "ours_ms", "ours_reads", "claim", "te_ms", "te_mode", "ratio", "read_once_ms", "flush_ms")
 ON_GPU = ("pass_ms", "bandwidth_share")
 CURRENT, DELAYED = "current scaling", "delayed scaling"
 
@@ -77,6 +77,13 @@ class Case:
     quantized: Sequence[str] = ()
     recipe: str = ""
     eager: bool = False
+
+    @property
+    def claim(self) -> float | None:
+        """How many readings of the tensor it takes at most; None if nothing is claimed."""
+        if self.eager:
+            return None
+        return 2.0 if self.quantized else 1.3 if self.dtype == torch.float32 else 1.6
 
     @property
     def name(self) -> str:
@@ -134,7 +141,7 @@ class Measured:
             for name in set().union(*(DEPENDENCIES[statistic] for statistic in statistics)):
                 STATS[name][0](self.values, found)
 
-    def run(self, repeats: int) -> dict[str, Any]:
+    def run(self, seconds: float, least: int) -> dict[str, Any]:
         """The numbers of the case."""
         with _plain_torch() if self.case.eager else contextlib.nullcontext():
             self._engine = StatisticsEngine(on_failure=_fail)
@@ -142,35 +149,47 @@ class Measured:
             found = len(self._engine.flush(reduce=False))
             if found != sum(map(len, self._notes)):
                 raise RuntimeError(f"{self.case.name}: the engine gave {found} statistics of {self._notes}")
-            timed = {"ours": Timed(self.ours), "read": Timed(self.values.sum)}
-            for mode in MODES if self.case.tensor else MODES[:1]:  # nothing of the FP8 statistics is ever compiled
-                timed[mode] = Timed(self.upstream, functools.partial(upstream_functions, mode))
-            times = best_of(timed, repeats, self.device)
-            flush = min(self._flush() for _ in range(repeats))
-            mode = min((mode for mode in MODES if mode in times), key=lambda mode: times[mode])
+            modes = MODES if self.case.tensor else MODES[:1]  # nothing of the FP8 statistics is ever compiled
+            ways: dict[str, Way] = {"ours": plainly(self.ours)}
+            ways |= {mode: functools.partial(self._in_mode, mode) for mode in modes}
+            claim = self.case.claim
+            enough = claimed({} if claim is None else {"ours": claim}, 0.05)
+            times = in_turn(ways, plainly(self.values.sum), self.device, enough=enough, seconds=seconds, least=least)
+            flush = interval([self._flush() for _ in range(least)])
+            upstream = {mode: times[mode].way() for mode in modes}
+            mode = min(modes, key=lambda mode: upstream[mode].value)
+            ours, reads = times["ours"].way(), times["ours"].ratio()
             result = {
                 "case": self.case.name,
                 "path": path_of(self.values),
                 "dtype": str(self.case.dtype).removeprefix("torch."),
                 "shape": list(self.values.shape),
                 "statistics": [*self.case.tensor, *self.case.quantized],
-                "ours_ms": times["ours"],
+                "ours_ms": ours,
+                "ours_reads": reads,
+                "claim": "" if claim is None else f"{claim:g}: {reads.at_most(claim)}",
+                "pairs": len(times["ours"].ways),
                 "flush_ms": flush,
-                "te_ms": times[mode],
+                "te_ms": upstream[mode],
                 "te_mode": mode,
-                "te_eager_ms": times["eager"],
-                "te_compile_ms": times.get("torch.compile"),
-                "ratio": times[mode] / times["ours"],
-                "read_once_ms": times["read"],
+                "te_eager_ms": upstream["eager"],
+                "te_compile_ms": upstream.get("torch.compile"),
+                "ratio": upstream[mode].value / ours.value,
+                "read_once_ms": times["ours"].base(),
                 "read_once": "x.sum()",
             }
             if self.device.type == "cuda" and not self.case.eager:
                 result |= self._bandwidth()
         return result
 
+    @contextlib.contextmanager
+    def _in_mode(self, mode: Mode) -> Iterator[Callable[[], None]]:
+        with upstream_functions(mode):
+            yield self.upstream
+
     def _flush(self) -> float:
         self.ours()
-        return milliseconds(lambda: self._engine.flush(reduce=False), self.device)
+        return spent(lambda: self._engine.flush(reduce=False), self.device).wall
 
     def _bandwidth(self) -> dict[str, float]:
         """How near our pass comes to the rate at which the same GPU copies and sums."""
@@ -224,7 +243,8 @@ def _keep_to_the_vectors_of_torch() -> None:
 def main(given: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of the tensor (default: 4096)")
-    parser.add_argument("--repeats", type=int, default=7, help="of which the best counts (default: 7)")
+    parser.add_argument("--seconds", type=float, default=20, help="the longest that a case may take (default: 20)")
+    parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each way (default: {LEAST_PAIRS})")
     device_of = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device_of, help=f"default here: {device_of}")
     options = parser.parse_args(given)
@@ -238,12 +258,14 @@ def main(given: list[str] | None = None) -> None:
     for case in _cases():
         progress(case.name)
         with as_in_a_long_run():
-            cases.append({**Measured(case, options.size, device).run(options.repeats), "machine": machine(device)})
+            cases.append(
+                {**Measured(case, options.size, device).run(options.seconds, options.least), "machine": machine(device)}
+            )
     columns = COLUMNS + (ON_GPU if device.type == "cuda" else ())
     notes = (
         "ours_ms: StatisticsEngine.note and measure; flush_ms comes once a step, for all tensors together. te_ms: each"
         " function\nthat Transformer Engine's buffer needs, called once, in the faster mode. read_once_ms: x.sum()."
-        " All: best of the repeats."
+        " Medians with their 95 % intervals."
     )
     if device.type == "cuda":
         notes += (

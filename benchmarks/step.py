@@ -1,6 +1,6 @@
 """What debugging adds to a training step: this project's session beside Transformer Engine's own features.
 
-    python benchmarks/step.py [--json] [--layers 4 --hidden 256 --sequence 256 --batch 8] [--steps 8]
+    python benchmarks/step.py [--json] [--layers 4 --hidden 256 --sequence 256 --batch 8] [--seconds 900]
 
 The model of examples/byte_lm.py trains in FP8, with all of its Transformer Engine layers and all six tensors of each
 watched in every step. What is counted:
@@ -12,9 +12,9 @@ watched in every step. What is counted:
   te         the step with the same YAML under plain nvidia-dlfw-inspect and Transformer Engine's feature folder, to the
              end of debug_api.step(); its torch.compile on or off, whichever is faster (te_mode). Both write their
              statistics to a file.
-  *_added_ms what that is above the step without: one process and one model, in blocks of steps after a warm-up, each
-             between two blocks of `none`. The median, over all blocks, of a step less the mean of the two beside it, so
-             that a machine that becomes slower or faster changes little.
+  *_added_*  what that is above the step without: one process and one model; a step of each, after one that warms up,
+             beside a step of `none`. The median of such pairs with its interval, see in_turn.py.
+  *_processor_percent  the same by processor time.
   *_ns_per_element  what was added, over the elements of the watched high-precision tensors of a step.
 Two cases have nothing to compute: a session in which nothing is due in these steps, and one without any feature.
 """
@@ -26,17 +26,16 @@ import contextlib
 import functools
 import importlib.util
 import logging
-import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from in_turn import LEAST_PAIRS, Pairs, Way, claimed, in_turn
 from measuring import (
     FP8_STATISTICS,
     MODES,
@@ -45,7 +44,6 @@ from measuring import (
     arguments,
     as_in_a_long_run,
     machine,
-    milliseconds,
     progress,
     report,
     upstream_functions,
@@ -62,20 +60,21 @@ FUSED = {"fused, tensor statistics": False, "fused, tensor and FP8 statistics": 
 COLUMNS = (
     "case",
     "none_ms",
-    "ours_added_ms",
-    "te_added_ms",
+    "ours_added_percent",
+    "ours_processor_percent",
+    "claim",
+    "te_added_percent",
     "te_mode",
     "ratio",
     "ours_ns_per_element",
     "te_ns_per_element",
-    "ours_added_percent",
 )
 
-_BLOCK = 2
-"""Timed steps of a block, after one that warms up."""
+CLAIMS = {"fused, tensor statistics": 3.0, "fused, tensor and FP8 statistics": 4.0}
+"""What ours adds at most, in percent of a step without debugging."""
 
-_PAIRS = 4
-"""Blocks in a round of the ways to run that take about as long as none."""
+_SHARE = 0.02
+"""Half of the interval of a way without a claim, of the ratio."""
 
 _EXAMPLE = Path(__file__).parent.parent / "examples" / "byte_lm.py"
 
@@ -144,11 +143,11 @@ class Training:
         self._optimizer.zero_grad()
         end()
 
-    def block(self, run: Run) -> float:
-        """The fastest step of a block, in milliseconds."""
+    @contextlib.contextmanager
+    def within(self, run: Run) -> Iterator[Callable[[], None]]:
+        """A step in a way to run."""
         with run() as end:
-            self.step(end)
-            return min(milliseconds(lambda: self.step(end), self.device) for _ in range(_BLOCK))
+            yield lambda: self.step(end)
 
 
 def _example() -> Any:
@@ -234,82 +233,50 @@ def watched_elements(training: Training, counting: Config, folder: Path) -> int:
 # --- the measurement -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Blocks:
-    """The blocks of a way to run.
-
-    Attributes:
-        pairs: a step of each, and a step without debugging beside it, in milliseconds.
-    """
-
-    pairs: list[tuple[float, float]] = field(default_factory=list)
-
-    @property
-    def none(self) -> float:
-        """A step without debugging."""
-        return statistics.median(none for _, none in self.pairs)
-
-    @property
-    def added(self) -> float:
-        """What is added to a step."""
-        return statistics.median(step - none for step, none in self.pairs)
-
-    @property
-    def step(self) -> float:
-        """A step."""
-        return self.none + self.added
+def measure(training: Training, runs: Mapping[str, Run], seconds: float, least: int) -> dict[str, Pairs]:
+    """Time steps of all ways to run, each beside a step without debugging."""
+    ways: dict[str, Way] = {name: functools.partial(training.within, run) for name, run in runs.items()}
+    enough = claimed({name: 1 + percent / 100 for name, percent in CLAIMS.items()}, _SHARE)
+    base = functools.partial(training.within, without)
+    return in_turn(ways, base, training.device, enough=enough, seconds=seconds, least=least)
 
 
-def measure(training: Training, runs: dict[str, Run], steps: int) -> dict[str, Blocks]:
-    """Run all ways in alternating blocks, until each has had its steps; what takes little time, in more of them."""
-    found = {name: Blocks() for name in runs}
-    rounds = max(1, -(-steps // _BLOCK))
-    before = training.block(without)
-    for number in range(1, rounds + 1):
-        for name, run in runs.items():
-            one = found[name]
-            for _ in range(1 if name.startswith("te,") else _PAIRS):
-                step, after = training.block(run), training.block(without)
-                one.pairs.append((step, (before + after) / 2))
-                before = after
-            progress(f"round {number} of {rounds}, {name}: {one.step:.0f} ms a step, none {one.none:.0f} ms")
-    return found
-
-
-def _compared(key: str, times: dict[str, Blocks], elements: int) -> dict[str, Any]:
+def _compared(key: str, times: dict[str, Pairs], elements: int) -> dict[str, Any]:
     """A case with both sides."""
     ours = times[f"ours, {key}"]
     by_mode = {mode: times[f"te, {key}, {mode}"] for mode in MODES}
-    mode = min(MODES, key=lambda mode: by_mode[mode].added)
-    te = by_mode[mode]
+    added = {mode: pairs.added() for mode, pairs in by_mode.items()}
+    mode = min(MODES, key=lambda mode: added[mode].value)
+    te = added[mode]
     return {
-        **_alone(key, ours),
-        "te_ms": te.step,
-        "te_added_ms": te.added,
+        **_alone(key, ours, elements),
+        "te_added_ms": te,
+        "te_added_percent": by_mode[mode].ratio().scaled(100, -1),
         "te_mode": mode,
-        "te_eager_added_ms": by_mode["eager"].added,
-        "te_compile_added_ms": by_mode["torch.compile"].added,
-        "ratio": te.added / ours.added,
-        "watched_elements": elements,
-        "ours_ns_per_element": 1e6 * ours.added / elements,
-        "te_ns_per_element": 1e6 * te.added / elements,
+        "te_eager_added_ms": added["eager"],
+        "te_compile_added_ms": added["torch.compile"],
+        "ratio": te.value / ours.added().value,
+        "te_ns_per_element": 1e6 * te.value / elements,
     }
 
 
-def _alone(name: str, ours: Blocks, elements: int = 0) -> dict[str, Any]:
+def _alone(name: str, ours: Pairs, elements: int = 0) -> dict[str, Any]:
     """A case of ours beside none."""
-    per_element = {"watched_elements": elements, "ours_ns_per_element": 1e6 * ours.added / elements} if elements else {}
+    added, percent = ours.added(), ours.ratio().scaled(100, -1)
+    claim = CLAIMS.get(name)
     return {
-        **per_element,
         "case": name,
-        "none_ms": ours.none,
-        "ours_ms": ours.step,
-        "ours_added_ms": ours.added,
-        "ours_added_percent": 100 * ours.added / ours.none,
+        "none_ms": ours.base(),
+        "ours_added_ms": added,
+        "ours_added_percent": percent,
+        "ours_processor_percent": ours.ratio("processor").scaled(100, -1),
+        "claim": "" if claim is None else f"{claim:g} %: {percent.at_most(claim)}",
+        "pairs": len(ours.ways),
+        **({"watched_elements": elements, "ours_ns_per_element": 1e6 * added.value / elements} if elements else {}),
     }
 
 
-def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]]:
+def run_all(training: Training, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """All cases."""
     disabled = config()
     disabled["statistics"]["enabled"] = False
@@ -334,7 +301,7 @@ def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]
     elements = watched_elements(training, config(), folder)
     on_fused_path = watched_elements(training, fused_config(), folder)
     progress(f"{elements:,} elements of watched tensors a step, {on_fused_path:,} on the fused path")
-    times = measure(training, runs, steps)
+    times = measure(training, runs, options.seconds, options.least)
     return [
         *(_compared(key, times, elements) for key in configs if key not in QUIET),
         *(_alone(key, times[key], on_fused_path) for key in FUSED),
@@ -342,33 +309,36 @@ def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]
     ]
 
 
-def _options(given: list[str] | None, description: str | None, layers: int, steps: int) -> argparse.Namespace:
+def _options(given: list[str] | None, description: str | None, layers: int, seconds: float) -> argparse.Namespace:
     parser = arguments(description)
     parser.add_argument("--layers", type=int, default=layers, help=f"Transformer layers (default: {layers})")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64 (default: 256)")
     parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence (default: 256)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a batch (default: 8)")
-    parser.add_argument("--steps", type=int, default=steps, help=f"timed steps of each way to run (default: {steps})")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help=f"the longest it may take (default: {seconds:g})"
+    )
+    parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each way (default: {LEAST_PAIRS})")
     return parser.parse_args(given)
 
 
 def of_training(
     given: list[str] | None,
     description: str | None,
-    cases_of: Callable[[Training, int, Path], list[dict[str, Any]]],
+    cases_of: Callable[[Training, argparse.Namespace, Path], list[dict[str, Any]]],
     *,
     layers: int,
-    steps: int,
+    seconds: float,
 ) -> tuple[list[dict[str, Any]], bool]:
     """A benchmark of training steps: its cases, with sizes and machine, and whether they are wanted as JSON.
 
     Args:
         given: of the command line; None: the process's.
         description: of the benchmark.
-        cases_of: the training, the number of steps and a folder for files -> cases.
-        layers, steps: where nothing else is given.
+        cases_of: the training, the options and a folder for files -> cases.
+        layers, seconds: where nothing else is given.
     """
-    options = _options(given, description, layers, steps)
+    options = _options(given, description, layers, seconds)
     reference.install_where_needed()
     import transformer_engine.pytorch  # noqa: F401
 
@@ -380,16 +350,16 @@ def of_training(
     progress(described) if options.json else print(described, end="\n\n")
     training = Training(options.layers, options.hidden, options.sequence, options.batch, device)
     with tempfile.TemporaryDirectory() as folder, as_in_a_long_run():
-        cases = cases_of(training, options.steps, Path(folder))
+        cases = cases_of(training, options, Path(folder))
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "sequence", "batch")}
     return [{**case, **sizes, "machine": described} for case in cases], options.json
 
 
 def main(given: list[str] | None = None) -> None:
-    cases, as_json = of_training(given, __doc__, run_all, layers=4, steps=8)
+    cases, as_json = of_training(given, __doc__, run_all, layers=4, seconds=900)
     notes = (
-        f"{cases[0]['watched_elements']:,} elements of watched tensors a step. Added: the median of steps less those"
-        " without debugging\nbefore and after them. te: the faster of its two modes."
+        f"{cases[0]['watched_elements']:,} elements of watched tensors a step. Added: medians of pairs of steps, with"
+        " their 95 % intervals. te: the\nfaster of its two modes."
     )
     report(cases, COLUMNS, notes, as_json=as_json)
 

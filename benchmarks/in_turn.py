@@ -1,0 +1,202 @@
+"""Times ways to do the same thing on a machine that changes its speed, until their difference is resolved.
+
+Usage::
+
+    ways = {"ours": in_session, "theirs": in_other}
+    found = in_turn(ways, plainly(step), device, enough=to_within(0.02), seconds=300)
+    found["ours"].ratio()  # 1.034 (1.027 to 1.041)
+
+A way is timed once, and the base once beside it, in an order that is drawn anew. Such pairs of all ways take turns, in
+an order that is drawn too. A machine that becomes slower for a second changes one pair, or both parts of one. The ratio
+of a way to the base is the median of the ratios of its pairs. Its interval is found by drawing the pairs anew, with
+replacement (Efron 1979, the percentile bootstrap, 95 %).
+
+Two clocks run: wall time, and the processor time of all threads of the process. Other work on the machine changes the
+second one less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from measuring import progress, synchronize
+
+Clock = Literal["wall", "processor"]
+Verdict = Literal["holds", "does not hold", "not resolved"]
+
+LEAST_PAIRS = 8
+"""With fewer, the interval of a median has less than its stated probability."""
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median, and the interval in which it lies with 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{_short(self.value)} ({_short(self.low)} to {_short(self.high)})"
+
+    def scaled(self, factor: float, shift: float = 0.0) -> Interval:
+        """``factor * (self + shift)``, of a factor above zero."""
+        return Interval(*(factor * (one + shift) for one in (self.value, self.low, self.high)))
+
+    def at_most(self, claim: float) -> Verdict:
+        """Whether it is at most what is claimed."""
+        return "holds" if self.high <= claim else "does not hold" if self.low > claim else "not resolved"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def interval(samples: Sequence[float], seed: int = 0) -> Interval:
+    """The median of samples with its interval.
+
+    Raises:
+        ValueError: there are no samples.
+    """
+    if not samples:
+        raise ValueError("No samples: a median needs at least one.")
+    values = np.asarray(samples, dtype=np.float64)
+    drawn = np.random.default_rng(seed).choice(values, (_RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
+    return Interval(float(np.median(values)), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a call has taken, in milliseconds, to the end of what it has started on the device."""
+
+    wall: float
+    processor: float
+
+
+def spent(function: Callable[[], object], device: torch.device) -> Spent:
+    """Time a call."""
+    synchronize(device)
+    processor, wall = time.process_time(), time.perf_counter()
+    function()
+    synchronize(device)
+    return Spent(1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - processor))
+
+
+Way = Callable[[], AbstractContextManager[Callable[[], object]]]
+"""What must hold around a call, which it gives. Entering and leaving is not timed."""
+
+
+def plainly(function: Callable[[], object]) -> Way:
+    """A call around which nothing must hold."""
+    return lambda: contextlib.nullcontext(function)
+
+
+def _timed(way: Way, device: torch.device) -> Spent:
+    """The second call of two: the first one warms up."""
+    with way() as function:
+        function()
+        return spent(function, device)
+
+
+@dataclass
+class Pairs:
+    """The pairs of a way.
+
+    Attributes:
+        ways, bases: what the way has taken, and the base beside it.
+    """
+
+    ways: list[Spent] = field(default_factory=list)
+    bases: list[Spent] = field(default_factory=list)
+
+    @property
+    def latest(self) -> float:
+        """The way over the base in the last pair, by wall time."""
+        return self.ways[-1].wall / self.bases[-1].wall
+
+    def ratio(self, clock: Clock = "wall") -> Interval:
+        """The way over the base."""
+        pairs = zip(self.ways, self.bases, strict=True)
+        return interval([getattr(way, clock) / getattr(base, clock) for way, base in pairs])
+
+    def added(self, clock: Clock = "wall") -> Interval:
+        """The way less the base, in milliseconds."""
+        pairs = zip(self.ways, self.bases, strict=True)
+        return interval([getattr(way, clock) - getattr(base, clock) for way, base in pairs])
+
+    def base(self, clock: Clock = "wall") -> Interval:
+        """The base, in milliseconds."""
+        return interval([getattr(base, clock) for base in self.bases])
+
+    def way(self, clock: Clock = "wall") -> Interval:
+        """The way, in milliseconds."""
+        return interval([getattr(way, clock) for way in self.ways])
+
+
+Enough = Callable[[str, Pairs], bool]
+
+
+def to_within(share: float) -> Enough:
+    """Enough once the interval of the ratio is that share of the ratio to either side."""
+    return lambda _, pairs: (found := pairs.ratio()).high - found.low <= 2 * share * found.value
+
+
+def claimed(claims: Mapping[str, float], share: float) -> Enough:
+    """Enough once it is known whether the ratio of a way is at most what is claimed; of others as :func:`to_within`."""
+    within = to_within(share)
+
+    def enough(name: str, pairs: Pairs) -> bool:
+        claim = claims.get(name)
+        return within(name, pairs) if claim is None else pairs.ratio().at_most(claim) != "not resolved"
+
+    return enough
+
+
+def in_turn(
+    ways: Mapping[str, Way],
+    base: Way,
+    device: torch.device,
+    *,
+    enough: Enough,
+    seconds: float,
+    least: int = LEAST_PAIRS,
+    seed: int = 0,
+) -> dict[str, Pairs]:
+    """Time ways beside a base until each is resolved, or the time is over.
+
+    Args:
+        ways: name -> way.
+        base: beside which each is timed.
+        device: on which they run.
+        enough: whether the pairs of a way, of which there are at least ``least``, are enough.
+        seconds: after which no further round begins, once each way has its least pairs.
+        least: pairs of each way.
+        seed: of the order.
+    """
+    order, found = random.Random(seed), {name: Pairs() for name in ways}
+    open_ways, end = list(ways), time.monotonic() + seconds
+    number = 0
+    while open_ways and (number < least or time.monotonic() < end):
+        number += 1
+        order.shuffle(open_ways)
+        for name in open_ways:
+            both = [(found[name].ways, ways[name]), (found[name].bases, base)]
+            order.shuffle(both)
+            for times, way in both:
+                times.append(_timed(way, device))
+        if number >= least:
+            open_ways = [name for name in open_ways if not enough(name, found[name])]
+        said = [f"{name} {_short(found[name].latest)}" for name in sorted(open_ways)]
+        progress(f"round {number}: " + (", ".join(said) if said else "all ways are resolved"))
+    return found
