@@ -93,7 +93,7 @@ def main(given: list[str] | None = None) -> None:
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
-    if not native._is_loaded():
+    if not native.ONE_PASS.is_compiled():
         raise SystemExit("The pass in C++ cannot be compiled here: see the warning above.")
     drawn = torch.randn(options.elements, generator=torch.Generator().manual_seed(0))
     cases = []

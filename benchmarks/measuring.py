@@ -38,9 +38,13 @@ _COMPILED_UPSTREAM = (
 @contextlib.contextmanager
 def as_in_a_long_run() -> Iterator[None]:
     """Our kernels are compiled at once: a short run goes without them, a long one has them nearly all of its time."""
-    from te_precision_callbacks.engine.kernels import compiled, native
+    from te_precision_callbacks.engine.kernels import compiled
+    from te_precision_callbacks.engine.kernels.extremes import EXTREMES
+    from te_precision_callbacks.engine.kernels.native import ONE_PASS
 
-    with mock.patch.object(compiled, "PAYS_FROM", 0), mock.patch.object(native, "PAYS_FROM", 0):
+    with contextlib.ExitStack() as stack:
+        for of, name in ((compiled, "PAYS_FROM"), (ONE_PASS, "pays_from"), (EXTREMES, "pays_from")):
+            stack.enter_context(mock.patch.object(of, name, 0))
         yield
 
 

@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 from in_turn import LEAST_PAIRS, Way, claimed, in_turn, plainly
-from measuring import arguments, machine, progress, report
+from measuring import arguments, as_in_a_long_run, machine, progress, report
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.debug_utils import DebugUnderflowOverflow
@@ -178,7 +178,9 @@ def main(given: list[str] | None = None) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         training = Training(**sizes, dtype=dtype, device=device)
         name = str(dtype).removeprefix("torch.")
-        cases.append({**measure(training, options.seconds, options.least, name), **sizes, "machine": described})
+        with as_in_a_long_run():
+            measured = measure(training, options.seconds, options.least, name)
+        cases.append({**measured, **sizes, "machine": described})
     notes = "Medians of pairs of steps with their 95 % intervals. Host waits: those that detection adds to a step."
     report(cases, COLUMNS, notes, as_json=options.json)
 

@@ -163,7 +163,6 @@ CHANGES = {
     "base.ranks.tree": {"_EVERY_TREE"},  # connections that a forked process lets go
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
-    "engine.kernels.native": {"_failed", "_in_plain_torch", "_one_pass"},
 }
 """Module -> what changes at its level: the run of now, seams, caches. All else that changes belongs to a run."""
 

@@ -5,8 +5,8 @@
     values = slots.read()                                           # one copy from each device
     values.extremes(first)                                          # (-3.1, 4.2)
 
-A slot has the dtype of its tensor, so one operation, ``aminmax``, reads the tensor and writes the slot. ``aminmax``
-keeps inf and nan: a nan makes both extremes nan, even next to an inf.
+A slot has the dtype of its tensor, so one call reads the tensor and writes the slot: torch's ``aminmax``, or C++ on a
+CPU where that pays. Both keep inf and nan: a nan makes both extremes nan, even next to an inf.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow, is_capturing
 from te_precision_callbacks.base.numerics.layouts import has_scale
+from te_precision_callbacks.engine.kernels.extremes import write_extremes
 
 TWICE_IS_FASTER = 2**14
 """Elements from which a CPU reads float32 faster twice, once for each extreme: torch's ``aminmax`` takes three times as
@@ -179,7 +180,9 @@ class Slots:
             if values.is_cuda and is_capturing():
                 return Unmeasured("captured")
             slot = self._store_of(values).take()
-            if values.dtype is torch.float32 and values.numel() >= TWICE_IS_FASTER and values.device.type == "cpu":
+            if write_extremes(values, slot.low, slot.high):
+                pass
+            elif values.dtype is torch.float32 and values.numel() >= TWICE_IS_FASTER and values.device.type == "cpu":
                 torch.amin(values, (), out=slot.low)
                 torch.amax(values, (), out=slot.high)
             else:

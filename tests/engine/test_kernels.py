@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels import compiled, eager, measured_by, native
+from te_precision_callbacks.engine.kernels import compiled, cpp, eager, measured_by, native
 from te_precision_callbacks.engine.kernels.columns import MOMENT_SUMS
 from tests.drawn import normal
 from tests.engine import exact
@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which pass is tested."""
     way = str(request.param)
     if way != "eager":
-        monkeypatch.setattr(native, "_one_pass", native._loaded(PROCESSORS[way]))
+        monkeypatch.setattr(native.ONE_PASS, "function", native.ONE_PASS.loaded(PROCESSORS[way]))
     return way
 
 
@@ -77,7 +77,7 @@ def assert_nearly(found: exact.Columns, expected: exact.Columns) -> None:
 def nothing_failed() -> None:
     assert compiled._has_compiler()
     assert not compiled._failed
-    assert native._is_loaded()
+    assert native.ONE_PASS.is_compiled()
 
 
 # --- moments ----------------------------------------------------------------------------------------------------------
@@ -372,8 +372,8 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process, in which nothing is known of a compiler."""
     monkeypatch.setattr(compiled, "_kernels", {})
     monkeypatch.setattr(compiled, "_failed", False)
-    monkeypatch.setattr(native, "_failed", False)
-    monkeypatch.setattr(native, "_one_pass", None)
+    monkeypatch.setattr(native.ONE_PASS, "failed", False)
+    monkeypatch.setattr(native.ONE_PASS, "function", None)
     compiled._has_compiler.cache_clear()
     yield
     compiled._has_compiler.cache_clear()
@@ -405,7 +405,7 @@ def measured_twice_with_one_warning(module: Any, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("module", [compiled, native])
+@pytest.mark.parametrize("module", [compiled, cpp])
 def test_without_a_compiler(module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from torch._inductor import config
 
@@ -415,7 +415,7 @@ def test_without_a_compiler(module: Any, monkeypatch: pytest.MonkeyPatch, caplog
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("module", [compiled, native])
+@pytest.mark.parametrize("module", [compiled, cpp])
 def test_where_compiling_fails(module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from torch._inductor.codecache import CppCodeCache
 
@@ -435,7 +435,7 @@ import torch
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import compiled, native
 
-native.PAYS_FROM = compiled.PAYS_FROM = 0
+native.ONE_PASS.pays_from = compiled.PAYS_FROM = 0
 torch.set_num_threads(2)
 values = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
 
@@ -465,9 +465,8 @@ def in_a_process(script: str, **environment: str) -> tuple[dict[str, bool], str]
 def test_a_folder_that_cannot_be_written_is_said_and_costs_no_number(tmp_path: Path) -> None:
     """A file stands where the folder must be: the superuser may write to a folder that is read-only."""
     (tmp_path / "file").touch()
-    script = (
-        "print(json.dumps(same | {'is plain': native._failed and (compiled._failed or not compiled._has_compiler())}))"
-    )
+    failed = "native.ONE_PASS.failed and (compiled._failed or not compiled._has_compiler())"
+    script = f"print(json.dumps(same | {{'is plain': {failed}}}))"
     same, stderr = in_a_process(script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "file" / "folder"))
     assert all(same.values()), same
     assert stderr.count("cannot be compiled") == 2, stderr  # the pass, and what simulates recipes
@@ -492,7 +491,7 @@ if child == 0:
     torch.set_num_threads(1)
     os._exit(0 if are_same(measured()) else 1)
 same["forked"] = os.waitpid(child, 0)[1] == 0
-print(json.dumps(same | {"is compiled": native._one_pass is not None and not compiled._failed}))
+print(json.dumps(same | {"is compiled": native.ONE_PASS.function is not None and not compiled._failed}))
 """
     same, _ = in_a_process(script)
     assert len(same) == 6
@@ -532,13 +531,13 @@ def test_nothing_is_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("uncompiled")
 def test_the_pass_is_not_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small tensor counts as what a call takes; one that the pass does not read counts for nothing."""
-    monkeypatch.setattr(native, "PAYS_FROM", 3 * native._A_CALL)
-    monkeypatch.setattr(native, "_in_plain_torch", 0)
+    monkeypatch.setattr(native.ONE_PASS, "pays_from", 3 * cpp._A_CALL)
+    monkeypatch.setattr(native.ONE_PASS, "in_plain_torch", 0)
     values = normal(5)
     for measurement in range(5):
         kernels.measure(values.double())
         assert_nearly(exact.named(*kernels.measure(values)), exact.columns(values))
-        assert (native._one_pass is not None) is (measurement >= 3)
+        assert (native.ONE_PASS.function is not None) is (measurement >= 3)
 
 
 class Seen(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from te_precision_callbacks.engine.kernels.extremes import EXTREMES, SMALLEST
 from te_precision_callbacks.overflow import (
     ActivationOverflowError,
     DebugActivationOverflow,
@@ -213,11 +215,29 @@ def test_a_default_device() -> None:
             model(zeros)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("numel", [1, 100, TWICE_IS_FASTER - 1, TWICE_IS_FASTER, 3 * TWICE_IS_FASTER + 5])
+PROCESSORS = {"here": (), "AVX2": ("-march=haswell",), "SSE2": ("-march=x86-64",)}
+
+
+@pytest.fixture(params=["torch", *(PROCESSORS if platform.machine() == "x86_64" else ["here"])])
+def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the extremes of large tensors are read: by torch, or in C++, with the vectors of a processor."""
+    way: str = request.param
+    if way == "torch":
+        monkeypatch.setattr(EXTREMES, "pays_from", 2**62)
+    else:
+        monkeypatch.setattr(EXTREMES, "pays_from", 0)
+        monkeypatch.setattr(EXTREMES, "function", EXTREMES.loaded(PROCESSORS[way]))
+    return way
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [1, 100, SMALLEST, TWICE_IS_FASTER - 1, 3 * TWICE_IS_FASTER + 5])
 @pytest.mark.parametrize("bad", [(), (INF,), (-INF,), (INF, -INF), (INF, math.nan)], ids=str)
-def test_extremes_of_every_size(numel: int, dtype: torch.dtype, bad: tuple[float, ...]) -> None:
-    """A nan wins over an inf, wherever they stand. Large tensors of float32 are read in another way."""
+def test_extremes_of_every_size(read: str, numel: int, dtype: torch.dtype, bad: tuple[float, ...]) -> None:
+    """A nan wins over an inf, wherever they stand. Large tensors are read in other ways."""
     for at in (0, numel // 2, numel - 1):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
         for offset, number in enumerate(bad):
@@ -228,6 +248,21 @@ def test_extremes_of_every_size(numel: int, dtype: torch.dtype, bad: tuple[float
         expected = (math.nan,) * 2 if values.isnan().any() else (min(values.tolist()), max(values.tolist()))
         assert found.extremes(slot) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
         assert found.not_finite() == ({slot} if bad else set())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_each_number_of_16_bits_has_its_place_among_the_others(read: str, dtype: torch.dtype) -> None:
+    """Of all codes, in pieces: of one sign, of subnormal numbers, of nans of both signs."""
+    codes = torch.arange(2**16, dtype=torch.int32)
+    numbers = (codes << 16).view(dtype) if dtype is torch.float32 else codes.to(torch.int16).view(dtype)
+    slots = Slots(abs_min=False)
+    pieces = [numbers[start : start + SMALLEST] for start in range(0, 2**16, SMALLEST // 2)]
+    pieces += [piece[piece.isfinite()].repeat(2) for piece in pieces]
+    taken = [slots.measure(piece) for piece in pieces]
+    found = slots.read()
+    for slot, piece in zip(taken, pieces, strict=True):
+        expected = [extreme.item() for extreme in piece.double().aminmax()]
+        assert found.extremes(slot) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
 def test_slots_are_not_filled_and_not_read_before_they_are_written(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 
 
-def say_not_compiled(logger: logging.Logger, times: str, error: BaseException) -> None:
+def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:
     """Log why, and what helps.
 
     Args:
         logger: of the module whose code cannot be compiled.
+        what: is done, in words.
         times: how much slower plain torch is at most, in words.
         error: the reason.
     """
@@ -19,8 +20,9 @@ def say_not_compiled(logger: logging.Logger, times: str, error: BaseException) -
         advice = "Install a C++ compiler such as g++, if there is none; TORCH_LOGS=dynamo,inductor prints more."
     reason = str(error).strip()
     logger.warning(
-        "Statistics on the CPU are computed by plain torch operations, up to %s times slower but equally exact: the"
-        " fast pass cannot be compiled (%s: %s). %s",
+        "%s by plain torch operations, up to %s times slower but equally exact: the fast pass cannot be compiled"
+        " (%s: %s). %s",
+        what,
         times,
         type(error).__name__,
         reason.splitlines()[0] if reason else "no message",
