@@ -69,7 +69,7 @@ def _has_compiler() -> bool:
 
         cpp_builder.get_cpp_compiler()
     except Exception as error:
-        say_not_compiled(logger, "Statistics on the CPU are computed", "thirty", error)
+        say_not_compiled(logger, "Statistics on the CPU are computed by plain torch operations", "thirty", error)
         return False
     return True
 
@@ -126,4 +126,4 @@ def _give_up(error: Exception) -> None:
     global _failed
     if not _failed:
         _failed = True
-        say_not_compiled(logger, "Statistics on the CPU are computed", "thirty", error)
+        say_not_compiled(logger, "Statistics on the CPU are computed by plain torch operations", "thirty", error)

@@ -34,7 +34,7 @@ class CppFunction:
         name: of the function, which returns nothing.
         argtypes: the types of its arguments, of ctypes.
         pays_from: elements that plain torch measures before the function is compiled.
-        what: is done by plain torch without it, for the warning: "Statistics are computed".
+        what: plain torch does without it, for the warning.
         times: how much slower that is at most, in words.
 
     Attributes:

@@ -20,7 +20,7 @@ EXTREMES = CppFunction(
     "te_precision_extremes",
     (ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
     pays_from=2**33,
-    what="The extremes of tensors on the CPU are read",
+    what="The extremes of tensors on the CPU are read by plain torch operations",
     times="four",
 )
 

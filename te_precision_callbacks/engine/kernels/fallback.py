@@ -10,7 +10,7 @@ def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseE
 
     Args:
         logger: of the module whose code cannot be compiled.
-        what: is done, in words.
+        what: plain torch does, in words.
         times: how much slower plain torch is at most, in words.
         error: the reason.
     """
@@ -20,8 +20,7 @@ def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseE
         advice = "Install a C++ compiler such as g++, if there is none; TORCH_LOGS=dynamo,inductor prints more."
     reason = str(error).strip()
     logger.warning(
-        "%s by plain torch operations, up to %s times slower but equally exact: the fast pass cannot be compiled"
-        " (%s: %s). %s",
+        "%s, up to %s times slower but equally exact: the fast pass cannot be compiled (%s: %s). %s",
         what,
         times,
         type(error).__name__,
