@@ -500,11 +500,11 @@ class Run:
         self._judgement.end_run(iteration, why_not, has_step=has_step, raises=error is None)
 
     def _tell_coverage(self) -> None:
-        """Tell in one line how much ran in low precision."""
-        if own_rank() == 0 and not self._hurries and (coverage := self._judgement.end_coverage()):
-            text = str(coverage)
-            logger.info("%s.", text)
-            self.inspector.log(text)
+        """Tell how much ran in low precision: in a line for the last step, and in others for steps that differ."""
+        if own_rank() == 0 and not self._hurries:
+            for text in self._judgement.end_coverage():
+                logger.info("%s.", text)
+                self.inspector.log(text)
 
     def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Name the command that makes a page of the recorded run, and write the page if that is wanted.
@@ -603,7 +603,7 @@ class Run:
             from te_precision_callbacks.session.summary import write_summary
 
             self._results.iteration = self.inspector.iteration
-            write_summary(Results(self._results), self._judgement.coverage)
+            write_summary(Results(self._results), self._judgement.coverage, self._judgement.other_steps)
 
     def _print_verdict(self, error: BaseException | None) -> None:
         """Print what came out of the run, on one rank."""
@@ -617,6 +617,7 @@ class Run:
                 coverage,
                 self._results.log_dir,
                 written.page,
+                other_steps=self._judgement.other_steps,
                 trace="" if trace is None else str(trace),
                 speed="" if trace is None else written.speed_command(trace),
                 stopped=stopped,
