@@ -1,12 +1,15 @@
-"""What of a config does nothing in any layer, in words: a session and ``te-precision check`` warn of it."""
+"""What of a config does nothing, in any layer or step, in words: a session and ``te-precision check`` warn of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from te_precision_callbacks.config.checking import ReadOptions
+from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import BASE, NamespacedFeatures, Section, resolve_features
+from te_precision_callbacks.config.problems import shown
 
 
 def notes_of(config: Config) -> list[str]:
@@ -30,7 +33,7 @@ def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> lis
     if not sections:
         return [f"The config ({config.name}) has no enabled section, so nothing is done."]
     found = (_idle(section, own) for section, own in zip(sections, features, strict=True))
-    return [text for text in found if text]
+    return [text for text in found if text] + [text for section in sections for text in _ignored_steps(section)]
 
 
 def _idle(section: Section, features: NamespacedFeatures) -> str:
@@ -44,3 +47,19 @@ def _idle(section: Section, features: NamespacedFeatures) -> str:
     return (
         "" if any(features.values()) else f"{section.place()}: the section has no enabled feature, so it does nothing."
     )
+
+
+def _ignored_steps(section: Section) -> Iterator[str]:
+    """That upstream ignores a key of a feature's steps because there is a list of spans too; once for each feature."""
+    for feature, options in section.features.get(NAMESPACE, {}).items():
+        targets = options.schema.targets if isinstance(options, ReadOptions) and options["enabled"] else ()
+        for nested in (target.nested for target in targets):
+            given = {key: value for key, value in nested.merged().items() if value is not None}
+            ignored = [key for key in ("start_step", "end_step") if key in given]
+            if "start_end_list" in given and ignored:
+                yield (
+                    f"{section.place(NAMESPACE, feature, *nested.path(ignored[0]))}: {feature!r} has"
+                    f" 'start_end_list' {shown(given['start_end_list'])}, which alone says when it acts."
+                    f" {' and '.join(f'{key!r} {shown(given[key])}' for key in ignored)} has no effect: leave it out."
+                )
+                break
