@@ -92,8 +92,8 @@ class RunFacts:
         results = self._results
         coverage = results.coverage
         changes = results.layers.changes, results.audit.changes, coverage.changes
-        optimizers = results.scales_loss, results.adds_eps
-        return *changes, len(coverage.of_other_ranks), len(results.unconverted), *optimizers
+        settings = results.scales_loss, results.adds_eps, self._model.unmeasured
+        return *changes, len(coverage.of_other_ranks), len(results.unconverted), *settings
 
     @without_collections()
     def take(self) -> Facts:
@@ -170,6 +170,7 @@ class RunFacts:
             "alike": not layers.of_other_ranks,
             "ignored": ignored_arguments(recipes_of(found), uses_of(found, self._model.roots)),
             "amaxes": amax_reductions(found),
+            "unmeasured": self._model.unmeasured,
         }
 
     def _device_memory(self) -> Row | None:
