@@ -19,6 +19,7 @@ from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugE
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.config.idle import never_due_in_words
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
 from te_precision_callbacks.coverage.shapes import explain_shape
@@ -418,6 +419,7 @@ class Run:
             then("writing", "the summary", self._write_summary)
             then("writing", "the report", lambda: self._tell_report(error, guard))
             then("telling", "the coverage", self._tell_coverage)
+            then("telling", "what the run has not reached", lambda: self._say_never_due(ended_by))
             then("closing", "the sinks", lambda: self._close_sinks(error, guard))
             if self.model.attached:
                 then("telling", "the end", lambda: self._tell_the_end(error))
@@ -505,6 +507,14 @@ class Run:
             for text in self._judgement.end_coverage():
                 logger.info("%s.", text)
                 self.inspector.log(text)
+
+    def _say_never_due(self, error: BaseException | None) -> None:
+        """Warn of features whose steps the whole run has not reached."""
+        last = self._results.iterations.last
+        if own_rank() or not self.model.attached or error is not None or self._hurries or last is None:
+            return
+        if text := never_due_in_words(self._options.config, last):
+            logger.warning("%s", text)
 
     def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Name the command that makes a page of the recorded run, and write the page if that is wanted.
