@@ -619,8 +619,7 @@ class Run:
         """Print what came out of the run, on one rank."""
         if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
             verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
-            stopped = isinstance(error, PrecisionFindingError)
-            ended_by = "" if stopped or not isinstance(error, PrecisionDebugError) else in_short(error)
+            ended_by = in_short(error) if isinstance(error, PrecisionDebugError) else ""
             written, trace = self._written, self._profiling.trace
             lines = closing_lines(
                 verdict,
@@ -630,7 +629,6 @@ class Run:
                 other_steps=self._judgement.other_steps,
                 trace="" if trace is None else str(trace),
                 speed="" if trace is None else written.speed_command(trace),
-                stopped=stopped,
                 ended_by=ended_by,
             )
             sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -315,8 +315,12 @@ class StatisticsTables:
         return bool(self._columns)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        for group in self._groups(options.max_width):
+        groups = list(self._groups(options.max_width))
+        for number, group in enumerate(groups, 1):
             shown = self._shown(group)
+            which = f", table {number} of {len(groups)}" if len(groups) > 1 else ""
+            # Not as the title of the table, which would be broken to its width.
+            yield Paragraph(f"Last statistics{which} (a worse one of the run @ its iteration)", "italic")
             yield self._table(group, shown)
             others = np.setdiff1d(np.concatenate([self._columns[name].tensors for name in group]), shown).tolist()
             if others:
@@ -362,7 +366,7 @@ class StatisticsTables:
         return list(itertools.islice(found, MOST_ROWS))
 
     def _table(self, statistics: Sequence[str], rows: Sequence[int]) -> Table:
-        table = _table("Last statistics (a worse one of the run @ its iteration)", "layer and tensor")
+        table = _table("", "layer and tensor")
         table.columns[0].no_wrap = True
         for statistic in statistics:
             header = Text("\n".join(_header(statistic)))
