@@ -291,6 +291,13 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "no key 'margin' .*Its keys are: enabled, end_step, gemms, gemms_",
         ),
         ("DisableFP8Layer", "gemms: fprop", 7, "N has no key 'gemms' .*Its keys are: enabled"),
+        (
+            "LogGemmError",
+            "gemms: fprop\nstats: [gemm_error]",
+            8,
+            r"N has no key 'stats' \(given: \['gemm_error'\]\)\. Its keys are: enabled, .*start_step\. 'stats' is a key"
+            " of LogTensorStats, LogFp8TensorStats, LogNvfp4TensorStats",
+        ),
         ("PerTensorScaling", SCALED + "quant_format: FP8E4M3", 9, "N has no key 'quant_format'"),
         (
             "PerTensorScaling",

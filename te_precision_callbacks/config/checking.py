@@ -19,7 +19,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS, RESULT
 from te_precision_callbacks.config.fields import Refused, item_of, names, words
 from te_precision_callbacks.config.levels import FeatureSchema, Misfit, ObservingFeature, levels
 from te_precision_callbacks.config.problems import KeyPath, Problems, Where, meant_for, nearest, shown, suggestion
-from te_precision_callbacks.config.schemas import schema_of
+from te_precision_callbacks.config.schemas import FEATURES, schema_of
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,11 @@ class _Problem:
         """Where an unknown key belongs, and which key was meant instead."""
         here = self._level(self.keys[:-1])
         others = [path for path, level in self.levels.items() if key in level.model_fields]
-        near = suggestion(str(key), self.levels[here].model_fields, known_as="Its keys are")
+        own = self.levels[here].model_fields
+        takers = [name for name, schema in FEATURES.items() if key in schema.model_fields]
+        if takers and not others:  # a key of another feature is no slip of the pen
+            return f" Its keys are: {', '.join(sorted(own))}. {key!r} is a key of {', '.join(takers)}."
+        near = suggestion(str(key), own, known_as="Its keys are")
         if not others:
             return near
         where = f"in the items of {others[0][-1]!r}" if others[0] else f"to {self.feature!r} itself"

@@ -41,7 +41,7 @@ class Contract:
         shares: conditions on shares of the multiply-adds.
         layers: pattern of layers -> the precision of all of their GEMMs; the pattern is searched in the name.
         state: what is kept -> its type, as torch names it: ``float32``.
-        by_step: after so many steps it must hold, and from then on.
+        by_step: after so many steps it must hold, and from then on: after step 2 of a run, counted from 0, with 3.
         on_broken: what happens where it does not; None: as the keyword ``on_broken`` of the front doors says.
     """
 

@@ -1,12 +1,19 @@
-"""What of a config does nothing in any layer, in words: a session and ``te-precision check`` warn of it."""
+"""What of a config does nothing, in any layer or step, in words: a session and ``te-precision check`` warn of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from te_precision_callbacks.config.checking import ReadOptions
+from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.known import known_features
+from te_precision_callbacks.config.levels import Level, Target
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import BASE, NamespacedFeatures, Section, resolve_features
+from te_precision_callbacks.config.problems import shown
+from te_precision_callbacks.statistics.schedule import EVERY_STEP
+
+_MOST_NAMED = 3
 
 
 def notes_of(config: Config) -> list[str]:
@@ -30,7 +37,7 @@ def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> lis
     if not sections:
         return [f"The config ({config.name}) has no enabled section, so nothing is done."]
     found = (_idle(section, own) for section, own in zip(sections, features, strict=True))
-    return [text for text in found if text]
+    return [text for text in found if text] + [text for section in sections for text in _ignored_steps(section)]
 
 
 def _idle(section: Section, features: NamespacedFeatures) -> str:
@@ -44,3 +51,47 @@ def _idle(section: Section, features: NamespacedFeatures) -> str:
     return (
         "" if any(features.values()) else f"{section.place()}: the section has no enabled feature, so it does nothing."
     )
+
+
+def _ignored_steps(section: Section) -> Iterator[str]:
+    """That upstream ignores a key of a feature's steps because there is a list of spans too; once for each feature."""
+    for feature, options in section.features.get(NAMESPACE, {}).items():
+        for nested in (target.nested for target in _targets(options)):
+            given = {key: value for key, value in nested.merged().items() if value is not None}
+            ignored = [key for key in ("start_step", "end_step") if key in given]
+            if "start_end_list" in given and ignored:
+                yield (
+                    f"{section.place(NAMESPACE, feature, *nested.path(ignored[0]))}: {feature!r} has"
+                    f" 'start_end_list' {shown(given['start_end_list'])}, which alone says when it acts."
+                    f" {' and '.join(f'{key!r} {shown(given[key])}' for key in ignored)} has no effect: leave it out."
+                )
+                break
+
+
+def never_due_in_words(config: Config, last: int) -> str:
+    """Which features the steps of a run never reach; empty if it reaches all.
+
+    Args:
+        config: the config.
+        last: the last step of the run.
+    """
+    found: dict[str, None] = {}
+    for section in config.enabled_sections:
+        for feature, options in section.features.get(NAMESPACE, {}).items():
+            for target in _targets(options):
+                schedule = getattr(target.options, "schedule", EVERY_STEP)
+                first = schedule.at(-1)[1]
+                if first is None or first > last:
+                    found[f"{section.place(NAMESPACE, feature)}: {feature}, {schedule}"] = None
+    if not found:
+        return ""
+    more = [f"and {len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
+    return (
+        f"The run ended after step {last}, before these features acted for the first time:"
+        f" {'; '.join([*list(found)[:_MOST_NAMED], *more])}. Choose steps that a run reaches; the first one is 0."
+    )
+
+
+def _targets(options: object) -> tuple[Target[Level], ...]:
+    """What an enabled feature acts on; nothing where its options are not known by a schema."""
+    return options.schema.every_target if isinstance(options, ReadOptions) and options.schema.enabled else ()

@@ -161,8 +161,13 @@ class FeatureSchema(Level):
         Raises:
             Misfit: keys that do not fit together.
         """
-        for target in self.targets:
+        for target in self.every_target:
             target.options.check_target(target.nested)
+
+    @property
+    def every_target(self) -> tuple[Target[Level], ...]:
+        """The targets, with those of a second kind, where a feature has such ones."""
+        return self.targets
 
     @property
     def targets(self) -> tuple[Target[Level], ...]:

@@ -38,6 +38,7 @@ from te_precision_callbacks.config.levels import (
     TAKES_PART,
     FeatureSchema,
     GemmChoice,
+    Level,
     ModifyingFeature,
     ObservingFeature,
     OneGemm,
@@ -399,11 +400,10 @@ dump_what_is_not_finite:
             for gemm, nested in self.chosen_gemms.items()
         )
 
-    def check(self) -> None:
-        """Check the options for each tensor and each GEMM."""
-        super().check()
-        for target in self.of_gemms:
-            target.options.check_target(target.nested)
+    @property
+    def every_target(self) -> tuple[Target[Level], ...]:
+        """The listed tensors and GEMMs."""
+        return (*self.targets, *self.of_gemms)
 
 
 FEATURES: Mapping[str, type[FeatureSchema]] = {

@@ -161,7 +161,7 @@ class ContractKeeper:
         self._judged_until = self._judged
         self._say_left_out(coverage, ranks)
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
-        when = f"judged after step {iteration - first + self._contract.by_step}"
+        when = f"judged after step {iteration}"
         raises = self._on_broken == "raise" and bool(broken) and ranks.still_together()
         return self._tell(broken, coverage, when, raises=raises) if broken else ""
 
@@ -198,7 +198,7 @@ class ContractKeeper:
         broken = [*broken_clauses(self._contract, coverage), *state]
         when = "judged at its end, without any step()"
         if self._first is not None:
-            when = f"judged at its end, after step {iteration - self._first + self._contract.by_step}"
+            when = f"judged at its end, after step {iteration}"
         return self._tell(broken, coverage, when, raises=raises) if broken else ""
 
     def _say_left_out(self, coverage: Coverage, ranks: Ranks) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, StateRow, is_low
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
+from te_precision_callbacks.coverage.other_steps import ProductSpan
 from te_precision_callbacks.statistics.schedule import Schedule
 
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
@@ -110,6 +112,30 @@ class CoverageHistory:
         found = [replace(counted, until=end) for counted, end in zip(self._counted, ends, strict=False)]
         return found + self._counted[-1:]
 
+    def by_span(self, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[ProductSpan]:
+        """Each product as often as it was another.
+
+        Args:
+            precision: that of the layers' GEMMs in all iterations, as ``PrecisionAudit.spans`` gives it.
+            unconverted: layers that a trainer left without Transformer Engine, and why.
+        """
+        spans: dict[tuple[str, str], list[GemmPrecision]] = defaultdict(list)
+        for entry in precision:
+            spans[entry.layer, entry.gemm].append(entry)
+        for counted in self.spans():
+            known = {(product.layer, product.gemm) for product in counted.products}
+            for order, product in enumerate(counted.products):
+                of_te = product.family in ("te", "te_ops")
+                entries = spans.get((product.layer, product.gemm), []) if of_te else []
+                yield from _in_spans(product, order, counted, entries, unconverted)
+            for (layer, gemm), entries in spans.items():
+                last = entries[-1]
+                if (layer, gemm) not in known and last.not_run:
+                    left_out = Product.left_out(layer, "te", last.gemm, last.not_run)
+                    yield ProductSpan(left_out, len(counted.products), last, last.since, last.until)
+        for order, product in enumerate(self.of_other_ranks):
+            yield ProductSpan(product, order, None, 0, None)
+
     def at(self, iteration: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Coverage:
         """The products of an iteration.
 
@@ -124,6 +150,35 @@ class CoverageHistory:
         counted = self._counted[number]
         products = in_precision(counted.products, counted.layers, list(precision), unconverted)
         return Coverage(products, state=counted.state)
+
+
+def _in_spans(
+    product: Product,
+    order: int,
+    counted: Counted,
+    entries: Sequence[GemmPrecision],
+    unconverted: Mapping[str, str],
+) -> Iterator[ProductSpan]:
+    """A product as it was counted, as often as its precision was another.
+
+    Args:
+        entries: those of its GEMM.
+    """
+    if not entries:
+        (found,) = in_precision([product], counted.layers, [], unconverted)
+        yield ProductSpan(found, order, None, counted.since, counted.until)
+    for place, entry in enumerate(entries):
+        since, until = entry.since, entry.until
+        if not place and since <= counted.since + 1:
+            since = counted.since  # the first step, of which a GEMM's precision may be known a step later
+        elif not place:  # the first of more changes than are kept: before them the precision is not known
+            before = since - 1 if counted.until is None else min(since - 1, counted.until)
+            yield ProductSpan(replace(product, operands={}), order, None, counted.since, before)
+        ends = [end for end in (until, counted.until) if end is not None]
+        since, until = max(since, counted.since), min(ends, default=None)
+        if until is None or until >= since:
+            (found,) = in_precision([product], counted.layers, [entry], unconverted)
+            yield ProductSpan(found, order, entry, since, until)
 
 
 def in_precision(

@@ -92,6 +92,7 @@ class Settings:
             :func:`~te_precision_callbacks.coverage.recipe_arguments.ignored_arguments`.
         amaxes: over which ranks amaxes are reduced, rows of
             :func:`~te_precision_callbacks.coverage.recipe_arguments.amax_reductions`.
+        unmeasured: why LogGemmError has measured nothing, if it was due; empty otherwise.
         gpu: what ``torch.cuda.get_device_name`` says of the GPU; empty without one.
     """
 
@@ -102,6 +103,7 @@ class Settings:
     alike: bool = True
     ignored: Sequence[Row] = ()
     amaxes: Sequence[Row] = ()
+    unmeasured: str = ""
     gpu: str = ""
 
     @classmethod

@@ -97,6 +97,12 @@ class GemmErrors:
         self._items: dict[str, Mapping[str, LogGemmErrorItem]] = {}
         self._weights: dict[tuple[str, str], _Kept] = {}
         self.not_measured: dict[tuple[str, str], str] = {}
+        self._has_measured = False
+
+    @property
+    def why_nothing(self) -> str:
+        """Why nothing was measured, by the first GEMM that was due; empty if a GEMM was measured, or none was due."""
+        return "" if self._has_measured else next(iter(self.not_measured.values()), "")
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         """Set the modules whose GEMMs there are."""
@@ -163,15 +169,21 @@ class GemmErrors:
             elif event.gemm == "wgrad":
                 self.operands.drop(event.layer, "gradient")
 
-    def _tell(self, event: GemmEvent, reason: str) -> None:
-        """Note why a GEMM, or a part of what is measured of it, is missing; the log has each reason once."""
+    def _tell(self, event: GemmEvent, reason: str, remedy: str = "") -> None:
+        """Note why a GEMM, or a part of what is measured of it, is missing; the log has each reason once.
+
+        Args:
+            remedy: what to change in the config, if that is at fault: the log then warns, once for each remedy.
+        """
         self.not_measured.setdefault((event.layer, event.gemm), reason)
-        if self._engine.notices.first(f"not measured: {reason}"):
-            logger.info(
-                "LogGemmError does not measure %s %s: %s. Other layers with this reason are not named.",
+        if self._engine.notices.first(f"not measured: {remedy or reason}"):
+            logger.log(
+                logging.WARNING if remedy else logging.INFO,
+                "LogGemmError does not measure %s %s: %s. %sOther layers with this reason are not named.",
                 event.layer,
                 event.gemm,
                 reason,
+                f"{remedy}. " if remedy else "",
             )
 
     def _look_ahead(self, event: GemmEvent) -> None:
@@ -228,7 +240,8 @@ class GemmErrors:
             return
         needed = max(left.needs, right.needs, min(n, 128) * m * torch.float32.itemsize)
         if needed > item.max_memory:
-            self._tell(event, f"max_memory is {item.max_memory} bytes, and 128 rows need {needed}")
+            reason = f"max_memory is {item.max_memory} bytes, and 128 rows need {needed}"
+            self._tell(event, reason, remedy="Raise max_memory")
             return
         with _quiet(left.device):
             x, y, g = self._probes(event.layer, item, iteration, event.gemm, left.device, x=m, y=n, g=k)
@@ -244,6 +257,7 @@ class GemmErrors:
             found = judged(run, expected, call)
             tensor = RESULT[event.gemm]
             self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
+            self._has_measured = True
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
             high = high_of(self.operands, event.layer, event.b)
             if high is not None and high.numel() != n * k:

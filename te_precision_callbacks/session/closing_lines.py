@@ -10,6 +10,7 @@ from pathlib import Path
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis.finding import Verdict
+from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 
 MOST_LINES = 8
 
@@ -26,7 +27,11 @@ def is_quiet(quiet: bool) -> bool:
 
 
 def in_short(error: Exception) -> str:
-    """The class of an error, and the first line of what it says."""
+    """The class of an error, and the first line of what it says; of one that findings raise, the findings, of which the
+    lines below have what was seen."""
+    if isinstance(error, PrecisionFindingError):
+        names = "; ".join(finding.in_short for finding in error.findings)
+        return f"{names or 'a finding of another rank'}, by on_finding="
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
@@ -36,32 +41,33 @@ def closing_lines(
     log_dir: Path,
     page: str,
     *,
+    other_steps: Sequence[str] = (),
     trace: str = "",
     speed: str = "",
-    stopped: bool = False,
     ended_by: str = "",
 ) -> Sequence[str]:
-    """At most :data:`MOST_LINES` lines: the verdict, the first findings, the coverage, the folder, the trace, the page.
+    """The verdict, the first findings, the coverage, the folder, the trace, the page: at most :data:`MOST_LINES` lines,
+    and ``other_steps``.
 
     Args:
         verdict: what the rules have found.
         coverage: the products of the last step.
         log_dir: the folder of the session's files.
         page: the page, or the command that makes it; empty if there is nothing for a page.
+        other_steps: a line for steps in which other products ran in low precision than in the last one.
         trace, speed: the trace of ``profile=``, and the command that reads it; empty without one.
-        stopped: whether a finding ends the run. Its error has all that was seen, so findings are named in short.
-        ended_by: what else of this package ends the run, such as the overflow detector: it comes before the verdict,
-            which knows nothing of it.
+        ended_by: what of this package ends the run, such as a finding or the overflow detector: it comes before the
+            verdict.
     """
     places = {"logs": str(log_dir), "trace": trace, "speed": speed, "page": page}
-    last = [f"  {coverage}."] if coverage else []
-    last += [f"  {what}: {where}" for what, where in places.items() if where]
+    ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []
+    last = [f"  {what}: {where}" for what, where in places.items() if where]
     findings = verdict.findings
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []
-    room = MOST_LINES - 1 - len(first) - len(last)
+    room = MOST_LINES - 1 - len(first) - bool(ran) - len(last)
     shown = findings if len(findings) <= room else findings[: room - 1]
     lines = [*first, f"te-precision: {verdict.summary}"]
-    lines += [f"  {finding.severity}: {finding.in_short if stopped else finding}" for finding in shown]
+    lines += [f"  {finding.severity}: {finding}" for finding in shown]
     if len(shown) < len(findings):
         lines.append(f"  and {len(findings) - len(shown)} more: te-precision diagnose {shlex.quote(str(log_dir))}")
-    return [visible(line) for line in (*lines, *last)]
+    return [visible(line) for line in (*lines, *ran, *last)]

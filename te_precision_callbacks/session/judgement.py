@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.contract_keeper import ContractKeeper, PrecisionContractError, require_layers
-from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
+from te_precision_callbacks.coverage.coverage import NOTHING
+from te_precision_callbacks.coverage.other_steps import in_lines
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.shared_products import shared_products
 from te_precision_callbacks.options import SessionOptions
@@ -26,10 +27,12 @@ class Judgement:
 
     Attributes:
         coverage: that of the end of the run, once it was asked for.
+        other_steps: the lines on steps in which other products ran in low precision, once they were asked for.
     """
 
     def __init__(self, options: SessionOptions, results: RunResults, ranks: Ranks, chronicle: Chronicle) -> None:
         self.coverage = NOTHING
+        self.other_steps: list[str] = []
         self._results = results
         self._ranks = ranks
         self._chronicle = chronicle
@@ -112,7 +115,9 @@ class Judgement:
         if broken is not None:
             self._chronicle.tell_judgement(broken, iteration)
 
-    def end_coverage(self) -> Coverage:
-        """The coverage of the last step, which is kept for the summary; empty if no step has run."""
+    def end_coverage(self) -> list[str]:
+        """How much ran in low precision, in the last step and in others, in lines; kept for the summary. Empty if no
+        step has run."""
         self.coverage = Results(self._results).coverage()
-        return self.coverage
+        self.other_steps = in_lines(self._results.other_steps()) if self.coverage else []
+        return [str(self.coverage), *self.other_steps] if self.coverage else []

@@ -119,6 +119,11 @@ class ObservedModel:
         """The model that is watched; an empty sequence before the attach."""
         return self._model
 
+    @property
+    def unmeasured(self) -> str:
+        """Why LogGemmError has measured nothing; empty if it has, or was not due."""
+        return self._hooks.gemm_errors.why_nothing
+
     # ------------------------------------------------------------------ a model that is given
 
     def attach(self, model: Model, ranks: Ranks) -> None:

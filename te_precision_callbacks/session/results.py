@@ -10,6 +10,7 @@ from te_precision_callbacks.base.spans import Iterations
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.gemm_precision import Precision
 from te_precision_callbacks.coverage.history import CoverageHistory
+from te_precision_callbacks.coverage.other_steps import OtherSteps, other_steps
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.finding import Verdict
@@ -68,6 +69,10 @@ class RunResults:
     def coverage_at(self, iteration: int) -> Coverage:
         """This rank's matrix products of an iteration. Raises IterationError where it has not run."""
         return self.coverage.at(iteration, self.audit.at(iteration), self.unconverted)
+
+    def other_steps(self) -> list[OtherSteps]:
+        """The steps in which the matrix products ran in another precision than in the last one."""
+        return other_steps(self.coverage.by_span(self.audit.spans(), self.unconverted))
 
 
 class Results:

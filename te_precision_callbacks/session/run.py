@@ -19,6 +19,7 @@ from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugE
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.config.idle import never_due_in_words
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
 from te_precision_callbacks.coverage.shapes import explain_shape
@@ -418,6 +419,7 @@ class Run:
             then("writing", "the summary", self._write_summary)
             then("writing", "the report", lambda: self._tell_report(error, guard))
             then("telling", "the coverage", self._tell_coverage)
+            then("telling", "what the run has not reached", lambda: self._say_never_due(ended_by))
             then("closing", "the sinks", lambda: self._close_sinks(error, guard))
             if self.model.attached:
                 then("telling", "the end", lambda: self._tell_the_end(error))
@@ -500,11 +502,19 @@ class Run:
         self._judgement.end_run(iteration, why_not, has_step=has_step, raises=error is None)
 
     def _tell_coverage(self) -> None:
-        """Tell in one line how much ran in low precision."""
-        if own_rank() == 0 and not self._hurries and (coverage := self._judgement.end_coverage()):
-            text = str(coverage)
-            logger.info("%s.", text)
-            self.inspector.log(text)
+        """Tell how much ran in low precision: in a line for the last step, and in others for steps that differ."""
+        if own_rank() == 0 and not self._hurries:
+            for text in self._judgement.end_coverage():
+                logger.info("%s.", text)
+                self.inspector.log(text)
+
+    def _say_never_due(self, error: BaseException | None) -> None:
+        """Warn of features whose steps the whole run has not reached."""
+        last = self._results.iterations.last
+        if own_rank() or not self.model.attached or error is not None or self._hurries or last is None:
+            return
+        if text := never_due_in_words(self._options.config, last):
+            logger.warning("%s", text)
 
     def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Name the command that makes a page of the recorded run, and write the page if that is wanted.
@@ -603,23 +613,22 @@ class Run:
             from te_precision_callbacks.session.summary import write_summary
 
             self._results.iteration = self.inspector.iteration
-            write_summary(Results(self._results), self._judgement.coverage)
+            write_summary(Results(self._results), self._judgement.coverage, self._judgement.other_steps)
 
     def _print_verdict(self, error: BaseException | None) -> None:
         """Print what came out of the run, on one rank."""
         if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
             verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
-            stopped = isinstance(error, PrecisionFindingError)
-            ended_by = "" if stopped or not isinstance(error, PrecisionDebugError) else in_short(error)
+            ended_by = in_short(error) if isinstance(error, PrecisionDebugError) else ""
             written, trace = self._written, self._profiling.trace
             lines = closing_lines(
                 verdict,
                 coverage,
                 self._results.log_dir,
                 written.page,
+                other_steps=self._judgement.other_steps,
                 trace="" if trace is None else str(trace),
                 speed="" if trace is None else written.speed_command(trace),
-                stopped=stopped,
                 ended_by=ended_by,
             )
             sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -24,9 +24,8 @@ from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.planning import Section
-from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
-from te_precision_callbacks.coverage.history import Counted, in_precision
+from te_precision_callbacks.coverage.history import in_precision
 from te_precision_callbacks.coverage.recipe_arguments import (
     amax_reductions,
     computes_in_float16,
@@ -93,8 +92,8 @@ class RunFacts:
         results = self._results
         coverage = results.coverage
         changes = results.layers.changes, results.audit.changes, coverage.changes
-        optimizers = results.scales_loss, results.adds_eps
-        return *changes, len(coverage.of_other_ranks), len(results.unconverted), *optimizers
+        settings = results.scales_loss, results.adds_eps, self._model.unmeasured
+        return *changes, len(coverage.of_other_ranks), len(results.unconverted), *settings
 
     @without_collections()
     def take(self) -> Facts:
@@ -171,6 +170,7 @@ class RunFacts:
             "alike": not layers.of_other_ranks,
             "ignored": ignored_arguments(recipes_of(found), uses_of(found, self._model.roots)),
             "amaxes": amax_reductions(found),
+            "unmeasured": self._model.unmeasured,
         }
 
     def _device_memory(self) -> Row | None:
@@ -278,7 +278,8 @@ class RunFacts:
         """The rows of products and of their operands."""
         gemms: list[Row] = []
         operands: list[Row] = []
-        for product, order, seen, since, until in self._spans_of_products(precision):
+        results = self._results
+        for product, order, seen, since, until in results.coverage.by_span(precision, results.unconverted):
             number = len(gemms)
             span = {"since": since, "until": until}
             gemms.append(
@@ -319,46 +320,6 @@ class RunFacts:
                 for tensor, text in product.operands.items()
             ]
         return gemms, operands
-
-    def _spans_of_products(
-        self, precision: Iterable[GemmPrecision]
-    ) -> Iterator[tuple[Product, int, GemmPrecision | None, int, int | None]]:
-        """Each product as often as its precision was another: with its place, its precision, and its span."""
-        spans: dict[tuple[str, str], list[GemmPrecision]] = defaultdict(list)
-        for entry in precision:
-            spans[entry.layer, entry.gemm].append(entry)
-        for counted in self._results.coverage.spans():
-            known = {(product.layer, product.gemm) for product in counted.products}
-            for order, product in enumerate(counted.products):
-                yield from self._in_precision(product, order, counted, spans)
-            for (layer, gemm), entries in spans.items():
-                if (layer, gemm) not in known and entries[-1].not_run:
-                    left_out = Product.left_out(layer, "te", entries[-1].gemm, entries[-1].not_run)
-                    yield left_out, len(counted.products), entries[-1], entries[-1].since, entries[-1].until
-        for order, product in enumerate(self._results.coverage.of_other_ranks):
-            yield product, order, None, 0, None
-
-    def _in_precision(
-        self,
-        product: Product,
-        order: int,
-        counted: Counted,
-        spans: dict[tuple[str, str], list[GemmPrecision]],
-    ) -> Iterator[tuple[Product, int, GemmPrecision | None, int, int | None]]:
-        of_te = product.family in ("te", "te_ops")
-        entries = spans.get((product.layer, product.gemm), []) if of_te else []
-        unconverted = self._results.unconverted
-        if not entries:
-            (found,) = in_precision([product], counted.layers, [], unconverted)
-            yield found, order, None, counted.since, counted.until
-        for place, entry in enumerate(entries):
-            ends = [end for end in (entry.until, counted.until) if end is not None]
-            # Counted in the model's first step, of which a GEMM's precision may be known a step later.
-            since, until = entry.since if place else min(entry.since, counted.since), min(ends, default=None)
-            since = max(since, counted.since)
-            if until is None or until >= since:
-                (found,) = in_precision([product], counted.layers, [entry], unconverted)
-                yield found, order, entry, since, until
 
     def _states(self) -> list[Row]:
         counted = self._results.coverage.spans()[-1:]

@@ -31,6 +31,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.base.wrapping import wrapped
 from te_precision_callbacks.coverage.coverage import Coverage, Product
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
+from te_precision_callbacks.coverage.other_steps import in_lines
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.layers.folding import folded, form_of
 from te_precision_callbacks.session.results import Results
@@ -81,10 +82,12 @@ def summary(session: Results) -> Summary:
     Args:
         session: a session, running or stopped, or the results that it has left.
     """
-    return _summary(session, session.precision, session.coverage())
+    return _summary(session, session.precision, session.coverage(), in_lines(session._results.other_steps()))
 
 
-def _summary(session: Results, precision: Sequence[GemmPrecision], coverage: Coverage) -> Summary:
+def _summary(
+    session: Results, precision: Sequence[GemmPrecision], coverage: Coverage, other_steps: Sequence[str]
+) -> Summary:
     tables = (
         precision_table(session, precision),
         coverage_table(coverage),
@@ -98,7 +101,7 @@ def _summary(session: Results, precision: Sequence[GemmPrecision], coverage: Cov
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
     return Summary(
         *verdict_lines(session.findings),
-        *([Paragraph(f"{coverage}."), Text()] if coverage else ()),
+        *([*(Paragraph(f"{line}.") for line in (coverage, *other_steps)), Text()] if coverage else ()),
         *(_Fitted(table) for table in tables if table.row_count),
         *([statistics] if statistics else ()),
         *(Text(visible(line), overflow="fold") for line in logs),
@@ -125,13 +128,14 @@ def verdict_lines(verdict: Verdict) -> Iterator[RenderableType]:
     yield Text()
 
 
-def write_summary(session: Results, coverage: Coverage) -> None:
+def write_summary(session: Results, coverage: Coverage, other_steps: Sequence[str]) -> None:
     """Write the summary of a session into the file in its log folder, before those of earlier runs there; does nothing
     if no matrix product has run.
 
     Args:
         session: the session.
         coverage: its coverage.
+        other_steps: the lines on the steps in which other products ran in low precision.
 
     Raises:
         OSError: the file cannot be written.
@@ -141,7 +145,7 @@ def write_summary(session: Results, coverage: Coverage) -> None:
         return
     console = Console(file=io.StringIO(), width=_FILE_WIDTH, color_system=None)
     console.print(f"Summary of {datetime.now():%Y-%m-%d %H:%M:%S}, at iteration {session.iteration}\n", highlight=False)
-    console.print(_summary(session, precision, coverage))
+    console.print(_summary(session, precision, coverage, other_steps))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     lines = "\n".join(line.rstrip() for line in text.splitlines())
     path = session.log_dir / SUMMARY_FILE
@@ -311,8 +315,12 @@ class StatisticsTables:
         return bool(self._columns)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        for group in self._groups(options.max_width):
+        groups = list(self._groups(options.max_width))
+        for number, group in enumerate(groups, 1):
             shown = self._shown(group)
+            which = f", table {number} of {len(groups)}" if len(groups) > 1 else ""
+            # Not as the title of the table, which would be broken to its width.
+            yield Paragraph(f"Last statistics{which} (a worse one of the run @ its iteration)", "italic")
             yield self._table(group, shown)
             others = np.setdiff1d(np.concatenate([self._columns[name].tensors for name in group]), shown).tolist()
             if others:
@@ -358,7 +366,7 @@ class StatisticsTables:
         return list(itertools.islice(found, MOST_ROWS))
 
     def _table(self, statistics: Sequence[str], rows: Sequence[int]) -> Table:
-        table = _table("Last statistics (a worse one of the run @ its iteration)", "layer and tensor")
+        table = _table("", "layer and tensor")
         table.columns[0].no_wrap = True
         for statistic in statistics:
             header = Text("\n".join(_header(statistic)))

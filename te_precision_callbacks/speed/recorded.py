@@ -7,13 +7,12 @@ step.coverage, step.recipes, step.world
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
 
-from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, StateRow
+from te_precision_callbacks.coverage.coverage import Coverage, StateRow
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
+from te_precision_callbacks.coverage.recorded import recorded_products
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.speed.devices import Device, device_named, device_reported
@@ -51,17 +50,10 @@ def step_of_run(run: RecordedRun) -> Step:
     Raises:
         SpeedError: the run has no products.
     """
-    formats: dict[int, dict[str, str]] = defaultdict(dict)
-    for row in at_the_end(run.operands).to_pylist():
-        formats[row["gemm_id"]][row["tensor"]] = row["format"] or ""
-    rows = at_the_end(run.gemms).to_pylist()
-    scopes = {row["scope"] or "" for row in rows if row["macs"]}
-    products, recipes = [], {}
-    for row in rows:
-        name = f"{row['scope']}: {row['layer']}" if len(scopes) > 1 and row["scope"] else row["layer"]
-        products.append(_product(row, name, formats.get(row["gemm_id"], {})))
-        if row["recipe"]:
-            recipes[name] = row["recipe"]
+    found = list(recorded_products(at_the_end(run.gemms), at_the_end(run.operands)))
+    products = [product for _, product in found]
+    scopes = {row["scope"] or "" for row, _ in found if row["macs"]}
+    recipes = {product.layer: row["recipe"] for row, product in found if row["recipe"]}
     if not any(product.macs for product in products):
         raise SpeedError(
             f"The run {run.run_id} has no matrix products with sizes, so nothing can be estimated. They are recorded"
@@ -110,25 +102,3 @@ def device_of_run(run: RecordedRun, given: Device | str | None) -> Device:
             " for --device, as docs/speed.md shows, or choose a known device."
         )
     return device
-
-
-def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> Product:
-    reason = row["reason"]
-    return Product(
-        name,
-        row["family"] or "functional",
-        row["gemm"],
-        bool(row["backward"]),
-        row["n"] or 0,
-        row["m"] or 0,
-        row["k"] or 0,
-        row["batch"] or 1,
-        row["calls"] or 0,
-        row["macs"] or 0,
-        operands,
-        row["runs"] or "seen",
-        row["not_run"] or "",
-        Reason[reason] if reason in Reason.__members__ else Reason.UNKNOWN if reason else None,
-        row["reason_ref"] or "",
-        row["mask_share"],
-    )

@@ -89,7 +89,8 @@ class Schedule:
         ]
         multiples = f" that are multiples of {self.freq}" if self.freq > 1 else ""
         early = f", and step{'s' * (len(self.early) > 1)} {', '.join(map(str, self.early))}" if self.early else ""
-        return f"steps {' and '.join(parts)}{multiples}{early}" if parts != ["0 on"] or multiples else "every step"
+        steps = "step" if parts == [str(self.intervals[0][0])] and not multiples else "steps"
+        return f"{steps} {' and '.join(parts)}{multiples}{early}" if parts != ["0 on"] or multiples else "every step"
 
 
 EVERY_STEP = Schedule()

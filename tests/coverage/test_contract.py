@@ -86,7 +86,7 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
     assert isinstance(caught.value.__cause__, PrecisionContractError)
     assert caught.value.__cause__.coverage.share("fp8") == 0.5
     lines = str(caught.value).splitlines()
-    assert lines[0] == "2: The run breaks its precision contract (require=), judged after step 3:"
+    assert lines[0] == "2: The run breaks its precision contract (require=), judged after step 2:"
     assert lines[1] == "- fp8 >= 95%: it is 50.0 %."
     assert lines[3] == (
         "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. To change that, use te.Linear"
@@ -175,9 +175,9 @@ def test_what_is_broken(require: Any, told: str, tmp_path: Path) -> None:
 
 
 def test_the_step_at_which_it_is_judged(tmp_path: Path) -> None:
-    with pytest.raises(PrecisionContractError, match=r"^0: .* after step 1"):
+    with pytest.raises(PrecisionContractError, match=r"^0: .* after step 0"):
         run(tmp_path, {"share": "fp8 >= 95%", "by_step": 1})
-    with pytest.raises(PrecisionContractError, match=r"judged after step 5"):
+    with pytest.raises(PrecisionContractError, match=r"judged after step 4"):
         run(tmp_path, {"share": "fp8 >= 95%", "by_step": 5})
 
 
@@ -192,7 +192,7 @@ def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
         run(tmp_path, "fp8 >= 95%", steps=2)
     lines = str(caught.value).splitlines()
     assert lines[:2] == [
-        "The run breaks its precision contract (require=), judged at its end, after step 2:",
+        "The run breaks its precision contract (require=), judged at its end, after step 1:",
         "- fp8 >= 95%: it is 50.0 %.",
     ]
     assert caught.value.coverage.share("fp8") == 0.5
@@ -237,7 +237,7 @@ def test_a_judgement_at_the_end_hides_no_error(how: str, tmp_path: Path, caplog:
                 train()
             finally:
                 session.stop()
-    assert sum("judged at its end, after step 2" in record.getMessage() for record in caplog.records) == 1
+    assert sum("judged at its end, after step 1" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("how", ["no model", "no training", "ended by the script"])

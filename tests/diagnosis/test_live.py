@@ -118,7 +118,7 @@ def test_a_function_stops_the_training(tmp_path: Path) -> None:
     assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
 
 
-def test_a_finding_that_stops_is_told_in_full_once(
+def test_a_finding_that_stops_is_told_by_the_error_and_at_the_end(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -129,10 +129,12 @@ def test_a_finding_that_stops_is_told_in_full_once(
         train(tmp_path, steps=31, on_finding="stop")
     (finding,) = caught.value.findings
     assert finding.seen in str(caught.value)
-    printed = capsys.readouterr().err
-    assert f"warning: {finding.in_short}" in printed
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"te-precision: stopped: {finding.in_short}, by on_finding="
+    assert lines[1].startswith("te-precision: 1 warning in ")
+    assert lines[2] == f"  warning: {finding}"
     assert f"Warning: {finding.in_short} stops the training." in caplog.text
-    assert finding.seen not in printed + caplog.text
+    assert finding.seen not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import ConfigError
 from te_precision_callbacks.config import load_config
+from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.reference.extension.operands import operand
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
@@ -32,6 +33,7 @@ RECIPES: Mapping[str, Callable[[], Any]] = {
     "nvfp4 without": lambda: recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
 }
 ROWS, INPUTS, OUTPUTS = 128, 192, 256
+GEMM_RULES = {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer", "gemm-excess"}
 
 
 @pytest.fixture(autouse=True)
@@ -387,6 +389,12 @@ def test_what_is_not_measured_is_said(
     (said,) = [text for text in caplog.messages if "LogGemmError does not measure linear fprop" in text]
     assert reason in said
     assert reason in running.not_measured["linear", "fprop"]
+    unjudged = {each.rule: each.why for each in running.findings.not_judged if each.rule in GEMM_RULES}
+    assert unjudged.keys() == GEMM_RULES
+    assert all(why.startswith(f"LogGemmError has measured nothing: {reason}") for why in unjudged.values())
+    assert diagnose(tmp_path) == running.findings
+    loud = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text for text in loud if "max_memory" in text] == ([said] if options else [])
     assert "Not measured by LogGemmError" in (tmp_path / "precision_summary.txt").read_text()
 
 

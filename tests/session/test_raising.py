@@ -229,6 +229,7 @@ def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pyt
         "_tell_the_end",
         "_close_sinks",
         "_tell_coverage",
+        "_say_never_due",
         "_tell_report",
         "_write_summary",
         "_put_back",

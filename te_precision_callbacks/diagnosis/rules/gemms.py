@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +34,23 @@ _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 
 
 class _OfGemms(Judge):
-    """A rule on GEMMs, which is about a run that measures them."""
+    """A rule on GEMMs, which is about a run that measures them, or was to measure them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.applies = False
+        self._unmeasured = ""
+
+    @property
+    def why_not(self) -> str:
+        """As of :class:`Judge`; also why nothing was measured."""
+        return super().why_not or (self._unmeasured and f"LogGemmError has measured nothing: {self._unmeasured}")
+
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
+        """As of :class:`Judge`."""
+        self._unmeasured = "" if facts.settings is None else facts.settings.unmeasured
+        self.applies = bool(self.steps or self._unmeasured)
+        return ()
 
     def _columns(self, numbers: StepNumbers, statistic: str) -> Iterator[Column]:
         for column in numbers.all(statistic):

@@ -22,6 +22,7 @@ import numpy as np
 
 from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.coverage.recorded import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.recorded import RecordedRun
@@ -475,6 +476,7 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "duration": facts.duration(run),
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
+        "other_steps": [visible(line) for line in other_steps_of_run(run)],
         "states": run.states.to_pylist(),
         "plan": facts.plan(run),
         **dict(zip(("events", "events_total"), facts.events(run), strict=True)),

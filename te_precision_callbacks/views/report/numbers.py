@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from te_precision_callbacks.coverage.recorded import other_steps_of_run
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.speed.devices import Device
@@ -70,6 +71,7 @@ def numbers(
         "segments": facts.segments(run),
         "duration": facts.duration(run),
         "coverage": facts.coverage(run),
+        "other_steps": other_steps_of_run(run),
         "speed": speed_facts(run, device),
         "scalars": [
             {"name": one.name, "first": one.values[0], "last": one.values[-1], "numbers": one.total}

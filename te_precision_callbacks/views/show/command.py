@@ -7,8 +7,8 @@ Usage::
     te-precision show logs --follow | tee show.txt     # a line where something is new, and the whole at the end
     te-precision show logs --statistic underflows% --most 10
 
-The exit code is 0; 2 for wrong use, such as a path that is no run, or a run without numbers. ``--json`` prints one JSON
-object.
+The exit code is 0; 2 for wrong use, such as a path that is no run, or a run of which neither numbers nor a coverage
+were recorded. ``--json`` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def show_command(
     if follow:
         view = _follow(view, again, every, _nothing() if as_json else _screen() if _is_terminal() else _lines())
     if view.is_empty:
-        why = f"no statistic was recorded, and no loss ({view.status})."
+        why = f"no statistic, no loss and no coverage was recorded ({view.status})."
         raise NothingToShowError(" ".join([f"{path} has no numbers: {why}", *view.notes]))
     if as_json:
         terminal.show_json(_for_json(view))

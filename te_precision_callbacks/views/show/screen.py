@@ -44,6 +44,8 @@ class Screen:
         yield Paragraph(_facts(view))
         if view.coverage:
             yield from _coverage(view.coverage, width, _BLOCK if console.color_system else _SHADES)
+        for line in view.other_steps:
+            yield Paragraph(visible(f"{line}."))
         if view.speed:
             yield Paragraph(visible(f"Speed: {view.speed}"))
         yield from (_scalar(name, curve, width, view.metric_names) for name, curve in view.scalars.items())

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.coverage.recorded import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.layers.folding import ShortNames
@@ -100,6 +101,7 @@ class RunView:
         steps: how many iterations have records.
         series: how many series there are.
         coverage: precision -> its share of the multiply-adds; empty if that was not recorded.
+        other_steps: lines on steps in which other products ran in low precision than in the last one.
         scalars: the trainer's numbers, the loss first.
         worst: statistic -> the tensors that are worst by it.
         more_statistics: the statistics that are not shown.
@@ -126,6 +128,7 @@ class RunView:
     steps: int
     series: int
     coverage: dict[str, float]
+    other_steps: tuple[str, ...]
     scalars: dict[str, Curve]
     worst: dict[str, tuple[WorstSeries, ...]]
     more_statistics: tuple[str, ...]
@@ -138,8 +141,8 @@ class RunView:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no number yet."""
-        return not self.series and not self.scalars
+        """Whether there is neither a number nor a coverage yet."""
+        return not (self.series or self.scalars or self.coverage)
 
 
 def look(
@@ -183,6 +186,7 @@ def look(
         steps=len(run.steps),
         series=len(run.series),
         coverage=precision_shares(run),
+        other_steps=tuple(other_steps_of_run(run)),
         scalars={name: run.metrics[name] for name in loss_first(run.metrics)},
         worst={name: tuple(_worst(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),

@@ -53,7 +53,7 @@ function coverageCard(report) {
   const made = card("Coverage", {
     about: "The multiply-adds of a step by the precision they ran in, at the end of the run.",
     extra: [csvButton("coverage", ["precision", "backward", "macs"], () => rows.map((row) => [row.precision, row.backward, row.macs]))],
-  }, node, reasons(report));
+  }, node, report.run.other_steps.map((line) => el("p", {}, `${line}.`)), reasons(report));
   const render = () => draw(node, precisions.map((precision) => ({
     type: "bar", orientation: "h", name: plotText(precision ? precision.toUpperCase() : "look-ups"),
     y: PASSES.map(([name]) => name), x: PASSES.map(([, pass]) => 100 * share(precision, pass)),

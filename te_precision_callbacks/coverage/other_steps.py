@@ -1,0 +1,128 @@
+"""In which steps of a run the products ran in another precision than in the last one, as where a section of the config
+acts in some steps only.
+
+    for steps in other_steps(history.by_span(audit.spans(), {})):
+        print(steps)                          # In steps 1 to 2 and 4: FP8 in 66.7 % of the multiply-adds (...)
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from te_precision_callbacks.base.vocabulary import LOW_PRECISION
+from te_precision_callbacks.coverage.coverage import Coverage, Product
+from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
+from te_precision_callbacks.statistics.schedule import Schedule
+
+_MOST_LINES = 3
+_MOST_INTERVALS = 4
+
+_MOST_CHANGES = 256
+"""So many of the last iterations in which a product became another are looked at."""
+
+_Span = tuple[int, int | None]
+"""The first and the last iteration for which something holds; None while it still holds."""
+
+
+class ProductSpan(NamedTuple):
+    """A product, as long as it was the same.
+
+    Attributes:
+        product: the product.
+        order: its place in its step.
+        precision: that of its GEMM; None where that is not known by layer.
+        since, until: the first and the last iteration; None while that holds.
+    """
+
+    product: Product
+    order: int
+    precision: GemmPrecision | None
+    since: int
+    until: int | None
+
+
+class _Held(NamedTuple):
+    """A product, and the number of those that were the same in the same iterations."""
+
+    product: Product
+    alike: int
+
+
+@dataclass(frozen=True)
+class OtherSteps:
+    """Steps in which the products ran in another precision than in the last one; they print as a line.
+
+    Attributes:
+        intervals: the first and the last iteration of each interval, increasing.
+        held: every product of the run, in the order in which they came.
+        holding: the numbers of those that ran in these steps.
+    """
+
+    intervals: Sequence[tuple[int, int]]
+    held: Sequence[_Held]
+    holding: frozenset[int]
+
+    @functools.cached_property
+    def coverage(self) -> Coverage:
+        """The products of these steps."""
+        return Coverage(one.product for one in self.held if one.alike in self.holding)
+
+    @property
+    def steps(self) -> str:
+        """The steps in words, of many intervals the first ones: ``steps 1 to 2 and 4``."""
+        shown, left = tuple(self.intervals[:_MOST_INTERVALS]), len(self.intervals) - _MOST_INTERVALS
+        return f"{Schedule(intervals=shown)}{f' and {left} more spans' if left > 0 else ''}"
+
+    def __str__(self) -> str:
+        return f"In {self.steps}: {self.coverage}"
+
+
+def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
+    """The steps in which other products than in the last step ran in low precision: one entry for steps that are alike,
+    in the order of their first steps. Steps in which the precision of a product is not known are left out.
+
+    Args:
+        products: each as often as it was another.
+    """
+    spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
+    for one in products:
+        product = one.product
+        if product.macs or product.runs == "uncounted":  # what a line names
+            precision = "fp8" if product.precision in LOW_PRECISION["fp8"] else product.precision
+            key = product.layer, product.gemm, product.backward, product.macs, precision, product.why
+            spans.setdefault(key, (product, []))[1].append((one.since, one.until))
+    alike: dict[tuple[_Span, ...], int] = {}  # of the products of thousands of layers they are few
+    held = [_Held(product, alike.setdefault(tuple(found), len(alike))) for product, found in spans.values()]
+    unknown = {one.alike for one in held if one.product.macs and not one.product.precision}
+    firsts = sorted({first for found in alike for span in found for first in _firsts(*span)})[-_MOST_CHANGES:]
+    holding: list[list[int]] = [[] for _ in firsts]
+    for found, number in alike.items():
+        for since, until in found:
+            end = len(firsts) if until is None else bisect_right(firsts, until)
+            for numbers in holding[bisect_left(firsts, since) : end]:
+                numbers.append(number)
+    states: dict[frozenset[int], list[tuple[int, int]]] = {}
+    for first, following, numbers in zip(firsts, firsts[1:], holding, strict=False):
+        intervals = states.setdefault(frozenset(numbers), [])
+        begin = intervals.pop()[0] if intervals and intervals[-1][1] == first - 1 else first
+        intervals.append((begin, following - 1))
+    for last in holding[-1:]:
+        states.pop(frozenset(last), None)
+    return [
+        OtherSteps(intervals, held, state) for state, intervals in states.items() if state and state.isdisjoint(unknown)
+    ]
+
+
+def in_lines(found: Sequence[OtherSteps]) -> list[str]:
+    """A line for each entry; of many the first ones, and how many more there are."""
+    more = len(found) - _MOST_LINES
+    return [*map(str, found[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]
+
+
+def _firsts(since: int, until: int | None) -> tuple[int, ...]:
+    """The iterations in which a span begins, or what follows it does."""
+    return (since,) if until is None else (since, until + 1)

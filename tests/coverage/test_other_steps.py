@@ -1,0 +1,119 @@
+"""Steps in which other products ran in low precision than in the last one: on the terminal, in files, in views."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from rich.console import Console
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from typer.testing import CliRunner
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.coverage.recorded import other_steps_of_run
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.summary import summary
+from tests.conftest import feature
+
+pytestmark = pytest.mark.filterwarnings("ignore:Recipe type changed")
+
+CURRENT = Float8CurrentScaling()
+ALL_GEMMS = "FP8 in 100 % of the multiply-adds (fprop 100, dgrad 100, wgrad 100)"
+ONE_LAYER = "FP8 in 50.0 % of the multiply-adds (fprop 50.0, dgrad 50.0, wgrad 50.0)"
+
+
+def trained(folder: Path, sections: dict[str, Any], recipes: list[Any], **options: Any) -> InspectSession:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    with InspectSession(sections, model=model, log_dir=folder, **options) as session:
+        for recipe in recipes:
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                out = model(torch.randn(16, 32, requires_grad=True))
+            out.sum().backward()
+            session.step()
+    return session
+
+
+def lines(session: InspectSession) -> list[str]:
+    return [str(steps) for steps in session._results.other_steps()]
+
+
+def high(*intervals: list[int]) -> dict[str, Any]:
+    """A section that keeps the second layer in high precision in some steps."""
+    return {"s": feature("DisableQuantizationLayer", ["1"], start_end_list=[list(each) for each in intervals])}
+
+
+def unwrapped(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_every_output_has_the_steps_in_which_a_section_acted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    with caplog.at_level(logging.INFO):
+        session = trained(tmp_path, high([1, 2], [4, 4]), [CURRENT] * 6)
+    line = f"In steps 1 to 2 and 4: {ONE_LAYER}; 50.0 % in FP32: '1' (DisableQuantizationLayer in "
+    closing = capsys.readouterr().err.splitlines()
+    place = closing.index(f"  {ALL_GEMMS}.")
+    assert closing[place + 1].startswith(f"  {line}")
+    assert any(record.message.startswith(line) for record in caplog.records)
+    console = Console(file=io.StringIO(), width=300)
+    console.print(summary(session))
+    shown = CliRunner().invoke(cli.app, ["show", str(tmp_path)])
+    texts = [
+        (tmp_path / "precision_summary.txt").read_text(),
+        console.file.getvalue(),  # type: ignore[attr-defined]
+        shown.output,
+    ]
+    for text in texts:
+        assert unwrapped(text).count(line) == 1, text
+    for command in ("show", "report"):
+        found = json.loads(CliRunner().invoke(cli.app, [command, str(tmp_path), "--json"]).output)
+        assert [each.startswith(line) for each in found["other_steps"]] == [True]
+
+
+def test_a_run_in_one_precision_has_no_such_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where operands have other formats in some steps, of the same precision, and where steps are the last."""
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    trained(tmp_path / "fixed", {}, [CURRENT] * 3)
+    assert "In step" not in capsys.readouterr().err + (tmp_path / "fixed" / "precision_summary.txt").read_text()
+    assert lines(trained(tmp_path / "recipes", {}, [CURRENT, DelayedScaling(), CURRENT])) == []
+
+
+def test_what_ends_a_run_is_its_own_line(tmp_path: Path) -> None:
+    session = trained(tmp_path, high([2, -1]), [CURRENT] * 4, records="off")
+    assert str(session.coverage()).startswith(ONE_LAYER)
+    assert lines(session) == [f"In steps 0 to 1: {ALL_GEMMS}"]
+
+
+def test_many_spans_are_short(tmp_path: Path) -> None:
+    session = trained(tmp_path, high(*([step, step] for step in range(1, 12, 2))), [CURRENT] * 13)
+    [line] = lines(session)
+    assert line.startswith(f"In steps 1 and 3 and 5 and 7 and 2 more spans: {ONE_LAYER}")
+    assert lines(session) == other_steps_of_run(open_run(tmp_path))
+
+
+def test_what_was_before_the_changes_that_are_kept_is_not_told(tmp_path: Path) -> None:
+    """The history has the last changes of a layer; what was before them is not known, and is not guessed."""
+    session = trained(tmp_path, high(*([step, step] for step in range(1, 70, 2))), [CURRENT] * 71)
+    rows = [row for row in open_run(tmp_path).gemms.to_pylist() if row["layer"] == "1"]
+    for at in range(71):
+        [known] = {
+            row["precision"] for row in rows if row["since"] <= at and (row["until"] is None or at <= row["until"])
+        }
+        assert known == ("" if at < 7 else "fp32" if at % 2 else "fp8")
+    [line] = lines(session)
+    assert line.startswith(f"In steps 7 and 9 and 11 and 13 and 28 more spans: {ONE_LAYER}")

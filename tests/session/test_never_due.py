@@ -1,0 +1,62 @@
+"""Features whose steps a run does not reach are named at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import feature
+
+CHANGES: dict[str, Any] = {"gemms": ["fprop"]}
+LOOKS: dict[str, Any] = {"tensors": ["weight"], "stats": ["max"]}
+
+
+def run(folder: Path, name: str, options: dict[str, Any], **session: Any) -> None:
+    model = te.Linear(32, 32)
+    config = {"s": feature(name, ["all"], **options)}
+    with InspectSession(config, model=torch.nn.Sequential(model), log_dir=folder, records="off", **session) as running:
+        for _ in range(4):
+            model(torch.randn(16, 32)).sum().backward()
+            running.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "steps"),
+    [
+        ("DisableQuantizationGEMM", {**CHANGES, "start_step": 4}, "steps 4 on"),
+        ("DisableQuantizationGEMM", {"gemms_struct": [{"gemm": "fprop", "start_end_list": [[4, 4]]}]}, "step 4"),
+        ("LogTensorStats", {**LOOKS, "start_step": 1, "freq": 10}, "steps 1 on that are multiples of 10"),
+        ("LogGemmError", {**CHANGES, "start_step": 1}, "steps 1 on that are multiples of 500"),
+        ("DumpTensors", {**CHANGES, "start_step": 9}, "steps 9 on"),
+    ],
+)
+def test_what_the_run_does_not_reach(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, options: dict[str, Any], steps: str
+) -> None:
+    run(tmp_path, name, options)
+    [text] = [record.getMessage() for record in caplog.records if "first time" in record.getMessage()]
+    assert text == (
+        "The run ended after step 3, before these features acted for the first time: the config mapping (section 's'):"
+        f" {name}, {steps}. Choose steps that a run reaches; the first one is 0."
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "session"),
+    [
+        ({"start_step": 3}, {}),
+        ({"freq": 100}, {}),
+        ({"end_step": 1}, {"start_step": 50}),  # a resumed run: it acted before
+        ({"start_step": 1, "freq": 10}, {"early_steps": [2]}),
+    ],
+)
+def test_nothing_is_said_of_what_it_reaches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], session: dict[str, Any]
+) -> None:
+    run(tmp_path, "LogTensorStats", {**LOOKS, **options}, **session)
+    assert "first time" not in caplog.text
