@@ -247,7 +247,7 @@ def _attention(
 
 
 def _share_left(arguments: Sequence[Any], rows: int, columns: int, causal: int, mask: int | None) -> float | None:
-    """What the mask of fused attention leaves, as ``Product.mask_share``; ``causal``, ``mask`` as in :func:`_attention`."""
+    """The share that the mask of fused attention leaves; None if unknown. Arguments as in :func:`_attention`."""
     if len(arguments) > causal and arguments[causal]:
         return causal_share(rows, columns)
     has_mask = mask is not None and (mask < 0 or (len(arguments) > mask and arguments[mask] is not None))
