@@ -43,8 +43,8 @@ def replay_command(
         Path | None,
         typer.Option(
             metavar="FILE.py",
-            help="Write a script for a bug report, and the record beside it: it shows the fault with torch alone, and runs"
-            " the GEMM with Transformer Engine where that is there. Of a folder: of the first GEMM with a fault.",
+            help="Write a script for a bug report, and the record beside it. It shows the fault with torch alone, and"
+            " runs the GEMM with Transformer Engine where that is there. Of a folder: of the first GEMM with a fault.",
         ),
     ] = None,
     as_json: Json = False,
