@@ -107,10 +107,32 @@ def test_fused_attention(causal: bool) -> None:
     assert products[1][2:6] == (rows, size, columns, batch * heads)
 
 
-def test_the_argument_of_fused_attention_that_says_that_it_is_causal() -> None:
-    for name, place in matrix_products._FUSED.items():
-        schema = getattr(torch.ops.aten, name).default._schema
-        assert schema.arguments[place].name == "is_causal", name
+def test_the_arguments_of_fused_attention_that_say_what_its_mask_is() -> None:
+    for name, (causal, mask) in matrix_products._FUSED.items():
+        arguments = getattr(torch.ops.aten, name).default._schema.arguments
+        assert arguments[causal].name == "is_causal", name
+        masks = {of.name: number for number, of in enumerate(arguments) if of.name in ("attn_mask", "attn_bias")}
+        if mask == -1:
+            assert [arguments[number].kwarg_only for number in masks.values()] == [True], name
+        else:
+            assert list(masks.values()) == ([] if mask is None else [mask]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "left"),
+    [
+        ("flash_attention", (), 1.0),
+        ("flash_attention", (0.0, True), 5 / 8),
+        ("flash_attention_for_cpu", (), None),
+        ("efficient_attention", (None, False), 1.0),
+        ("efficient_attention", (torch.zeros(4, 4), False), None),
+    ],
+)
+def test_what_the_mask_of_fused_attention_leaves(name: str, more: tuple[Any, ...], left: float | None) -> None:
+    """Of an operator without a mask, with a causal one, and with one that is a tensor or a keyword."""
+    query = torch.zeros(1, 1, 4, 8)
+    products = products_of(f"aten::_scaled_dot_product_{name}", (query, query, query, *more), query)
+    assert [product.mask_share for product in products] == [left, left]
 
 
 def test_attention_over_sequences_of_different_lengths() -> None:

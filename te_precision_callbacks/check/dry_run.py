@@ -88,7 +88,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
 
 
 class _Masks(TorchFunctionMode):
-    """Notes causal masks of torch's attention, which takes it apart on the meta device, where no operator shows them.
+    """Notes the masks of torch's attention, which takes it apart on the meta device, where no operator shows them.
 
     Args:
         products: what is counted.
@@ -103,7 +103,7 @@ class _Masks(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **keywords)
         given = {**dict(zip(_OF_ATTENTION, args, strict=False)), **keywords}
-        share = None
+        share = 1.0 if given.get("attn_mask") is None else None
         if given.get("is_causal"):
             share = causal_share(given["query"].shape[-2], given["key"].shape[-2])
         with self._products.masked(share):

@@ -73,7 +73,7 @@ class MatrixProduct(NamedTuple):
         role: see :data:`Role`.
         bounds: those of several sequences, whose lengths only the device knows: the sizes are then those of all
             sequences as one, and :meth:`Bounds.sizes` gives those of each.
-        mask_share: as ``Product.mask_share``, where the operator shows a causal mask.
+        mask_share: as ``Product.mask_share``, where the operator shows it.
     """
 
     a: torch.Tensor
@@ -211,6 +211,7 @@ def _attention(
     bounds: int | None = None,
     first: int | None = None,
     causal: int | None = None,
+    mask: int | None = None,
 ) -> _Find:
     """Fused attention: of a backward the first argument is the gradient, followed by query, key and value.
 
@@ -220,6 +221,7 @@ def _attention(
         bounds: the number of the argument with the bounds of several sequences of queries, followed by that of keys.
         first: the number of the argument with the queries; by default the first one, behind the gradient.
         causal: of a forward the number of the argument that says whether its mask is causal.
+        mask: of a forward with ``causal`` the number of the argument with another mask, which may be a keyword: -1.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
     start = int(backward) if first is None else first
@@ -237,12 +239,19 @@ def _attention(
             tensors = arguments[0], query, key, value
             yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, several)
         else:
-            is_causal = causal is not None and len(arguments) > causal and arguments[causal]
-            share = causal_share(rows, columns) if is_causal else None
+            share = None if causal is None else _share_left(arguments, rows, columns, causal, mask)
             yield MatrixProduct(query, key, rows, columns, size, batch, "qk", _bounds(several, _N, _M), share)
             yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv", _bounds(several, _N, _K), share)
 
     return find
+
+
+def _share_left(arguments: Sequence[Any], rows: int, columns: int, causal: int, mask: int | None) -> float | None:
+    """The share that the mask of fused attention leaves; None if unknown. Arguments as in :func:`_attention`."""
+    if len(arguments) > causal and arguments[causal]:
+        return causal_share(rows, columns)
+    has_mask = mask is not None and (mask < 0 or (len(arguments) > mask and arguments[mask] is not None))
+    return None if has_mask else 1.0
 
 
 def _bounds(several: Several, rows: int, columns: int) -> Bounds | None:
@@ -371,14 +380,15 @@ def _recurrent(weights: slice, *, packed: bool = True, mask: int | None = None, 
     return find
 
 
-_FUSED = {
-    "_scaled_dot_product_flash_attention": 4,
-    "_scaled_dot_product_flash_attention_for_cpu": 4,
-    "_scaled_dot_product_efficient_attention": 6,
-    "_scaled_dot_product_cudnn_attention": 6,
-    "_scaled_dot_product_fused_attention_overrideable": 5,
+_FUSED: Mapping[str, tuple[int, int | None]] = {
+    "_scaled_dot_product_flash_attention": (4, None),
+    "_scaled_dot_product_flash_attention_for_cpu": (4, -1),
+    "_scaled_dot_product_efficient_attention": (6, 3),
+    "_scaled_dot_product_cudnn_attention": (6, 3),
+    "_scaled_dot_product_fused_attention_overrideable": (5, 3),
 }
-"""The operators of ``scaled_dot_product_attention`` -> the number of their argument ``is_causal``."""
+"""The operators of ``scaled_dot_product_attention`` -> the numbers of ``is_causal`` and of the mask: None for one
+without a mask, -1 for one that takes it as a keyword, which is not seen."""
 
 
 _PRODUCTS = ("mm", "bmm", "mv", "dot", "vdot", "_scaled_mm", "_scaled_mm_v2", "_int_mm")
@@ -414,7 +424,8 @@ _OF_ATEN: Mapping[str, _Find] = {
     "mkldnn_rnn_layer": _recurrent(slice(1, 5), packed=False),
     "mkldnn_rnn_layer_backward": _recurrent(slice(1, 5), packed=False, backward=True),
     **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _lookup),
-    **{name: _attention(backward=False, heads_first=True, causal=place) for name, place in _FUSED.items()},
+    **{name: _attention(backward=False, heads_first=True, causal=causal, mask=mask)
+       for name, (causal, mask) in _FUSED.items()},
     **{f"{name}_backward": _attention(backward=True, heads_first=True) for name in _FUSED},
     "_flash_attention_forward": _attention(backward=False, heads_first=False, bounds=3),
     "_flash_attention_forward_no_dropout_inplace": _attention(backward=False, heads_first=False, bounds=4, first=1),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FOUND, NOT_JUDGED = 1, 3
 """Exit codes."""
 
-_INDENT, _MOST_ROWS, _MOST_FILES = 2, 5, 20
+_INDENT, _MOST_ROWS, _MOST_FILES, _MOST_RUNS = 2, 5, 20, 4
 _SHADES = ((1.0, "."), (3.0, "o"), (10.0, "O"))
 _WORST = "#"
 _LEGEND = ". rounding   o beyond it   O beyond 3 times   # beyond 10 times"
@@ -43,15 +43,14 @@ def replay_command(
         Path | None,
         typer.Option(
             metavar="FILE.py",
-            help="Write a script that shows the fault with torch alone, and the record beside it, for a bug report. Of"
-            " a folder: of the first GEMM with a fault.",
+            help="Write a script for a bug report, and the record beside it. It shows the fault with torch alone, and"
+            " runs the GEMM with Transformer Engine where that is there. Of a folder: of the first GEMM with a fault.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Say whether the format, the quantizer or the kernel made the error of recorded GEMMs."""
     from te_precision_callbacks.replay.folder import ReplayedFolder, replay_file, replay_folder
-    from te_precision_callbacks.replay.repro import write_repro
 
     found = replay_folder(path) if path.is_dir() else ReplayedFolder({path: replay_file(path)}, {})
     first = found.first_bad
@@ -60,14 +59,25 @@ def replay_command(
     else:
         _show(found)
     if repro is not None:
-        shown = first or next(iter(found.records.items()), None)
-        if shown is not None:
-            made = write_repro(repro, *shown)
-            terminal.show_text(f"Wrote {made} and {made.with_suffix('.safetensors')}.", err=as_json)
+        terminal.show_text(_written(found, repro), err=as_json)
     if first is not None:
         raise typer.Exit(FOUND)
     if found.unread or not any(_is_judged(each) for each in found.records.values()):
         raise typer.Exit(NOT_JUDGED)
+
+
+def _written(found: ReplayedFolder, repro: Path) -> str:
+    """Write the script of the first GEMM with a fault, or else of the first one, and say so."""
+    from te_precision_callbacks.replay.repro import write_repro
+
+    shown = found.first_bad or next(iter(found.records.items()), None)
+    if shown is None:
+        return "No script was written, since no record could be read."
+    made = write_repro(repro, *shown)
+    healthy = (
+        "" if shown[1].faults else " Nothing is wrong in this record; the script can run the GEMM on another device."
+    )
+    return f"Wrote {made} and {made.with_suffix('.safetensors')}.{healthy}"
 
 
 def _is_judged(replayed: Replayed) -> bool:
@@ -76,8 +86,16 @@ def _is_judged(replayed: Replayed) -> bool:
 
 def _show(found: ReplayedFolder) -> None:
     bad = {path: each for path, each in found.records.items() if each.faults}
-    if len(found.records) != 1:
-        terminal.show_text(f"{many(len(found.records), 'recorded GEMM')}, {len(bad)} with a fault.")
+    if len(found.records) + len(found.unread) != 1:
+        unread = f"; {many(len(found.unread), 'file')} could not be read" if found.unread else ""
+        terminal.show_text(f"{many(len(found.records), 'recorded GEMM')}, {len(bad)} with a fault{unread}.")
+    if found.runs:
+        names = ", ".join(map(str, found.runs[:_MOST_RUNS]))
+        more = f" and {len(found.runs) - _MOST_RUNS} more" if len(found.runs) > _MOST_RUNS else ""
+        terminal.show_text(
+            f"The records are of {len(found.runs)} runs, by their folders: {names}{more}. GEMMs have an order only"
+            " within a run: give one of the folders."
+        )
     for path, why in list(found.unread.items())[:_MOST_FILES]:
         terminal.show_text(f"Not read: {path}: {why}")
     chosen = found.first_bad or next(iter(found.records.items()), None)
@@ -89,6 +107,12 @@ def _show(found: ReplayedFolder) -> None:
     terminal.show_text(first.verdict)
     for fault in first.faults[1:]:
         terminal.show_text(f"{fault.cause}: {fault.text}", _INDENT)
+    if not all(fault.is_confirmed for fault in first.faults):
+        terminal.show_text(
+            f"Unconfirmed: no real kernel has confirmed the tolerance of {first.header.recipe} on"
+            f" {first.gemm.device}, so this is a warning. docs/gemm-error.md has the tolerances.",
+            _INDENT,
+        )
     for text in first.not_judged if first.faults else ():
         terminal.show_text(f"Not judged: {text}", _INDENT)
     lanes = terminal.table("lane", "differs from the next by", "of the norm")
@@ -156,5 +180,6 @@ def _as_json(found: ReplayedFolder) -> dict[str, Any]:
             }
             for path, each in found.records.items()
         ],
+        "runs": [str(folder) for folder in found.runs],
         "unread": {str(path): why for path, why in found.unread.items()},
     }

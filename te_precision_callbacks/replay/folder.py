@@ -8,11 +8,14 @@ found.unread                     # path -> why a record could not be read
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from te_precision_callbacks.dumps.dump_files import load
 from te_precision_callbacks.dumps.errors import DumpError
+from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.listing import list_dumps
 from te_precision_callbacks.replay.gemm import Replayed, replay
 
@@ -28,6 +31,11 @@ class ReplayedFolder:
 
     records: dict[Path, Replayed]
     unread: dict[Path, str]
+
+    @property
+    def runs(self) -> tuple[Path, ...]:
+        """The folders of the runs that the records are of, if there are several: each has an order of its own."""
+        return _runs((path, found.header.rank) for path, found in self.records.items())
 
     @property
     def first_bad(self) -> tuple[Path, Replayed] | None:
@@ -49,25 +57,43 @@ def replay_file(path: str | os.PathLike[str]) -> Replayed:
 
 
 def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
-    """Replay all records in a folder and its folders; dumps of tensors are left out.
+    """Replay all records in a folder and its folders, one run after the other; dumps of tensors are left out.
 
     Raises:
         DumpError: there is no such folder, or it has no record.
     """
     listed = list_dumps(folder)
-    gemms = [entry for entry in listed if entry.header is not None and entry.header.gemm is not None]
+    headers = {
+        entry.path: entry.header for entry in listed if entry.header is not None and entry.header.gemm is not None
+    }
     records: dict[Path, Replayed] = {}
     unread = {file.path: file.why for file in listed.foreign if file.path.suffix == ".safetensors"}
-    if not gemms and not unread:
+    if not headers and not unread:
         raise DumpError(f"{folder}: no records of GEMMs. DumpTensors writes them with 'gemms', below its log folder.")
-    for entry in sorted(gemms, key=lambda entry: _order(entry.header)):
+    runs = _runs((path, header.rank) for path, header in headers.items())
+    for path in sorted(headers, key=lambda path: (_run_of(path) if runs else Path(), *_order(headers[path]))):
         try:
-            records[entry.path] = replay_file(entry.path)
+            records[path] = replay_file(path)
         except DumpError as error:
-            unread[entry.path] = str(error)
+            unread[path] = str(error)
     return ReplayedFolder(records, unread)
 
 
-def _order(header: object) -> tuple[int, int, int]:
-    found: tuple[int, int, int] = (header.iteration or 0, header.gemm.order, header.rank)  # type: ignore[attr-defined]
-    return found
+def _runs(records: Iterable[tuple[Path, int]]) -> tuple[Path, ...]:
+    """The folders of several runs; none if records, each with its rank, can be of one, whose ranks may have a folder
+    each."""
+    ranks: dict[Path, set[int]] = {}
+    for path, rank in records:
+        ranks.setdefault(_run_of(path), set()).add(rank)
+    are_of_one = sum(map(len, ranks.values())) == len(set[int]().union(*ranks.values()))
+    return () if are_of_one else tuple(ranks)
+
+
+def _run_of(record: Path) -> Path:
+    """The folder of a run's dumps, which has one for each rank; of a record that lies elsewhere its own folder."""
+    folders = record.absolute().parents
+    return next((folder.parent for folder in folders if re.fullmatch(r"rank_\d+", folder.name)), folders[0])
+
+
+def _order(header: Header) -> tuple[int, int, int]:
+    return header.iteration or 0, 0 if header.gemm is None else header.gemm.order, header.rank

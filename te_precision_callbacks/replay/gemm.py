@@ -31,7 +31,15 @@ from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import Gemm, Header
 from te_precision_callbacks.gemm_error.accumulators import accumulated, accumulator_of
 from te_precision_callbacks.gemm_error.factors import factor_of
-from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, rounding_variance, thin
+from te_precision_callbacks.gemm_error.judging import (
+    Call,
+    Judged,
+    is_confirmed,
+    judged,
+    product,
+    rounding_variance,
+    thin,
+)
 from te_precision_callbacks.gemm_error.probes import probes, seed_of
 from te_precision_callbacks.replay.damage import damage_in_words
 from te_precision_callbacks.replay.operands import Codes, Recorded
@@ -78,11 +86,14 @@ class Fault:
         cause: the kernel, or the quantizer.
         text: what is wrong, with its place.
         operand: the operand that the quantizer has made; empty for the kernel.
+        is_confirmed: whether a real kernel has confirmed the tolerance on the GPU, or no tolerance is concerned. If
+            not, the fault is a warning, as of the rules of a run.
     """
 
     cause: Cause
     text: str
     operand: str = ""
+    is_confirmed: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,8 @@ class Replayed:
     def verdict(self) -> str:
         """The verdict in a line."""
         if self.faults:
-            return f"{self.name}: {self.faults[0].cause}: {self.faults[0].text}"
+            first = self.faults[0]
+            return f"{self.name}: {first.cause}{'' if first.is_confirmed else ' (unconfirmed)'}: {first.text}"
         lane = next((lane for lane in self.lanes if lane.name == "original" and lane.error is not None), None)
         of_format = "" if lane is None else f"; the format costs {100 * (lane.error or 0):.2f} %"
         left = f" Not judged: {'; '.join(self.not_judged)}." if self.not_judged else ""
@@ -172,6 +184,7 @@ class _Kernel:
 
     def __init__(self, dump: Dump, gemm: Gemm, left: Recorded, right: Recorded) -> None:
         self.gemm = gemm
+        self._recipe = dump.header.recipe or ""
         self.left, self.right = left.decoded(), right.decoded()
         self.accumulator = accumulator_of(
             left.data, right.data, split_accumulator=gemm.split_accumulator, capability=gemm.capability
@@ -225,7 +238,8 @@ class _Kernel:
             return []
         text = damage_in_words(self.codes, self.alone, self.ratios > 1, self.found.rows > 1, self.found.columns > 1)
         gain = f"; the result is {self.gain:.3g} of the product" if self._is_scaled() else ""
-        return [Fault("kernel", f"{text}{gain}")]
+        gpu = "" if self.gemm.capability is None else self.gemm.device
+        return [Fault("kernel", f"{text}{gain}", is_confirmed=is_confirmed(self._recipe, gpu))]
 
     def _is_scaled(self) -> bool:
         """Whether a factor accounts for most of what is wrong with the result."""

@@ -1,4 +1,4 @@
-"""Writes a script that shows the fault of a recorded GEMM with torch and safetensors alone.
+"""Writes a script that shows the fault of a recorded GEMM with torch, and with Transformer Engine where it is there.
 
 write_repro(Path("repro.py"), record, replayed)     # repro.py and repro.safetensors
 """
@@ -12,13 +12,17 @@ from pathlib import Path
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.replay.gemm import Replayed
 
+_FOLDER = importlib.resources.files("te_precision_callbacks.replay")
 _HEADING = '''"""{verdict}
 
 Recorded on {device} with {versions}.
 Run it beside {data}: python {script}
-It needs torch and safetensors, and no GPU. The exit code is 1 if the fault is there.
+It needs torch and safetensors, and no GPU. Where Transformer Engine can be imported, it runs the recorded GEMM with it.
+The exit code is 1 if the fault is there: now, or where the GEMM cannot run, in the record.
 """
 '''
+_DAMAGE = "from te_precision_callbacks.replay.damage import damage_in_words\n"
+"""What the script has in place of this import: the functions of that module."""
 
 
 def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
@@ -37,7 +41,8 @@ def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
     """
     script = script.with_suffix(".py")
     data = script.with_suffix(".safetensors")
-    body = (importlib.resources.files("te_precision_callbacks.replay") / "shown.py").read_text()
+    body, damage = ((_FOLDER / name).read_text() for name in ("shown.py", "damage.py"))
+    body = body[body.index('"""', 3) + 4 :].replace(_DAMAGE, damage.partition("import torch\n")[2].lstrip())
     heading = _HEADING.format(
         verdict=replayed.verdict.replace("\\", "/").replace('"', "'"),
         device=replayed.gemm.device,
@@ -47,7 +52,7 @@ def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
     )
     try:
         script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(heading + body[body.index('"""', 3) + 4 :])
+        script.write_text(heading + body)
         if not data.exists() or not data.samefile(record):
             shutil.copyfile(record, data)
     except OSError as error:

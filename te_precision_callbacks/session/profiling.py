@@ -34,6 +34,7 @@ class Profiling:
         trace_file: the file of a trace, by its first and last iteration.
         notices: the messages that the run has logged once.
         report: receives failures.
+        tell: receives warnings, for the records of the run, where ``te-precision speed`` finds them.
 
     Attributes:
         trace: the trace, once it is written.
@@ -47,6 +48,7 @@ class Profiling:
         trace_file: Callable[[int, int], Path],
         notices: Notices,
         report: Callable[[str, str, BaseException], None],
+        tell: Callable[[str], None],
     ) -> None:
         self.trace: Path | None = None
         self._choice = choice if choice is not None and (choice.on_all_ranks or own_rank() == 0) else None
@@ -56,6 +58,8 @@ class Profiling:
         self._trace_file = trace_file
         self._notices = notices
         self._report = report
+        self._tell = tell
+        self._is_first = True
         self._ranges = ModuleRanges()
         self._profiler: StepProfiler | None = None
         self._running: tuple[int, record_function] | None = None
@@ -72,6 +76,7 @@ class Profiling:
 
     def end(self, iteration: int) -> None:
         """End an iteration; of the last one the profile ends, too, and :meth:`write` writes it."""
+        self._is_first = False
         if self._running is not None:
             self._guarded("ending", lambda: self._end(iteration))
 
@@ -106,6 +111,12 @@ class Profiling:
             self._profiler = self._profiler or StepProfiler()
             if not self._profiler.start():
                 self._say_other()
+            elif self._is_first:
+                self._warn(
+                    f"profile= profiles iteration {iteration}, the first one that this session has. The session counts"
+                    " the products in it, and kernels run for the first time, so it takes longer than others. Choose"
+                    " later iterations."
+                )
         around = record_function(iteration_range(iteration))
         self._running = iteration, around
         around.__enter__()  # type: ignore[no-untyped-call]
@@ -169,15 +180,19 @@ class Profiling:
             text += f" The run ended before iteration {iteration}."
         else:
             text += " The run began with a later one."
-        logger.warning("%s Choose iterations that a run reaches; the first one is 0.", text)
+        self._warn(f"{text} Choose iterations that a run reaches; the first one is 0.")
 
     def _say_other(self) -> None:
         if self._notices.first("profiler"):
-            logger.warning(
+            self._warn(
                 "profile=: another profiler of torch runs, so the session's own writes no trace: a process has one at a"
                 " time. The ranges around layers are in the trace of the other one. For a trace by the session, leave"
                 " the other profiler out."
             )
+
+    def _warn(self, text: str) -> None:
+        logger.warning("%s", text)
+        self._tell(text)
 
     def _guarded(self, doing: str, do: Callable[[], None]) -> None:
         """What does not reach training if it fails; after a failure no profile is due any more."""

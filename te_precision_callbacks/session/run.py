@@ -186,6 +186,7 @@ class Run:
             self._written.trace_file,
             notices,
             failures.report,
+            lambda text: self._sinks.tell(Event("profile", text, self.inspector.iteration, "warning")),
         )
 
     # ------------------------------------------------------------------ its life

@@ -202,6 +202,7 @@ class RunFacts:
             "reduce": self._options.reduce,
             "observe": self._options.observe,
             **({"early_steps": self._options.early_steps} if self._options.early_steps else {}),
+            **({"profile": self._options.profile} if self._options.profile is not None else {}),
             "script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "",
             "started_by": self._results.started_at,
         }

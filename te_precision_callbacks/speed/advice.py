@@ -214,8 +214,8 @@ class _Advisor:
 
 
 _DEBUG_PATH = (
-    "while a session runs, this config takes the modules of these layers to Transformer Engine's debug path, whose time"
-    " is not in the figure; te.autocast(enabled=False) around them in the model has no such cost"
+    "the figure is for te.autocast(enabled=False) around them in the model; this config, for a trial, takes their"
+    " modules to Transformer Engine's debug path, whose time on a GPU is not measured"
 )
 """What limits the saving of ``DisableFP8Layer``: docs/high-precision.md."""
 

@@ -87,7 +87,7 @@ def _mask_in_words(product: ProductTime) -> str:
     if product.family != "attention" or product.mask_share == 1:
         return ""
     if product.mask_share is None:
-        return "counts without its mask"
+        return "counts in full: its mask is not known"
     return f"{100 * product.mask_share:.1f} % of it counts, which its causal mask leaves"
 
 

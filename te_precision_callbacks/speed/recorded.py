@@ -99,6 +99,6 @@ def device_of_run(run: RecordedRun, given: Device | str | None) -> Device:
     if device is None:
         raise DeviceError(
             f"Nothing is known of the speed of {reported!r}, on which the run {run.run_id} ran. Describe it in a file"
-            " for --device, as docs/speed.md shows, or choose a known device."
+            " for --device, as docs/speed.md shows, or choose a known device, such as --device h200."
         )
     return device

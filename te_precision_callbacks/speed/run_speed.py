@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.trace_files import own_traces
 from te_precision_callbacks.speed.devices import Device, device_named
@@ -105,7 +107,7 @@ def run_speed(run: RecordedRun, expect: Expect, *, device: str | None = None, tr
     measured, notes = _measured(run, step, trace)
     if why_not is not None:
         if measured is None:
-            raise why_not
+            raise type(why_not)(" ".join([str(why_not), *notes]))
         notes.append(f"No times are expected: {why_not}")
     expected = None if step is None or chosen is None else expect(step, chosen)
     found = RunSpeed(expected, measured, tuple(memory_of_step(run)), tuple(notes))
@@ -160,9 +162,26 @@ def _measured(run: RecordedRun, step: Step | None, trace: Path | None) -> tuple[
     if trace is not None:
         return measured_step(run, step, trace), []
     own = own_traces(run.path, run.run_id)
+    notes = _said_of_profile(run, has_trace=bool(own))
     if not own:
-        return None, []
+        return None, notes
     try:
-        return measured_step(run, step, own[-1], is_own=True), []
+        return measured_step(run, step, own[-1], is_own=True), notes
     except TraceError as error:
-        return None, [f"The run's own trace is left out: {error}"]
+        return None, [*notes, f"The run's own trace is left out: {error}"]
+
+
+def _said_of_profile(run: RecordedRun, *, has_trace: bool) -> list[str]:
+    """What the session has warned of its last ``profile=``, or that there is no trace of it."""
+    asked = [segment for segment in run.segments if segment.facts.get("profile") is not None]
+    if not asked:
+        return []
+    last = asked[-1]
+    warned = pc.and_(pc.equal(run.events["kind"], "profile"), pc.equal(run.events["segment"], last.number))
+    said: list[str] = run.events.filter(warned)["text"].to_pylist()
+    if said or has_trace:
+        return said
+    steps = run.steps["iteration"].to_pylist()
+    reached = f"the last iteration with statistics is {steps[-1]}" if steps else "no iteration has statistics"
+    asked_for = f"profile={last.facts['profile']!r} asked for a trace, and there is none"
+    return [f"{asked_for}. The status of the run is {last.status!r}, and {reached}."]

@@ -37,7 +37,7 @@ from te_precision_callbacks.speed.expected import UNKNOWN, ProductTime, calls_of
 from te_precision_callbacks.speed.priced import PricedStep
 from te_precision_callbacks.speed.recorded import Step
 
-WITHOUT_MASK = "attention whose mask is not known counts without it: causal attention takes about half"
+WITHOUT_MASK = "attention whose mask is not known counts in full: causal attention takes about half"
 """What limits the time of attention."""
 
 WITH_MASK = "of causal attention what its mask leaves"

@@ -266,21 +266,30 @@ def test_a_causal_mask_of_attention_is_known(mask: str, tmp_path: Path) -> None:
 
 
 class OfTorch(torch.nn.Module):
-    """Torch's attention with a causal mask."""
+    """Torch's attention with a mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, causal: bool, mask: torch.Tensor | None = None) -> None:
         super().__init__()
         self.qkv = torch.nn.Linear(16, 16)
+        self.causal, self.mask = causal, mask
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.qkv(x)
-        return torch.nn.functional.scaled_dot_product_attention(x, x, x, None, 0.0, True)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, self.mask, 0.0, self.causal)
 
 
 @pytest.mark.parametrize("on_meta", [True, False], ids=["meta", "CPU"])
-def test_a_causal_mask_of_torch_is_known(on_meta: bool) -> None:
-    checked = plan(Case(OfTorch, lambda: torch.ones(2, 3, 8, 16)), None, on_meta=on_meta)
-    left = torch.ones(8, 8).tril().mean().item()
+@pytest.mark.parametrize(
+    ("make", "left"),
+    [
+        (lambda: OfTorch(causal=True), 9 / 16),
+        (lambda: OfTorch(causal=False), 1.0),
+        (lambda: OfTorch(causal=False, mask=torch.zeros(8, 8)), None),
+    ],
+    ids=["causal", "none", "a tensor"],
+)
+def test_a_mask_of_torch_is_known(make: Callable[[], torch.nn.Module], left: float | None, on_meta: bool) -> None:
+    checked = plan(Case(make, lambda: torch.ones(2, 3, 8, 16)), None, on_meta=on_meta)
     attention = [product for product in checked.coverage if product.family == "attention"]
     assert [(product.gemm, product.mask_share) for product in attention if not product.backward] == [
         ("qk", left), ("pv", left)

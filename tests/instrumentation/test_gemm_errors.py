@@ -21,6 +21,7 @@ from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import Keeper, feature
 from tests.instrumentation.gemm_spy import GEMM_OF
+from tests.replay.faults import swizzled_wrongly
 
 BF16 = torch.bfloat16
 RESULT = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
@@ -287,6 +288,27 @@ def test_the_verdict_names_the_cause_and_the_place(
         (rule, "error", ("linear",), "output")
     ]
     assert seen in findings[0].seen
+
+
+@pytest.mark.parametrize("observe", ["fused", "debug"])
+@pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4", "nvfp4 without"])
+def test_scales_in_a_wrong_order(recipe: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
+    """The GEMM is handed what is right, and reads the scales of A wrongly: a fault of the kernel alone."""
+    stand_for((9, 0) if recipe == "block" else (10, 0))
+    torch.manual_seed(0)
+    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False)
+    with torch.no_grad():  # scales that differ, along both dimensions
+        net.weight *= 4.0 ** (torch.arange(OUTPUTS) // 128).reshape(-1, 1)
+        net.weight *= 4.0 ** (torch.arange(INPUTS) // 128)
+    with session(net, tmp_path, keeper, observe) as running:
+        with swizzled_wrongly():
+            train(net, RECIPES[recipe](), inputs())
+        running.step()
+        found = {(each.rule, each.tensor) for each in running.findings if each.rule.startswith("gemm-")}
+    assert {tensor for _, tensor in found} >= {"output", "dgrad"}
+    assert {rule for rule, _ in found} <= {"gemm-kernel", "gemm-gain"}
+    for gemm in ("fprop", "dgrad"):
+        assert values(keeper, "linear", gemm)["gemm_kernel_ratio"] > 1
 
 
 def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ def any_gpu() -> Iterator[None]:
         yield
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"fc2": te.Linear(64, 128, params_dtype=torch.bfloat16)})
@@ -41,10 +42,15 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 out.float().square().sum().backward()
                 session.step()
     assert [path.name for path in Path("run2").rglob("*_gemm.safetensors")] == ["fc2.fprop_gemm.safetensors"]
-    (printed,) = blocks(PAGE, "text")
+    printed, by_script = blocks(PAGE, "text")
     for block in blocks(PAGE, "bash"):
         (line,) = block.strip().splitlines()
         result = CliRunner().invoke(app, shlex.split(line)[1:], env={"COLUMNS": "200"})
         assert result.exit_code == 1
         assert result.output.startswith(printed)
     assert {path.name for path in Path("bug").iterdir()} == {"repro.py", "repro.safetensors"}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path("bug/repro.py", run_name="__main__")
+    assert capsys.readouterr().out == by_script
+    assert ended.value.code == 0

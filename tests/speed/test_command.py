@@ -271,7 +271,7 @@ def test_a_plan_and_its_patch() -> None:
     assert {one["layer"] for one in found["products"]} == {"big", "small", "head"}
     assert {one["recipe"] for one in found["products"] if one["layer"] == "head"} == {None}
     keep = next(one for one in found["advice"] if one["text"].startswith("keep small in BF16"))
-    assert "debug path" in keep["note"]
+    assert "the figure is for te.autocast(enabled=False)" in keep["note"]
     Path("patched.yaml").write_text(keep["patch"])
     again = run("check", "patched.yaml", *PLAN[2:], "--json")
     assert again.exit_code == 0, "no finding"

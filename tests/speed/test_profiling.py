@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from typer.testing import CliRunner
 
 from examples.byte_lm import ByteLanguageModel
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.cli import app
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.instrumentation.profiler import StepProfiler, export, profiler_runs
 from te_precision_callbacks.options import ProfileChoice, SessionOptions, read_profile
@@ -307,6 +309,8 @@ def test_iterations_that_the_run_does_not_have(
     told = [record.getMessage() for record in caplog.records if "profile= asked" in record.getMessage()]
     assert len(told) == bool(said)
     assert said in "".join(told)
+    known = CliRunner().invoke(app, ["speed", str(tmp_path), "--device", "h200", "--json"])
+    assert [note for note in json.loads(known.stdout)["notes"] if "profile= asked" in note] == told
     (run,) = list_runs(tmp_path)
     names = [path.name for path in traces_of(tmp_path / FOLDER / run)]
     numbers = "" if ran is None else "-".join(f"{int(number):06d}" for number in ran.split("-"))
@@ -314,11 +318,17 @@ def test_iterations_that_the_run_does_not_have(
 
 
 def test_the_first_iteration_is_profiled_into_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
     model, step = tiny()
     trained(tmp_path, step, model, steps=2, profile=0, quiet=False)
+    warning = "profile= profiles iteration 0, the first one that this session has."
+    assert [warning in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [True]
+    assert warning in " ".join(CliRunner().invoke(app, ["speed", str(tmp_path), "--device", "h200"]).output.split())
     assert not (tmp_path / "precision_traces").exists()
     lines = capsys.readouterr().err.splitlines()
     assert f"  trace: {only_trace(tmp_path)}" in lines

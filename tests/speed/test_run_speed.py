@@ -144,6 +144,13 @@ def test_a_damaged_trace_is_left_out_where_it_was_not_asked_for() -> None:
         raise show("--trace", str(trace)).exception or AssertionError
 
 
+def test_a_run_that_has_not_come_to_its_profile() -> None:
+    with RunWriter.begin("logs", world=1, profile=50) as writer:
+        writer.add_step(7)
+    note = "profile=50 asked for a trace, and there is none. The status of the run is 'ended', and the last iteration"
+    assert note in str(show().exception)
+
+
 def test_a_patch_can_be_copied() -> None:
     write(H100, inside=LONG)
     lines = show().output.splitlines()

@@ -14,6 +14,7 @@ from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.gemm_error.judging import is_confirmed
 
 GAIN = 0.05
 """How far the gain may be from 1. A wrong scale is off by a factor of 2 or more."""
@@ -25,10 +26,6 @@ standard deviation of 0.016 at most."""
 
 EXCESS, EXCESS_STEPS = 10.0, 2
 """The excess, and due steps in a row."""
-
-CONFIRMED: frozenset[tuple[str, str]] = frozenset()
-"""Recipes, each with a GPU as torch names it, on which real kernels have confirmed the tolerances. Elsewhere they are
-unconfirmed, and a finding on a kernel is a warning."""
 
 _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 
@@ -132,7 +129,7 @@ def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column,
 def _severity(facts: Facts, layer: str) -> Severity:
     """A warning where no real device has confirmed the tolerance."""
     gpu = "" if facts.settings is None else facts.settings.gpu
-    return "error" if not gpu or (facts.recipe_of(layer), gpu) in CONFIRMED else "warning"
+    return "error" if is_confirmed(facts.recipe_of(layer), gpu) else "warning"
 
 
 class Quantizer(_OfGemms):

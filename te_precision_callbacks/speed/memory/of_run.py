@@ -62,7 +62,8 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 def memory_of_run(model: Model, modules: Sequence[NamedModule], products: Iterable[Product]) -> Memory:
     """The memory of a model that trains.
 
-    A layer that was called several times in a forward counts once, with the rows of one call.
+    A layer that was called several times in a forward counts once, with the rows of one call. Workspaces of cuBLAS are
+    there only on a GPU.
 
     Args:
         model: the model.
@@ -87,6 +88,8 @@ def memory_of_run(model: Model, modules: Sequence[NamedModule], products: Iterab
         states: Any = (vars(found.module).get("_fp8_metas") or {}).get("forward") or {}
         recipes |= {layer: states.get("recipe") if layer in low else None for layer in found.layers}
     planned = plan_memory(model, modules, None, cached=cached, recipes=recipes, calls=calls)
+    if not any(parameter.device.type == "cuda" for named in modules for parameter in named.module.parameters()):
+        planned = replace(planned, rows=tuple(row for row in planned if row.kind != "workspace"))
     return with_counted(planned, kept_rows(model, modules))
 
 

@@ -203,7 +203,10 @@ class _Planner:
 
     def _notes(self, kinds: Mapping[str, int]) -> Iterator[str]:
         if self._tokens is None and self._calls is None:
-            yield "Saved activations are not planned, since the tokens of a forward are unknown: give them."
+            yield (
+                "Saved activations are not planned, since the tokens of a forward are unknown. --tokens (tokens= in"
+                " Python) gives them."
+            )
         if self._trains:
             yield (
                 "Not planned: the state of the optimizer and its master weights, which no recipe changes; activations"

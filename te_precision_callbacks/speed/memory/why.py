@@ -187,7 +187,7 @@ def _of_steps(memory: Memory) -> Iterator[MemoryReason]:
     )
     yield _reason(
         "gradient_codes",
-        memory.of(kind="gradient_codes"),
+        _of_the_largest(memory.of(kind="gradient_codes")),
         "The backward of a layer quantizes the gradient of its output, beside the one in high precision.",
         "Nothing to do: it is freed before the next layer's. Smaller micro-batches make it smaller.",
     )
@@ -197,6 +197,14 @@ def _of_steps(memory: Memory) -> Iterator[MemoryReason]:
         "GEMMs have workspaces of their own, in every precision.",
         "Nothing to do: they do not grow with the model.",
     )
+
+
+def _of_the_largest(rows: Iterable[MemoryRow]) -> list[MemoryRow]:
+    """The rows of the layer with the most bytes."""
+    of_layers: dict[str, list[MemoryRow]] = {}
+    for row in rows:
+        of_layers.setdefault(row.layer, []).append(row)
+    return max(of_layers.values(), key=_sum, default=[])
 
 
 def _reason(key: str, rows: Iterable[MemoryRow], why: str, remedy: str) -> MemoryReason:

@@ -112,6 +112,9 @@ def test_layer_norm_mlp(hidden: int, inner: int, activation: str) -> None:
     found = {reason.key: reason.bytes for reason in reasons(memory)}
     assert found["activation_input"] == 2 * M * before
     assert found["both_directions"] == M * (hidden + inner) // 2
+    # 4 bits in both directions, with a scale for 16 numbers; of the layer with more outputs alone
+    codes = M * max(hidden, before) * (1 + 2 / 16)
+    assert found["gradient_codes"] == memory.bytes("gradient_codes").low == pytest.approx(codes, rel=1e-3)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)

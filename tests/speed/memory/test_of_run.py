@@ -59,6 +59,7 @@ def test_a_run_records_what_its_layers_keep(tmp_path: Path) -> None:
     assert planned["operation", "weight_columnwise"] == 64 * 32
     assert {row["counted"] for row in rows if row["lives"] == "to_backward"} == {None}
     assert run.segments[-1].facts["device_memory"] is None, "there is no GPU"
+    assert not [kind for _, kind in planned if kind == "workspace"], "nor a workspace of cuBLAS"
 
 
 def test_a_failure_is_told_once_and_the_run_goes_on(
