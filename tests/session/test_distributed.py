@@ -124,7 +124,7 @@ def test_errors_of_gemms_are_merged(two: Path) -> None:
         assert merged[statistic] ** 2 == pytest.approx(expected, rel=within), statistic
     found = [finding for finding in diagnose(two / "gemm errors, merged") if finding.rule.startswith("gemm-")]
     assert [(finding.rule, finding.layers) for finding in found] == [("gemm-one-rank", ("linear",))]
-    assert "8 rows from 16 to 23; on rank 1 alone" in found[0].seen
+    assert "on rank 1 alone" in found[0].seen
 
 
 def test_layers_of_a_pipeline_and_experts_are_not_mixed(two: Path) -> None:
