@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import cast
 
+from pydantic import Field, StrictBool
 from typing_extensions import Self
 
 from te_precision_callbacks.base.vocabulary import RESULT, GemmName, OperandName, TensorName
@@ -313,6 +314,8 @@ class LogGemmError(GemmSampling, GemmChoice[LogGemmErrorItem], FeatureSchema):
 
     No product is computed a second time: the operands and the result are multiplied with a few random vectors.
     docs/gemm-error.md explains the statistics, and lists what is not measured. It needs a session.
+
+    With `fprop`, the attention whose name or class `layers` selects is measured too.
     """
 
     example = """
@@ -326,6 +329,18 @@ gemm_error:
       gemms: [fprop, dgrad, wgrad]
       freq: 500
 """
+
+    attention: StrictBool = Field(
+        True,
+        description="Whether the output of DotProductAttention is measured, with the keys of `fprop`: in sampled rows,"
+        " which are computed again. `layers` selects it by its name, as `session.coverage()` has it, and by its class.",
+    )
+
+    @property
+    def of_attention(self) -> LogGemmErrorItem | None:
+        """The options for attention; None if it is not measured."""
+        items = (target.options for target in self.targets if target.gemm == "fprop")
+        return next(items, None) if self.attention else None
 
     @cached_property
     def targets(self) -> tuple[Target[LogGemmErrorItem], ...]:

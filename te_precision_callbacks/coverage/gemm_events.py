@@ -146,6 +146,9 @@ class AttentionEvent:
         probabilities: what quantizes the probabilities, or None.
         scores: what quantizes the gradient of the scores, in a backward, or None.
         sizes: those of the products.
+        output: what a forward gave, plain or quantized; None in a backward.
+        high: ``query``, ``key`` and ``value`` before their quantization, in the format ``o_format`` of a forward; those
+            that were quantized before are missing.
         order, kind, recipe, arguments: as of :class:`GemmEvent`; arguments of ``fused_attn_fwd`` and ``fused_attn_bwd``
             (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
     """
@@ -159,6 +162,8 @@ class AttentionEvent:
     probabilities: Any
     scores: Any
     sizes: AttentionSizes
+    output: Any
+    high: Mapping[str, torch.Tensor]
     order: int
     kind: ForwardKind
     recipe: str

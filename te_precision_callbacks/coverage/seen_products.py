@@ -84,7 +84,7 @@ class ModelProducts:
         roots = [root for _, root in named_roots(model) or ()]
         modules = {id(module): module for root in roots for module in root.modules()}
         paths = {key: names[key] for key in modules if key in names}
-        attentions = {key: paths[key] for key, module in modules.items() if key in paths and _is_attention(module)}
+        attentions = {id(module): path for path, module in attention_modules(model, names)}
         for key, path in attentions.items():
             paths |= {id(part): path for part in modules[key].modules()}
         self._operations, self.attentions = frozenset(operations), attentions
@@ -289,6 +289,17 @@ class ModelProducts:
 def format_made_by(quantizer: Any, otherwise: str) -> str:
     """The format that attention rounds an inner tensor to; without a quantizer, as in MXFP8, that of an operand."""
     return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)
+
+
+def attention_modules(model: Model, names: Mapping[int, str]) -> list[tuple[str, torch.nn.Module]]:
+    """The modules of Transformer Engine's attention in a model, each with its path.
+
+    Args:
+        model: the model.
+        names: id of a module -> its path.
+    """
+    modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
+    return [(names[id(module)], module) for module in modules if id(module) in names and _is_attention(module)]
 
 
 def _is_attention(module: torch.nn.Module) -> bool:

@@ -175,7 +175,7 @@ def judged(run: Thin, expected: Thin, call: Call) -> Judged:
     before = torch.zeros_like(expected_square) if before_rows is None else before_rows.double().sum()
     hidden = before * rounding_variance(call.dtype) * probes > MOST_BEFORE**2 * expected_square
     counts = (rows.judged.any() & ~hidden).double()
-    total = _ratio(rows.error.sum(), rows.variance.sum() * (z**2 * probes), rows.broken.any())
+    total = ratio_of(rows.error.sum(), rows.variance.sum() * (z**2 * probes), rows.broken.any())
     ratio = torch.stack([total, rows.ratio(z, probes).amax(), columns.ratio(z, probes).amax()]).amax()
     return Judged(
         rows.error.sum() * counts,
@@ -212,7 +212,7 @@ class _Side(NamedTuple):
     broken: torch.Tensor
 
     def ratio(self, z: float, probes: int) -> torch.Tensor:
-        return _ratio(self.error, self.variance * (z**2 * probes), self.broken)
+        return ratio_of(self.error, self.variance * (z**2 * probes), self.broken)
 
 
 def _side(
@@ -255,7 +255,8 @@ def rounding_variance(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) ** 2 / 12
 
 
-def _ratio(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -> torch.Tensor:
+def ratio_of(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -> torch.Tensor:
+    """The root of squared errors over squared tolerances; :data:`LARGEST_RATIO` without a tolerance, and if broken."""
     ratio = torch.where(tolerance > 0, error / tolerance, torch.where(error > 0, torch.inf, 0.0)).sqrt()
     return torch.where(broken, torch.inf, ratio).clamp(max=LARGEST_RATIO)
 

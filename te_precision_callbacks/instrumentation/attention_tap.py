@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionListener, AttentionSizes
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.instrumentation.handed import arguments_of_forward
@@ -15,13 +16,13 @@ from te_precision_callbacks.layers.forwards import Classify
 
 
 class AttentionTap:
-    """Tells a listener of attention.
+    """Tells listeners of attention.
 
     Args:
         classify: decides the kind of a forward.
-        report: receives failures of the listener.
+        report: receives failures of listeners.
         running: what threads run.
-        listener: receives the events; None for nobody.
+        listeners: receive the events.
 
     Attributes:
         names: id of a module of attention -> its name.
@@ -32,13 +33,13 @@ class AttentionTap:
         classify: Classify,
         report: Callable[[str, str, Exception], None],
         running: Running,
-        listener: AttentionListener | None,
+        listeners: Sequence[AttentionListener],
     ) -> None:
         self.names: Mapping[int, str] = {}
         self._classify = classify
         self._report = report
         self._running = running
-        self._listener = listener
+        self._listeners = listeners
 
     def hear(self, names: Mapping[int, str]) -> None:
         """Set the modules that are listened to: id -> name."""
@@ -53,41 +54,49 @@ class AttentionTap:
             entered = Forward(
                 (layer,), self._classify(module), recipe_text(local[0] if module.fp8 else None), halves=False
             )
-            if self._listener is not None:
-                self._listener.enter_attention(layer, entered.kind)
+            entered.high = {}
+            for listener in self._listeners:
+                listener.enter_attention(layer, entered.kind)
         except Exception as error:
             self._report("looking at the forward of", layer, error)
             return UNHEARD
         return entered
 
     def leave(self, module: Any, entered: Forward) -> None:
-        """Tell the listener that a forward ends."""
+        """Tell the listeners that a forward ends."""
         try:
-            if self._listener is not None:
-                self._listener.leave_attention(entered.layers[0], entered.kind, arguments_of_forward(module))
+            given = arguments_of_forward(module)
+            for listener in self._listeners:
+                listener.leave_attention(entered.layers[0], entered.kind, given)
         except Exception as error:
             self._report("looking at the forward of", entered.layers[0], error)
 
     def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of fused attention that reports its products to the listener."""
+        """A function of fused attention that reports its products to the listeners."""
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)
         def tapped(*operands: Any, **keywords: Any) -> Any:
             result = upstream(*operands, **keywords)
-            running, listener = self._running.here.running, self._listener
-            if running is not None and running is not UNHEARD and listener is not None:
+            running = self._running.here.running
+            if running is not None and running is not UNHEARD and self._listeners:
+                running.events += 1
                 try:
                     given = signature.bind(*operands, **keywords)
                     given.apply_defaults()
-                    listener.note_attention(self._event(running, given.arguments))
+                    event = self._event(running, given.arguments, result)
+                    for listener in self._listeners:
+                        listener.note_attention(event)
+                except ObservationError:  # reported already, and to be raised
+                    raise
                 except Exception as error:
                     self._report("looking at the products of", running.layers[0], error)
             return result
 
         return tapped
 
-    def _event(self, forward: Forward, given: Mapping[str, Any]) -> AttentionEvent:
+    def _event(self, forward: Forward, given: Mapping[str, Any], result: Any) -> AttentionEvent:
+        high, forward.high = forward.high or {}, None  # the backward's are not looked at
         query, key, value = given["q"], given["k"], given["v"]
         form = given["qkv_layout"].replace("3", "").replace("2", "").partition("_")[0]
         return AttentionEvent(
@@ -100,6 +109,8 @@ class AttentionTap:
             given["s_quantizer"],
             given.get("dp_quantizer"),
             AttentionSizes.of(query, key, value, form),
+            None if "d_o" in given else result[0],
+            {name: tensor for (_, name), tensor in high.items()},
             next(self._running.numbers),
             forward.kind,
             forward.recipe,

@@ -141,7 +141,7 @@ class GemmErrors:
         if due is None or not isinstance(out, torch.Tensor) or is_quantized(out) or not out.numel() or is_capturing():
             return None
         item, iteration = due
-        with _quiet(out.device):
+        with quiet(out.device):
             matrix = factor_of(out, columnwise=False, piece_bytes=item.max_memory)
             n, m = matrix.shape
             x, y = self._probes(layer, item, iteration, gemm, out.device, x=m, y=n)
@@ -160,7 +160,7 @@ class GemmErrors:
         except ObservationError:
             raise
         except (FactorError, LayoutError) as error:
-            self._tell(event, str(error))
+            self.tell(event.layer, event.gemm, str(error))
         except Exception as error:
             self._report("measuring the GEMM of", f"{event.layer} {event.gemm}", error)
         finally:
@@ -169,19 +169,22 @@ class GemmErrors:
             elif event.gemm == "wgrad":
                 self.operands.drop(event.layer, "gradient")
 
-    def _tell(self, event: GemmEvent, reason: str, remedy: str = "") -> None:
+    def tell(self, layer: str, gemm: str, reason: str, remedy: str = "") -> None:
         """Note why a GEMM, or a part of what is measured of it, is missing; the log has each reason once.
 
         Args:
+            layer: its layer.
+            gemm: its name.
+            reason: in words.
             remedy: what to change in the config, if that is at fault: the log then warns, once for each remedy.
         """
-        self.not_measured.setdefault((event.layer, event.gemm), reason)
+        self.not_measured.setdefault((layer, gemm), reason)
         if self._engine.notices.first(f"not measured: {remedy or reason}"):
             logger.log(
                 logging.WARNING if remedy else logging.INFO,
                 "LogGemmError does not measure %s %s: %s. %sOther layers with this reason are not named.",
-                event.layer,
-                event.gemm,
+                layer,
+                gemm,
                 reason,
                 f"{remedy}. " if remedy else "",
             )
@@ -202,7 +205,7 @@ class GemmErrors:
                     event.kept[layer, gemm] = cached
                 continue
             columnwise = gemm != "fprop"
-            with _quiet(high.device):
+            with quiet(high.device):
                 right = factor_of(high, columnwise=columnwise, piece_bytes=item.max_memory)
                 x, g = self._probes(layer, item, iteration, gemm, right.device, x=right.shape[0], g=right.shape[1])
                 swept = right.sweep(from_rows=x, from_k=g)
@@ -228,12 +231,12 @@ class GemmErrors:
     def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
         reason = why_not_seen(event) or _why_not_summed(event)
         if reason:
-            self._tell(event, reason)
+            self.tell(event.layer, event.gemm, reason)
             return
         left = factor_of(event.b.data, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
         right = factor_of(event.a.data, columnwise=event.a.columnwise, piece_bytes=item.max_memory)
         if not left.is_quantized and not right.is_quantized:
-            self._tell(event, "it runs in high precision")
+            self.tell(event.layer, event.gemm, "it runs in high precision")
             return
         (n, k), m = left.shape, right.shape[0]
         if 0 in (n, m, k):
@@ -241,16 +244,18 @@ class GemmErrors:
         needed = max(left.needs, right.needs, min(n, 128) * m * torch.float32.itemsize)
         if needed > item.max_memory:
             reason = f"max_memory is {item.max_memory} bytes, and 128 rows need {needed}"
-            self._tell(event, reason, remedy="Raise max_memory")
+            self.tell(event.layer, event.gemm, reason, remedy="Raise max_memory")
             return
-        with _quiet(left.device):
+        with quiet(left.device):
             x, y, g = self._probes(event.layer, item, iteration, event.gemm, left.device, x=m, y=n, g=k)
             alpha = float(event.arguments.get("alpha", 1.0))
             of_g = Operands(_rotated(g, left, event.b), _rotated(g, right, event.a))
             expected, operands = product_and_operands(left, right, x, y, of_g, alpha)
             matrix = factor_of(result_of(event), columnwise=False, piece_bytes=item.max_memory)
             if matrix.shape != (n, m):
-                self._tell(event, f"its result has the shape {matrix.shape}, and its operands give {(n, m)}")
+                self.tell(
+                    event.layer, event.gemm, f"its result has the shape {matrix.shape}, and its operands give {(n, m)}"
+                )
                 return
             run = thin(matrix, x, y)
             call = Call(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added(event))
@@ -261,7 +266,7 @@ class GemmErrors:
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
             high = high_of(self.operands, event.layer, event.b)
             if high is not None and high.numel() != n * k:
-                self._tell(event, "the format: an operand was gathered after it was quantized")
+                self.tell(event.layer, event.gemm, "the format: an operand was gathered after it was quantized")
                 high = None
             if high is not None and left.is_quantized:
                 codes = _codes(event.b, high, seed_of(iteration, event.layer, event.gemm, "window"))
@@ -271,7 +276,7 @@ class GemmErrors:
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_A, kept.codes)
             if high is None or kept is None or kept.to_k.shape[0] != k or kept.to_rows.shape[0] != m:
                 which = OPERANDS[event.gemm][0] if high is None else _OF_FORWARD[event.gemm]
-                self._tell(event, f"the format: {which} does not exist in high precision")
+                self.tell(event.layer, event.gemm, f"the format: {which} does not exist in high precision")
                 return
             exact = factor_of(high, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
             swept = exact.sweep(from_k=torch.cat([kept.to_k, g], 1)).to_rows
@@ -304,7 +309,7 @@ def high_of(kept: GemmOperands, layer: str, operand: GemmOperand) -> torch.Tenso
 
 
 @contextmanager
-def _quiet(device: torch.device) -> Iterator[None]:
+def quiet(device: torch.device) -> Iterator[None]:
     """Neither gradients nor autocast, which would round thin products to its type."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

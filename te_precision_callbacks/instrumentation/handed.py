@@ -92,6 +92,11 @@ def functions_of_modules() -> tuple[tuple[Any, Sources], ...]:
     )
 
 
+def of_attention(given: Sequence[Any]) -> dict[tuple[int, str], Any]:
+    """The tensors of ``FusedAttnFunc`` before quantization (``attention/dot_product_attention/backends.py``)."""
+    return _plain({(0, name): tensor for name, tensor in zip(("query", "key", "value"), given, strict=False)})
+
+
 def arguments_of_forward(module: Any) -> dict[str, Any]:
     """The arguments of the forward that a module is running, by their names."""
     frame = running_forward(module)

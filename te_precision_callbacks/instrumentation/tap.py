@@ -61,6 +61,7 @@ from te_precision_callbacks.instrumentation.handed import (
     gradients,
     is_grouped_tensor,
     methods_of_operations,
+    of_attention,
     of_experts,
     of_grouped_tensors,
     of_one,
@@ -86,7 +87,7 @@ class GemmTap:
             number of the layer and the tensor's name.
         silent: called with layers, what has run, and whether it was the backward, behind a forward or backward of
             training that has GEMMs and had no event, for example because a separate kernel runs them.
-        attention: receives the events of attention.
+        attention: receive the events of attention.
 
     Attributes:
         operations: the operations of ``te.ops``.
@@ -100,7 +101,7 @@ class GemmTap:
         *,
         enter: Callable[[torch.nn.Module, ForwardKind], Collection[tuple[int, str]]] | None = None,
         silent: Callable[[Sequence[str], str, bool], None] | None = None,
-        attention: AttentionListener | None = None,
+        attention: Sequence[AttentionListener] = (),
     ) -> None:
         self._classify = classify
         self._report = report
@@ -199,7 +200,7 @@ class GemmTap:
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._seams.replace(module_class, name, around(getattr(module_class, name)))
         self._seams.replace(Linear, "forward", outside_of_dynamo(Linear.forward))
-        for function, high in (*functions_of_modules(), (backends.FusedAttnFunc, None)):
+        for function, high in (*functions_of_modules(), (backends.FusedAttnFunc, of_attention)):
             self._seams.replace(function, "forward", staticmethod(self._around_forward(function.forward, high)))
             self._seams.replace(function, "backward", staticmethod(self._around_backward(function.backward)))
         for owner in (layernorm_linear, layernorm_mlp):
@@ -274,13 +275,8 @@ class GemmTap:
 
         return end_forward
 
-    def _around_forward(self, upstream: Callable[..., Any], high: Sources | None) -> Callable[..., Any]:
-        """Around the forward of an autograd Function.
-
-        Args:
-            upstream: the forward.
-            high: finds its tensors before their quantization; None for attention, which has no GEMMs.
-        """
+    def _around_forward(self, upstream: Callable[..., Any], high: Sources) -> Callable[..., Any]:
+        """Around the forward of an autograd Function, whose tensors before their quantization ``high`` finds."""
 
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -288,8 +284,6 @@ class GemmTap:
             entered.half = -1
             if ctx is not None:
                 ctx.te_precision_forward = entered
-            if high is None:
-                return self._running.call(entered, upstream, ctx, *arguments)
             before = entered.events
             if entered.high is not None:
                 entered.high = self._sources(entered, lambda: high(arguments))

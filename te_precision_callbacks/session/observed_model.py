@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,15 +13,18 @@ from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.config.attention import options_of_attention
 from te_precision_callbacks.config.differences import FlatConfig, flat_config
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.idle import idle_in_words
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
+from te_precision_callbacks.config.schemas import LogGemmErrorItem
 from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.coverage.history import LayerFacts, kept_by_sections
 from te_precision_callbacks.coverage.parallel import Ranks, placements
 from te_precision_callbacks.coverage.precision_audit import backward_override
+from te_precision_callbacks.coverage.seen_products import attention_modules
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
@@ -31,7 +34,7 @@ from te_precision_callbacks.instrumentation.fused import NotFused, choose, paths
 from te_precision_callbacks.instrumentation.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.folding import in_sentence
-from te_precision_callbacks.layers.naming import Model, compiled_call, named_roots
+from te_precision_callbacks.layers.naming import Layer, Model, compiled_call, named_roots, snake_case
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.watched_modules import watched_modules
 from te_precision_callbacks.session.model_changes import ModelChanges
@@ -148,8 +151,8 @@ class ObservedModel:
             logger.warning("%s", text)
         if not self.layers.of_all:
             logger.warning("%s", without_layers(goes_on, self._front_door))
-        self._observe(planned)
         self._model = model
+        self._observe(planned)
         self._changes.watch(model)
         self._count_products()
         self.attached = True
@@ -197,10 +200,22 @@ class ObservedModel:
         for module in modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused)
+        self._hooks.watch(
+            modules, self._refused.modules, self.layers.operations, planned.fused, self._attentions(planned.sections)
+        )
         self.say_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
             logger.info('observe="auto": %s', paths_in_words(len(planned.fused), planned.not_fused))
+
+    def _attentions(self, features: Sequence[NamespacedFeatures]) -> dict[int, tuple[str, LogGemmErrorItem]]:
+        """The modules of attention whose errors are measured, given the features of all sections."""
+        found = attention_modules(self._model, self.layers.paths(self._model))
+        layers = []
+        for name, module in found:
+            kinds = [base.__name__ for base in type(module).__mro__ if base is not torch.nn.Module]
+            layers.append(Layer(name, (), tuple(spelling for kind in kinds for spelling in (kind, snake_case(kind)))))
+        items = options_of_attention(self._options.config.enabled_sections, features, layers)
+        return {id(module): (name, items[name]) for name, module in found if name in items}
 
     # ------------------------------------------------------------------ what changes in it
 

@@ -61,7 +61,7 @@ def run(attention: te.DotProductAttention, told: Told, reported: list[str]) -> t
     tap = GemmTap(
         lambda module: ForwardKind.OBSERVED,
         lambda doing, what, error: reported.append(f"{what}: {error}"),
-        attention=told,
+        attention=[told],
     )
     tap.watch({}, ())
     tap.hear({}, {id(attention): "attention"})

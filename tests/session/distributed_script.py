@@ -19,6 +19,7 @@ import nvdlfw_inspect.api as debug_api
 import torch
 import transformer_engine.debug.features
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -33,7 +34,7 @@ from te_precision_callbacks.diagnosis import PrecisionFindingError
 from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.runs.fingerprints import pooling
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
-from tests.conftest import feature, statistics
+from tests.conftest import Keeper, feature, statistics
 from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
 
 CASES = ("world", "all", "own group", "no reduction", "one fails")
@@ -49,6 +50,7 @@ def main(rank: int, folder: Path) -> None:
     stages(rank, folder / "stages")
     scopes(rank, folder)
     contract(rank, folder / "contract")
+    gemm_errors(rank, folder)
     stopped(rank, folder / "stopped")
     coverage(rank, folder / "coverage")
     uneven(rank, folder / "uneven")
@@ -264,6 +266,33 @@ def events(rank: int, folder: Path) -> None:
     assert_alike(found, calls)
     folder.mkdir(exist_ok=True)
     (folder / f"{rank}.txt").write_text("\n".join(layers_of(found)))
+
+
+def gemm_errors(rank: int, folder: Path) -> None:
+    """A kernel that leaves out eight rows on the second rank alone, whose operands are twice as large."""
+    upstream = tex.generic_gemm
+
+    def generic_gemm(*given: Any, **keywords: Any) -> Any:
+        result = upstream(*given, **keywords)
+        if rank == 1:
+            result[0][16:24].zero_()
+        return result
+
+    tex.generic_gemm = generic_gemm
+    net = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16)
+    try:
+        for name in ("own", "merged"):
+            torch.manual_seed(rank)
+            keeper, config = Keeper(), {"s": feature("LogGemmError", ["all"], gemms=["fprop"], freq=1)}
+            path = folder / f"gemm errors, {name}"
+            with InspectSession(config, model=net, log_dir=path, sinks=[keeper], reduce=name == "merged") as session:
+                with te.autocast(recipe=Float8CurrentScaling()):
+                    net((rank + 1) * torch.randn(128, 64, dtype=torch.bfloat16)).sum().backward()
+                session.step()
+            numbers = {row.statistic: row.value for records in keeper.steps for row in records}
+            (path / f"{rank}.txt").write_text(repr(numbers))
+    finally:
+        tex.generic_gemm = upstream
 
 
 class Stage(torch.nn.Module):

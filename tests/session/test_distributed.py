@@ -104,6 +104,29 @@ def test_events_of_gemms_with_split_layers_and_experts(two: Path) -> None:
         ]
 
 
+def test_errors_of_gemms_are_merged(two: Path) -> None:
+    """Sums are added, and the largest ratio keeps its rank: one bad device is not averaged away."""
+    first, second, merged = (
+        ast.literal_eval((two / f"gemm errors, {name}" / f"{rank}.txt").read_text())
+        for name, rank in (("own", 0), ("own", 1), ("merged", 0))
+    )
+    assert first["gemm_kernel_ratio"] < 1 < second["gemm_kernel_ratio"] == merged["gemm_kernel_ratio"]
+    assert (first["gemm_kernel_ratio_rank"], merged["gemm_kernel_ratio_rank"]) == (0, 1)
+    for name in ("rank", "row"):
+        for end in ("first", "last"):
+            statistic = f"gemm_kernel_{name}_{end}"
+            assert merged[statistic] == second[statistic] != first[statistic]
+    assert merged["gemm_kernel_rows"] == 8
+    share = (merged["gemm_gain"] - first["gemm_gain"]) / (second["gemm_gain"] - first["gemm_gain"])
+    assert share == pytest.approx(0.8, abs=0.05), "of the squares, of operands that are twice as large"
+    for statistic, within in (("gemm_kernel_error", 1e-6), ("gemm_error", 0.01)):  # against other squares
+        expected = (1 - share) * first[statistic] ** 2 + share * second[statistic] ** 2
+        assert merged[statistic] ** 2 == pytest.approx(expected, rel=within), statistic
+    found = [finding for finding in diagnose(two / "gemm errors, merged") if finding.rule.startswith("gemm-")]
+    assert [(finding.rule, finding.layers) for finding in found] == [("gemm-one-rank", ("linear",))]
+    assert "on rank 1 alone" in found[0].seen
+
+
 def test_layers_of_a_pipeline_and_experts_are_not_mixed(two: Path) -> None:
     """Both ranks have them at one path; what each is in the whole model say attributes that Megatron has."""
     lines = logged_lines(two / "stages", 0)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from te_precision_callbacks.base.numerics.heads import to_heads
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.attention_heads import to_heads
 
 
 @torch.no_grad()

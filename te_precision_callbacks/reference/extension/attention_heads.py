@@ -21,12 +21,10 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics import layouts
+from te_precision_callbacks.base.numerics.heads import in_heads, to_heads
 from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, scaling_mode, stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.enums import NVTE_QKV_Format, NVTE_QKV_Layout
-
-HEADS = "bhsd"
-"""The format that attention computes in."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +51,6 @@ def name_of(qkv_format: int) -> str:
     return NVTE_QKV_Format(qkv_format).name.removeprefix("NVTE_").lower()
 
 
-def to_heads(tensor: torch.Tensor, form: str) -> torch.Tensor:
-    """A view of a tensor in the format ``form``: [batch, heads, tokens, head size]."""
-    return tensor.permute([form.index(dimension) for dimension in HEADS])
-
-
-def from_heads(tensor: torch.Tensor, form: str) -> torch.Tensor:
-    """The inverse of :func:`to_heads`."""
-    return tensor.permute([HEADS.index(dimension) for dimension in form])
-
-
 def read(tensor: Any, form: str, *, along_tokens: bool = False) -> Heads:
     """A plain tensor, per-tensor FP8 or MXFP8 as heads.
 
@@ -85,7 +73,7 @@ def read(tensor: Any, form: str, *, along_tokens: bool = False) -> Heads:
         return Heads(numbers, part.scales.view(1))
     if mode == layouts.MXFP8:
         direction = "columnwise" if along_tokens else "rowwise"
-        part = _needed(stored(_in_heads(tensor, form), columnwise=along_tokens), tensor, direction)
+        part = _needed(stored(in_heads(tensor, form), columnwise=along_tokens), tensor, direction)
         return Heads(part.dequantized(), part.scales.new_ones(1, dtype=torch.float32))
     raise ReferenceBackendError(f"FP8 attention takes per-tensor FP8 and MXFP8, not a {type(tensor).__name__}.")
 
@@ -117,24 +105,6 @@ def unwritten_gradients(
 
 def _parts(layout: int) -> list[str]:
     return NVTE_QKV_Layout(layout).name.removeprefix("NVTE_").split("_")
-
-
-def _in_heads(tensor: Any, form: str) -> Any:
-    """MXFP8 data in the format of its scales."""
-    from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
-
-    rowwise, columnwise = (
-        None if data is None else to_heads(data, form) for data in (tensor._rowwise_data, tensor._columnwise_data)
-    )
-    return MXFP8TensorStorage(
-        rowwise_data=rowwise,
-        rowwise_scale_inv=tensor._rowwise_scale_inv,
-        columnwise_data=columnwise,
-        columnwise_scale_inv=tensor._columnwise_scale_inv,
-        fp8_dtype=tensor._fp8_dtype,
-        quantizer=None,
-        with_gemm_swizzled_scales=tensor._with_gemm_swizzled_scales,
-    )
 
 
 def _needed(part: Stored | None, tensor: Any, direction: str) -> Stored:

@@ -42,12 +42,12 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics import layouts
+from te_precision_callbacks.base.numerics.heads import from_heads
 from te_precision_callbacks.base.numerics.layouts import fp8_format, is_quantized, scaling_mode
 from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.extension.attention_heads import (
     format_of,
-    from_heads,
     name_of,
     read,
     unwritten_gradients,

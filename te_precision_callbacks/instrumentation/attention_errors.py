@@ -1,0 +1,214 @@
+"""Measures the error at the output of the attention that LogGemmError has chosen: a listener of the tap.
+
+Sampled rows of the result are computed again, from what the kernel was handed and from what it was quantized from. The
+statistics are those of GEMMs, of the tensor ``output`` of the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.numerics.layouts import LayoutError, is_quantized
+from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.config.schemas import LogGemmErrorItem
+from te_precision_callbacks.coverage.gemm_events import AttentionEvent
+from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.gemm_error.accumulators import accumulator_of
+from te_precision_callbacks.gemm_error.attention import format_error, judged, sample
+from te_precision_callbacks.gemm_error.attention_operands import Bounds, Call, HeadTensor, Mask, Spacing
+from te_precision_callbacks.gemm_error.columns import format_columns, kernel_columns
+from te_precision_callbacks.gemm_error.factors import FactorError
+from te_precision_callbacks.gemm_error.probes import seed_of
+from te_precision_callbacks.instrumentation.gemm_errors import quiet
+from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.statistics.table import Of
+
+ATTENTION = "attention"
+"""Stands for the GEMM in what is not measured."""
+
+_OUTPUT = "output"
+
+_OTHER_KERNEL = "its kernel is not Transformer Engine's fused attention: FlashAttention, unfused, or over several ranks"
+
+
+class AttentionErrors:
+    """See the module's description.
+
+    Args:
+        engine: takes the numbers.
+        report: receives failures.
+        tell: as :meth:`~te_precision_callbacks.instrumentation.gemm_errors.GemmErrors.tell`, with :data:`ATTENTION` as the GEMM.
+    """
+
+    def __init__(
+        self,
+        engine: StatisticsEngine,
+        report: Callable[[str, str, Exception], None],
+        tell: Callable[..., None],
+    ) -> None:
+        self._engine = engine
+        self._report = report
+        self._tell = tell
+        self._modules: Mapping[int, tuple[str, LogGemmErrorItem]] = {}
+        self._items: Mapping[str, LogGemmErrorItem] = {}
+        self._noted: set[str] = set()
+
+    def watch(self, modules: Mapping[int, tuple[str, LogGemmErrorItem]]) -> None:
+        """Set the modules of attention that are measured: id -> name and options."""
+        self._modules, self._items = modules, dict(modules.values())
+        self._noted.clear()
+
+    def due(self, iteration: int) -> dict[int, str]:
+        """The modules that are measured in an iteration: id -> name."""
+        return {key: layer for key, (layer, item) in self._modules.items() if item.schedule.at(iteration)[0]}
+
+    def _item(self, layer: str, kind: ForwardKind) -> tuple[LogGemmErrorItem, int] | None:
+        """The options of attention whose forward is measured, and the iteration."""
+        item = self._items.get(layer)
+        if item is None or kind is not ForwardKind.OBSERVED or is_capturing():
+            return None
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        iteration = int(TEDebugState.get_iteration())
+        return (item, iteration) if item.schedule.at(iteration)[0] else None
+
+    # ------------------------------------------------------------------ what runs
+
+    def enter_attention(self, layer: str, kind: ForwardKind) -> None:
+        """A forward begins."""
+        self._noted.discard(layer)
+
+    def note_attention(self, event: AttentionEvent) -> None:
+        """Measure fused attention that has run."""
+        if event.backward:
+            return
+        self._noted.add(event.layer)
+        due = self._item(event.layer, event.kind)
+        if due is None:
+            return
+        try:
+            self._measure(event, *due)
+        except ObservationError:
+            raise
+        except (FactorError, LayoutError) as error:
+            self._tell(event.layer, ATTENTION, str(error))
+        except Exception as error:
+            self._report("measuring the attention of", event.layer, error)
+
+    def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
+        """A forward ends, which another kernel may have run."""
+        if layer not in self._noted and self._item(layer, kind) is not None:
+            self._tell(layer, ATTENTION, _OTHER_KERNEL)
+
+    def _measure(self, event: AttentionEvent, item: LogGemmErrorItem, iteration: int) -> None:
+        reason = why_not(event)
+        if reason:
+            self._tell(event.layer, ATTENTION, reason)
+            return
+        form = str(event.arguments["o_format"])
+        if not all(event.sizes):
+            return
+        result = HeadTensor(event.output, form)
+        with quiet(result.device):
+            call = call_of(event, result)
+            samples = sample(call, result, seed_of(iteration, event.layer, ATTENTION), item.max_memory)
+            if not samples:
+                reason = f"max_memory is {item.max_memory} bytes, and one query needs more"
+                self._tell(event.layer, ATTENTION, reason, "Raise max_memory")
+                return
+            found = judged(call, samples, result)
+            self._engine.add(event.layer, _OUTPUT, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
+            high = [event.high.get(name) for name in ("query", "key", "value")]
+            if not is_quantized(event.query):
+                return
+            if any(tensor is None for tensor in high):
+                self._tell(event.layer, ATTENTION, "the format: its operands were quantized before it")
+                return
+            query, key, value = (HeadTensor(tensor, form) for tensor in high)
+            exact = replace(call, query=query, key=key, value=value)
+            counted = format_columns(*format_error(call, exact, samples, item.max_memory)) * found.counts
+            self._engine.add(event.layer, _OUTPUT, iteration, Of.GEMM_FORMAT, counted)
+
+
+def why_not(event: AttentionEvent) -> str:
+    """Why a forward of fused attention cannot be computed again; empty if it can."""
+    given = event.arguments
+    if given["dropout"] and given["is_training"]:
+        return "its dropout cannot be drawn again"
+    if given["softmax_type"] != "vanilla":
+        return f"its softmax is {given['softmax_type']}"
+    if given["attn_bias_type"] not in ("no_bias", "pre_scale_bias", "post_scale_bias"):
+        return f"its bias is {given['attn_bias_type']}"
+    if given["page_table_k"] is not None or given["page_table_v"] is not None:
+        return "its keys are in pages"
+    quantizer = event.probabilities
+    if quantizer is not None and getattr(quantizer, "scale", None) is None:
+        return f"the scale of S is not known: it has a {type(quantizer).__name__}"
+    return ""
+
+
+def call_of(event: AttentionEvent, result: HeadTensor) -> Call:
+    """What a kernel of fused attention was handed.
+
+    Read from Transformer Engine 2.20.2: ``fused_attn_fwd`` of ``pytorch/cpp_extensions/fused_attn.py``.
+
+    Args:
+        event: the forward.
+        result: what it gave.
+
+    Raises:
+        FactorError: an operand is of an unknown kind.
+    """
+    given = event.arguments
+    parts = ["".join(filter(str.isalpha, part)) for part in str(given["qkv_layout"]).split("_")]
+    forms = (parts[0], parts[1 % len(parts)], parts[-1])
+    query, key, value = (
+        HeadTensor(tensor, form, along_tokens=number == 2)
+        for number, (tensor, form) in enumerate(zip((event.query, event.key, event.value), forms, strict=True))
+    )
+    mask, scale = str(given["attn_mask_type"]), given["attn_scale"]
+    packed = "thd" in (forms[0], forms[1])
+    bounds: list[Bounds | None] = [None, None]
+    if packed or "padding" in mask:
+        for number, name in enumerate(("cu_seqlens_q", "cu_seqlens_kv")):
+            padded = given[f"{name}_padded"]
+            places = (given[name] if padded is None else padded) if forms[number] == "thd" else None
+            bounds[number] = Bounds(given[name], places)
+    quantizer = event.probabilities
+    of_query = event.query.dtype if query.part is None else query.part.element_format
+    if result.part is None:
+        of_result = Spacing.of(event.output.dtype)
+    else:
+        of_result = Spacing.of(result.part.element_format, torch.reciprocal(result.part.scales.view(())))
+    capability = torch.cuda.get_device_capability(query.device) if query.device.type == "cuda" else None
+    bias_type = given["attn_bias_type"]
+    return Call(
+        query,
+        key,
+        value,
+        query.shape[3] ** -0.5 if scale is None else float(scale),
+        (int(given["max_seqlen_q"]), int(given["max_seqlen_kv"])) if packed else (query.shape[2], key.shape[2]),
+        len(given["cu_seqlens_q"]) - 1 if packed else query.shape[0],
+        _mask(mask, given["window_size"], at_the_end=bool(given["bottom_right_diagonal"])),
+        bounds[0],
+        bounds[1],
+        Spacing.of(of_query, None if quantizer is None else quantizer.scale.view(())),
+        of_result,
+        None if bias_type == "no_bias" else given["attn_bias"],
+        bias_type == "pre_scale_bias",
+        accumulator_of(query.part, split_accumulator=False, capability=capability),
+    )
+
+
+def _mask(mask: str, window: Any, *, at_the_end: bool) -> Mask:
+    """Which keys a query sees. A causal mask has its own alignment, a window that of the call."""
+    left, right = (-1, -1) if window is None else window
+    if "causal" in mask:
+        return Mask(left, 0, mask.endswith("bottom_right"))
+    return Mask(left, right, at_the_end)
