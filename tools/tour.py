@@ -243,10 +243,15 @@ def taken(wanted: Sequence[Picture], folder: Path, executable: str) -> Iterator[
 
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=executable, args=list(_ARGUMENTS))
+        page = launched.new_page(color_scheme="light")
+        opened = folder / "opened.html"  # all at one place: there Chromium compiles plotly.js only once
         for picture in wanted:
-            page = launched.new_page(viewport={"width": picture.width, "height": picture.height}, color_scheme="light")
-            page.goto(f"{(folder / picture.report).as_uri()}#{picture.address}")
-            page.wait_for_selector("body[data-shown]")
+            shutil.copyfile(folder / picture.report, opened)
+            page.set_viewport_size({"width": picture.width, "height": picture.height})
+            page.goto(opened.as_uri())
+            page.wait_for_selector("body[data-shown='1']")
+            page.evaluate("address => { location.hash = address; }", picture.address)
+            page.wait_for_selector("body[data-shown='2']")
             for plot in page.locator(".plot").all():
                 plot.scroll_into_view_if_needed()
                 plot.locator("xpath=self::*[@data-drawn='yes']").wait_for()
@@ -256,7 +261,6 @@ def taken(wanted: Sequence[Picture], folder: Path, executable: str) -> Iterator[
             image = Image.open(io.BytesIO(page.screenshot(full_page=True, clip=place))).convert("RGB")
             image.quantize(128).save(out, format="PNG", optimize=True)
             yield picture, out.getvalue()
-            page.close()
         launched.close()
 
 

@@ -179,6 +179,8 @@ def as_json(what: Any) -> str:
 
 def visible(text: str) -> str:
     """The text without terminal controls: characters that cannot be printed become escapes."""
+    if text.isprintable():
+        return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 

@@ -73,14 +73,16 @@ class Replay:
             Series(subject.layer, family_of(subject.tensor, subject.statistic, subject.gemm or None))
             for subject in run.subjects
         ]
+        own = np.full(len(series), -1, np.int32)
         for iteration, numbers, values, unscaled in read.steps(self._last):
             for checkpoint in read.checkpoints(self._last, iteration):
                 diagnosis.note_checkpoint(checkpoint)
             self._tell(read, iteration)
             self._know(facts, iteration)
-            own = np.array([self._number(series[number]) for number in numbers.tolist()], np.int32)
-            layers = frozenset(series[number].layer for number in numbers[unscaled].tolist())
-            diagnosis.step(self._splitter.step(iteration, own, values, layers))
+            for number in dict.fromkeys(numbers[own[numbers] < 0].tolist()):
+                own[number] = self._number(series[number])
+            layers = frozenset(series[number].layer for number in set(numbers[unscaled].tolist()))
+            diagnosis.step(self._splitter.step(iteration, own[numbers], values, layers))
             self._last = iteration
         self._tell(read, read.last_scalars)
         self._seen = read.up_to(self._last, self._told)

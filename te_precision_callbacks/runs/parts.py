@@ -133,15 +133,24 @@ def read_part(path: Path, columns: Sequence[str], schema: pa.Schema, series: lis
     if path.suffix == SEALED:
         names = [name for name in columns if pa.types.is_dictionary(schema.field(name).type)]
         with _opened(path, columns, schema, MOST_THINNED if _is_thinned(path) else MOST_PART, names) as file:
-            table = file.read(list(columns)) if series is None else None
-        if series is not None:
+            is_small = _is_small(file)
+            if is_small or series is None:
+                table = file.read(list(columns), use_threads=not is_small)
+        if series is not None and not is_small:
             chosen = pc.field("series").isin(series)
             table = pq.read_table(
                 path, columns=list(columns), filters=chosen, partitioning=None, memory_map=True, read_dictionary=names
             )
-    elif series is not None:
+            series = None
+    table = _as(table, columns, schema)
+    if series is not None:
         table = table.filter(pc.is_in(table["series"], pa.array(series, pa.int32())))
-    return _as(table, columns, schema).unify_dictionaries()
+    return table.unify_dictionaries()
+
+
+def _is_small(file: pq.ParquetFile) -> bool:
+    """Whether a file is read whole in one thread: handing it to others, or scanning it, takes longer."""
+    return bool(file.metadata.num_rows <= ROW_GROUP)
 
 
 def read_facts(path: Path, schema: pa.Schema) -> pa.Table:
@@ -159,7 +168,8 @@ def read_facts(path: Path, schema: pa.Schema) -> pa.Table:
         # A text is no longer than the chunk that it is from, however many rows have it.
         longest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
         most, batches = MOST_PART, []
-        for batch in file.iter_batches(max(1, min(1 << 16, _AT_ONCE // max(longest, 1))), columns=schema.names):
+        rows = max(1, min(1 << 16, _AT_ONCE // max(longest, 1)))
+        for batch in file.iter_batches(rows, columns=schema.names, use_threads=not _is_small(file)):
             most -= batch.nbytes
             if most < 0:
                 raise ValueError(f"its rows take more than {MOST_PART:,} bytes")

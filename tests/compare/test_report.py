@@ -21,7 +21,7 @@ from te_precision_callbacks.views.compare.judging_scales import (
 )
 from te_precision_callbacks.views.report.subjects import REDUCED
 from tests.compare.recorded import Values, layers, record
-from tests.report.conftest import Look, browser, look  # noqa: F401  # fixtures
+from tests.report.conftest import Look, look, window  # noqa: F401  # fixtures
 
 EVIL = 'fc<script>alert(1)</script>"$x$'
 NAMES = [*layers(4), EVIL]

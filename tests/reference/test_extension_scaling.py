@@ -146,13 +146,13 @@ def test_margin_lowers_the_scale() -> None:
 
 
 def test_several_modules_share_the_buffer() -> None:
-    histories = [torch.zeros(2, 2), torch.zeros(2, 1)]
-    scales = [torch.ones(2), torch.ones(1)]
+    histories = [torch.zeros(2, 2), torch.tensor([[0.0], [32.0], [0.0]]), torch.zeros(2, 1)]
+    scales = [torch.ones(2), torch.ones(1), torch.ones(1)]
     tex.fused_amax_and_scale_update_after_reduction(
-        torch.tensor([1.0, 2.0, 4.0]), histories, scales, "max", tex.DType.kFloat8E5M2, 0.0
+        torch.tensor([1.0, 2.0, 8.0, 4.0]), histories, scales, "max", tex.DType.kFloat8E5M2, 0.0
     )
-    assert [scale.tolist() for scale in scales] == [[57344.0, 28672.0], [14336.0]]
-    assert histories[1].tolist() == [[0.0], [4.0]]
+    assert [scale.tolist() for scale in scales] == [[57344.0, 28672.0], [1792.0], [14336.0]]
+    assert [history.tolist() for history in histories[1:]] == [[[0.0], [0.0], [8.0]], [[0.0], [4.0]]]
 
 
 def test_a_history_of_one_row() -> None:

@@ -15,22 +15,11 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
 import pandas  # noqa: F401  # pyarrow imports it at the first write, which the thread that writes may do for 10 s only
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Locator, Page, sync_playwright
 
 from tests.accelerate.conftest import offline_trackers  # noqa: F401
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("a report is looked at in Chromium, which is not installed: apt-get install chromium")
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        yield found
-        found.close()
 
 
 @dataclass
@@ -41,18 +30,31 @@ class Look:
         page: the browser's page.
         complaints: what the console said but for plain messages, and uncaught exceptions.
         asked_for: all that was requested.
+        place: where a report is opened, as a copy; None for where it is.
     """
 
     page: Page
     complaints: list[str] = field(default_factory=list)
     asked_for: list[str] = field(default_factory=list)
+    place: Path | None = None
 
-    def open(self, report: Path, address: str = "", *, dark: bool = False) -> None:
-        """Open a report at a page, and wait until it is drawn."""
+    def open(self, report: Path, address: str = "", *, dark: bool = False, by_link: bool = False) -> None:
+        """Open a report, turn to a page, and wait until it is drawn.
+
+        Args:
+            report: the file.
+            address: what the page shows.
+            dark: whether the system prefers dark pages.
+            by_link: open it at the address, for which Chromium compiles plotly.js again.
+        """
         self.page.emulate_media(color_scheme="dark" if dark else "light")
         self.page.goto("about:blank")
-        self.page.goto(f"{report.as_uri()}#{address}")
+        if self.place:
+            report = Path(shutil.copyfile(report, self.place))
+        self.page.goto(f"{report.as_uri()}#{address}" if by_link else report.as_uri())
         self.page.wait_for_selector("body[data-shown]")
+        if address and not by_link:
+            self.turn(address)
 
     def turn(self, address: str) -> None:
         """Go to another page of the report that is open."""
@@ -81,7 +83,8 @@ class Look:
         return plots.count()
 
     def plot(self, script: str) -> Any:
-        """What a script gives for the first plot, ``plot``."""
+        """What a script gives for the first plot, ``plot``, when it is drawn."""
+        self.page.locator(".plot").first.locator("xpath=self::*[@data-drawn]").wait_for()
         return self.page.evaluate(f"(() => {{ const plot = document.querySelector('.plot'); return {script}; }})()")
 
     def at(self, x: float, y: float) -> tuple[float, float]:
@@ -109,19 +112,39 @@ class Look:
         return self.page.locator(".tip").inner_text()
 
 
+@pytest.fixture(scope="package")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
+    """A browser with one page, for all tests of a folder.
+
+    All reports are opened at one place: there Chromium compiles plotly.js, which takes longer than all else, only once.
+    """
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("a report is looked at in Chromium, which is not installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+        page = browser.new_page(accept_downloads=True)
+        page.set_default_timeout(60_000)
+        found = Look(page, place=tmp_path_factory.mktemp("window") / "report.html")
+        page.on("console", lambda said: found.complaints.append(said.text) if said.type != "log" else None)
+        page.on("pageerror", lambda error: found.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: found.complaints.append(f"dialog: {dialog.message}"))
+        page.on("request", lambda asked: found.asked_for.append(asked.url))
+        yield found
+        browser.close()
+
+
 @pytest.fixture
-def look(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Look]:
+def look(window: Look) -> Iterator[Look]:
     """A page of the browser; that nothing was complained of, and nothing requested but the file, is seen at the end."""
-    context = browser.new_context(viewport={"width": 1360, "height": 900}, accept_downloads=True)
-    found = Look(context.new_page())
-    found.page.set_default_timeout(60_000)
-    found.page.on("console", lambda said: found.complaints.append(said.text) if said.type != "log" else None)
-    found.page.on("pageerror", lambda error: found.complaints.append(str(error)))
-    found.page.on("dialog", lambda dialog: found.complaints.append(f"dialog: {dialog.message}"))
-    found.page.on("request", lambda asked: found.asked_for.append(asked.url))
-    yield found
-    context.close()
-    assert found.complaints == []
-    foreign = [url for url in found.asked_for if not url.startswith(("file:", "data:", "blob:"))]
-    assert foreign == []
-    assert len({url.partition("#")[0] for url in found.asked_for if url.startswith("file:")}) <= 1
+    window.page.set_viewport_size({"width": 1360, "height": 900})
+    window.page.mouse.move(0, 0)
+    yield window
+    window.page.evaluate("try { localStorage.clear() } catch { /* no report was opened */ }")
+    window.page.goto("about:blank")
+    complaints, asked_for = window.complaints[:], window.asked_for[:]
+    window.complaints.clear()
+    window.asked_for.clear()
+    assert complaints == []
+    assert [url for url in asked_for if not url.startswith(("file:", "data:", "blob:", "about:"))] == []
+    assert len({url.partition("#")[0] for url in asked_for if url.startswith("file:")}) <= 1

@@ -159,6 +159,7 @@ def test_the_windows_of_formats_are_at_the_recorded_scale(look: Look, report: Pa
     assert top[2] == pytest.approx(expected.tolist(), abs=1e-6)
     assert {line[0]: line[1] for line in lines}["E5M2"] == "dot", "its scale is assumed"
     shares = look.page.locator("table").nth(1)
+    shares.wait_for()
     assert shares.locator("tbody tr").count() == 3
     before = shares.inner_text()
     slider = look.page.get_by_label("Step of the shares of activation")
@@ -198,7 +199,7 @@ def test_dark_and_light_and_what_is_remembered(look: Look, report: Path) -> None
 
 
 def test_links_restore_what_was_looked_at(look: Look, report: Path) -> None:
-    look.open(report, "page=profile&tensor=weight&step=12&format=E5M2")
+    look.open(report, "page=profile&tensor=weight&step=12&format=E5M2", by_link=True)
     assert look.page.get_by_label("Tensor").input_value() == "weight"
     assert look.page.get_by_label("Limits of").input_value() == "E5M2"
     assert look.page.get_by_label("Step").input_value() == "12"

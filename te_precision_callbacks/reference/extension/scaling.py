@@ -8,6 +8,7 @@ Usage::
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import SupportsInt
 
@@ -37,7 +38,7 @@ def fused_amax_and_scale_update_after_reduction(
     """Roll the amax histories and renew the scales of delayed scaling, in place.
 
     ``common/recipe/delayed_scaling.cu``, ``kernel_bulk`` (TE 2.20). Each tensor is updated as in
-    :func:`~te_precision_callbacks.base.numerics.scaling.delayed_scaling`.
+    :func:`~te_precision_callbacks.base.numerics.scaling.delayed_scaling`, all with histories of one length together.
 
     Args:
         amax_reduction_buffer: float32, the newest amaxes of all modules, concatenated.
@@ -62,9 +63,20 @@ def fused_amax_and_scale_update_after_reduction(
         )
     scaled_max = fp8_format(fp8_dtype).max * 2.0**-margin
     reduced = torch.split(amax_reduction_buffer.view(-1), [scale.numel() for scale in scales])
-    for newest, history, scale in zip(reduced, amax_histories, scales, strict=True):
+    by_length = defaultdict(list)
+    for module in zip(reduced, amax_histories, scales, strict=True):
+        by_length[len(module[1])].append(module)
+    for modules in by_length.values():
+        newest, histories, own_scales = zip(*modules, strict=True)
         updated = delayed_scaling(
-            newest, history, scale.view(-1), most_recent=amax_compute_algo == "most_recent", largest_number=scaled_max
+            torch.cat(newest),
+            torch.cat(histories, dim=1),
+            torch.cat([scale.view(-1) for scale in own_scales]),
+            most_recent=amax_compute_algo == "most_recent",
+            largest_number=scaled_max,
         )
-        overwrite(history, updated[0])
-        overwrite(scale, updated[1].view(scale.shape))
+        counts = [len(each) for each in newest]
+        of_each = (torch.split(each, counts, dim=-1) for each in updated)
+        for history, scale, new_history, new_scale in zip(histories, own_scales, *of_each, strict=True):
+            overwrite(history, new_history)
+            overwrite(scale, new_scale.view(scale.shape))

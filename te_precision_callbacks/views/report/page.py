@@ -9,6 +9,7 @@ import html
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Frame:
         self._filled = {
             "STYLE": _part("page.css"),
             "SCRIPT": f'"use strict";\n(() => {{\n{script}}})();\n',
-            "PLOTLY": compressed(_plotly().encode()),
+            "PLOTLY": _plotly(),
         }
         self._frame = _part("page.html")
         self.size = len(self._frame) + sum(map(len, self._filled.values()))
@@ -157,13 +158,14 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
     return found
 
 
+@cache
 def _plotly() -> str:
+    """plotly.js, compressed. That takes a fifth of a second, once in a process."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise MissingExtraError("te_precision_callbacks.views.report", "report") from None
-    script: str = get_plotlyjs()
-    return script
+    return compressed(get_plotlyjs().encode())
 
 
 def _part(name: str) -> str:
