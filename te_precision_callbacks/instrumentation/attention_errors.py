@@ -43,7 +43,7 @@ class AttentionErrors:
     Args:
         engine: takes the numbers.
         report: receives failures.
-        tell: as :meth:`~te_precision_callbacks.instrumentation.gemm_errors.GemmErrors.tell`, with :data:`ATTENTION` as the GEMM.
+        tell: as ``GemmErrors.tell`` has it, with :data:`ATTENTION` as the GEMM.
     """
 
     def __init__(
