@@ -75,7 +75,7 @@ def _written(found: ReplayedFolder, repro: Path) -> str:
         return "No script was written, since no record could be read."
     made = write_repro(repro, *shown)
     healthy = (
-        "" if shown[1].faults else " Nothing is wrong in this record; the script can run the GEMM on another device."
+        "" if shown[1].faults else " No fault was found in this record; the script can run its GEMM on another device."
     )
     return f"Wrote {made} and {made.with_suffix('.safetensors')}.{healthy}"
 

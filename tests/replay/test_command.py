@@ -44,7 +44,7 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert code == 0
     assert "3 recorded GEMMs, 0 with a fault." in text
     _, text = run(tmp_path / "good", "--repro", tmp_path / "healthy.py")
-    assert "Nothing is wrong in this record" in " ".join(text.split())
+    assert "No fault was found in this record" in " ".join(text.split())
     code, text = run(wgrad)
     assert code == 1
     assert "0 wgrad, step 0: kernel: rows 16 to 47, columns 32 to 63: all zeros" in text
