@@ -51,12 +51,10 @@ def changed(values: Values, factors: dict[tuple[str, str], float], since: int = 
 
 
 class Runs:
-    """Recorded runs in a folder: a, its noise, and what is compared with it."""
+    """Recorded runs: a, its noise, and what is compared with it, in a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.a = self.record("a", numbers(0))
-        self.noise = self.record("noise", numbers(1))
+    def __init__(self, folder: Path, a: RecordedRun, noise: RecordedRun) -> None:
+        self.folder, self.a, self.noise = folder, a, noise
 
     def record(self, name: str, values: Values, **options: Any) -> RecordedRun:
         return record(self.folder / name, values, order=LAYERS, **options)
@@ -65,9 +63,16 @@ class Runs:
         return compare(self.a, self.record("b", values), noise=[self.noise])
 
 
+@pytest.fixture(scope="module")
+def a_and_noise(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedRun, RecordedRun]:
+    folder = tmp_path_factory.mktemp("runs")
+    a, noise = (record(folder / str(seed), numbers(seed), order=LAYERS) for seed in (0, 1))
+    return a, noise
+
+
 @pytest.fixture
-def runs(tmp_path: Path) -> Runs:
-    return Runs(tmp_path)
+def runs(tmp_path: Path, a_and_noise: tuple[RecordedRun, RecordedRun]) -> Runs:
+    return Runs(tmp_path, *a_and_noise)
 
 
 def origins(comparison: Comparison) -> dict[str, tuple[str, str]]:

@@ -21,7 +21,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedRun, Reco
     return train(0, folder / "a"), train(1, folder / "noise")
 
 
-@pytest.mark.parametrize("seed", [2, 3, 4, 5])
+@pytest.mark.parametrize("seed", [3, 4, 5])
 def test_a_planted_drift_comes_first(seed: int, healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:
     drift = Drift.drawn(seed)
     comparison = compare(healthy[0], train(seed, tmp_path, drift), noise=[healthy[1]])
@@ -67,4 +67,4 @@ def test_a_planted_drift_changes_nothing_that_is_computed(
 
 
 def test_draws_have_every_kind() -> None:
-    assert {Drift.drawn(seed).kind for seed in (2, 3, 4, 5)} == set(KINDS)
+    assert {Drift.drawn(seed).kind for seed in (3, 4, 5)} == set(KINDS)

@@ -248,28 +248,27 @@ def bounds(degrees: Floats, looked_at: int) -> Floats:
 def _students(degrees: Floats, probability: float) -> Floats:
     """[n]: what Student's t exceeds in magnitude with a probability, for degrees of freedom."""
     inverse = np.linspace(0, 1 / _FEWEST, 33)
-    table = [_beyond(probability, 1 / share if share else _MOST) for share in inverse]
+    table = _beyond(probability, 1 / np.fmax(inverse, 1 / _MOST))
     return np.interp(1 / np.fmax(degrees, _FEWEST), inverse, table)
 
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 
-def _beyond(probability: float, degrees: float) -> float:
-    """The bound that Student's t exceeds in magnitude with a probability."""
-    low, high = 0.0, 1e6
+def _beyond(probability: float, degrees: Floats) -> Floats:
+    """[n]: the bound that Student's t exceeds in magnitude with a probability."""
+    low, high = np.zeros(len(degrees)), np.full(len(degrees), 1e6)
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if 2 * _tail(middle, degrees) > probability else (low, middle)
+        is_beyond = 2 * _tail(middle, degrees) > probability
+        low, high = np.where(is_beyond, middle, low), np.where(is_beyond, high, middle)
     return high
 
 
-def _tail(bound: float, degrees: float) -> float:
-    """P(t > bound). With t = bound / u the density is integrated over u from 0 to 1."""
-    if bound == 0:
-        return 0.5
-    constant = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+def _tail(bounds: Floats, degrees: Floats) -> Floats:
+    """[n]: P(t > bound), of bounds above 0. With t = bound / u the density is integrated over u from 0 to 1."""
+    constant = [math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(n * math.pi) for n in degrees]
     u = (_NODES + 1) / 2
-    t = bound / u
-    density = constant * np.exp(-(degrees + 1) / 2 * np.log1p(t * t / degrees))
-    return float(np.sum(_WEIGHTS / 2 * density * bound / u**2))
+    t = bounds[:, None] / u
+    density = np.exp(-(degrees[:, None] + 1) / 2 * np.log1p(t * t / degrees[:, None]))
+    return np.asarray(constant * bounds * (density @ (_WEIGHTS / 2 / u**2)))
