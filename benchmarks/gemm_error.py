@@ -1,10 +1,13 @@
 """The error of GEMMs, as LogGemmError measures it: how far off its estimates are, what it misses, and false alarms.
 
-    python benchmarks/gemm_error.py [--json] [--trials 1000] [--healthy 100000] [--parts trials faults healthy cost]
+    python benchmarks/gemm_error.py [--json] [--trials 1000] [--steps 100] [--healthy 100000]
+        [--parts trials modules faults healthy cost]
 
 Parts:
   trials   each recipe and GEMM on the reference backend: the error of the kernel and of the format, against whole
            products in float64, in standard deviations of the estimate.
+  modules  the same of the kernel alone, through Transformer Engine's modules in a session: fused and debug path, with a
+           bias, added to main_grad, and of experts; of what the extension is handed.
   faults   faults of a kernel in a result of the reference backend: how many are missed, and of how many the rows and
            columns are those of the fault.
   healthy  GEMMs of operands of many kinds, summed by the models of the accumulators, whose error is within rounding.
@@ -18,6 +21,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,18 +30,20 @@ from measuring import arguments, report
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.recipes import round_blocks
+from te_precision_callbacks.base.vocabulary import RESULT, GemmName
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, Accumulator, accumulated
 from te_precision_callbacks.gemm_error.chances import PROBES, missed
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
 from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, thin
 from te_precision_callbacks.gemm_error.probes import probes, seed_of
 from te_precision_callbacks.reference import target
+from te_precision_callbacks.sinks.step_records import Sink, StepRecords
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 COLUMNS = ("case", "number", "worst", "beyond", "seconds")
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "nvfp4 rht", "nvfp4 rht stochastic")
-LAYOUTS = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
+LAYOUTS: Mapping[GemmName, str] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
 N, M, K = 64, 96, 128
 
 
@@ -82,7 +88,7 @@ def quantizer(recipe: str, *, weight: bool, gradient: bool) -> Any:
     )
 
 
-def gemm_of(recipe: str, gemm: str, seed: int, sizes: tuple[int, int, int] = (N, M, K)) -> Gemm:
+def gemm_of(recipe: str, gemm: GemmName, seed: int, sizes: tuple[int, int, int] = (N, M, K)) -> Gemm:
     """A GEMM of Gaussian operands."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
@@ -110,11 +116,15 @@ def judge(gemm: Gemm, out: torch.Tensor, seed: int, accumulator: Accumulator = F
     )
 
 
+def relative_variance(matrix: torch.Tensor) -> float:
+    """That of an estimate of |E|^2: 2 / (s r)."""
+    r = matrix.square().sum() ** 2 / (matrix.t() @ matrix).square().sum()
+    return 2 / (PROBES * float(r))
+
+
 def deviation(estimate: float, error: torch.Tensor) -> float:
-    """By how many standard deviations an estimate of |E|^2 is off: its relative variance is 2 / (s r)."""
-    square = error.square().sum()
-    r = square**2 / (error.t() @ error).square().sum()
-    return float((estimate / square - 1) / math.sqrt(2 / (PROBES * float(r))))
+    """By how many standard deviations an estimate of |E|^2 is off."""
+    return float((estimate / error.square().sum() - 1) / math.sqrt(relative_variance(error)))
 
 
 def trials(number: int) -> Iterator[dict[str, Any]]:
@@ -136,17 +146,140 @@ def trials(number: int) -> Iterator[dict[str, Any]]:
                 v_deq = gemm.left.matrix() @ (gemm.right.matrix().t() @ x.double())
                 found["format"].append(deviation(float((v_deq - v_hp).square().sum()) / PROBES, decoded - exact))
             for what, deviations in found.items():
-                worst = max(map(abs, deviations))
-                spread = math.sqrt(sum(one**2 for one in deviations) / number)
-                yield {
-                    "case": f"{recipe}, {kind}: {what}",
-                    "number": number,
-                    "worst": worst,
-                    "spread": spread,
-                    "beyond": sum(abs(one) > 6 for one in deviations),
-                    "largest_ratio": max(ratios),
-                    "seconds": time.process_time() - begin,
-                }
+                yield _estimates(f"{recipe}, {kind}: {what}", deviations, ratios, begin)
+
+
+def _estimates(case: str, deviations: Sequence[float], ratios: Sequence[float], begin: float) -> dict[str, Any]:
+    """What is told of estimates, by their deviations and the ratios of the errors to their tolerances."""
+    return {
+        "case": case,
+        "number": len(deviations),
+        "worst": max(map(abs, deviations)),
+        "spread": math.sqrt(sum(one**2 for one in deviations) / len(deviations)),
+        "beyond": sum(abs(one) > 6 for one in deviations),
+        "largest_ratio": max(ratios),
+        "seconds": time.process_time() - begin,
+    }
+
+
+class Whole(NamedTuple):
+    """A GEMM that the extension has run, in float64: its product, and the error of the result; [n, m]."""
+
+    gemm: GemmName
+    expert: int
+    product: torch.Tensor
+    error: torch.Tensor
+
+
+@contextmanager
+def whole_gemms() -> Iterator[list[Whole]]:
+    """The GEMMs that the extension runs meanwhile, of the operands that it is handed; to be cleared after each step."""
+    import transformer_engine_torch as tex
+
+    found: list[Whole] = []
+    one, grouped = tex.generic_gemm, tex.te_general_grouped_gemm
+
+    def note(a: Any, transa: bool, b: Any, transb: bool, added: Any, out: torch.Tensor) -> None:
+        left, right = factor_of(b, columnwise=transb), factor_of(a, columnwise=not transa)
+        whole = left.matrix() @ right.matrix().t()
+        gemm = next(name for name, layout in LAYOUTS.items() if layout == "NT"[transa] + "NT"[transb])
+        expert = sum(before.gemm == gemm for before in found)
+        found.append(Whole(gemm, expert, whole, out.double().reshape(whole.shape) - added - whole))
+
+    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, *more: Any, **keywords: Any) -> Any:
+        bias, grad, accumulate = more[2], more[6], more[9]
+        added = out.double() if accumulate else 0.0 if bias is None or grad else bias.double()
+        result = one(a, transa, b, transb, out, *more, **keywords)
+        note(a, transa, b, transb, added, result[0])
+        return result
+
+    def te_general_grouped_gemm(a: Any, transa: bool, b: Any, transb: bool, outs: Any, *more: Any) -> Any:
+        splits, biases, single, grad, accumulate = more[1], more[2], more[4], more[6], more[9]
+        before = [out.double() for out in outs] if accumulate else []
+        result = grouped(a, transa, b, transb, outs, *more)
+        parts = torch.split(outs[0], list(splits)) if single else outs
+        for expert, part in enumerate(parts):
+            bias = 0.0 if grad or not biases[expert].numel() else biases[expert].double()
+            note(a[expert], transa, b[expert], transb, before[expert] if accumulate else bias, part)
+        return result
+
+    tex.generic_gemm, tex.te_general_grouped_gemm = generic_gemm, te_general_grouped_gemm
+    try:
+        yield found
+    finally:
+        tex.generic_gemm, tex.te_general_grouped_gemm = one, grouped
+
+
+MODULES = ("Linear, bias", "Linear, added to main_grad", "LayerNormLinear, bias", "GroupedLinear, bias")
+
+
+def module_of(kind: str) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """A module of Transformer Engine, with biases that are not 0, and what its wgrad is added to."""
+    import transformer_engine.pytorch as te
+
+    settings: dict[str, Any] = {"params_dtype": BF16, "fuse_wgrad_accumulation": "main_grad" in kind}
+    settings["bias"] = "bias" in kind
+    module: Any = te.GroupedLinear(2, K, M, **settings) if "Grouped" in kind else None
+    if module is None:
+        module = (te.LayerNormLinear if "Norm" in kind else te.Linear)(K, M, **settings)
+    for parameter in module.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter)
+        parameter.main_grad = torch.empty_like(parameter)
+    return module, [parameter.main_grad for parameter in module.parameters()]
+
+
+class Kept(Sink):
+    """The statistics of the last step: (expert, tensor, statistic) -> value."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[int, str, str], float] = {}
+
+    def write(self, records: StepRecords) -> None:
+        """Keep them."""
+        self.values = {
+            (int(row.layer.partition(".gemm_")[2] or 0), row.tensor, row.statistic): row.value for row in records
+        }
+
+
+def modules(steps: int) -> Iterator[dict[str, Any]]:
+    """Estimates of the error of kernels in a session, against whole products."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    from te_precision_callbacks.session import InspectSession
+
+    makes = (recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.MXFP8BlockScaling, recipes.NVFP4BlockScaling)
+    options = {"enabled": True, "gemms": list(LAYOUTS), "freq": 1}
+    section = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {"LogGemmError": options}}
+    for kind in MODULES:
+        for path in ("fused", "debug"):
+            begin, deviations, ratios = time.process_time(), list[float](), list[float]()
+            for make in makes:
+                torch.manual_seed(seed_of(kind, path, make.__name__) % 2**31)
+                (net, main_grads), kept, recipe = module_of(kind), Kept(), make()
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    InspectSession({"s": section}, model=net, log_dir=folder, sinks=[kept], observe=path) as session,
+                    whole_gemms() as seen,
+                ):
+                    for _ in range(steps):
+                        seen.clear()
+                        for sums in main_grads:
+                            torch.nn.init.normal_(sums)
+                        x, gradient = torch.randn(2 * N, K), torch.randn(2 * N, M)
+                        more = ([N, N],) if "Grouped" in kind else ()
+                        with te.autocast(enabled=True, recipe=recipe):
+                            out = net(x.to(BF16).requires_grad_(), *more)
+                        out.backward(gradient.to(BF16))
+                        session.step()
+                        for gemm, expert, whole, error in seen:
+                            value = kept.values[expert, RESULT[gemm], "gemm_kernel_error"] ** 2
+                            ratios.append(kept.values[expert, RESULT[gemm], "gemm_kernel_ratio"])
+                            spread = math.sqrt(relative_variance(error) + relative_variance(whole))
+                            expected = float(error.square().sum() / whole.square().sum())
+                            deviations.append((value / expected - 1) / spread)
+            yield _estimates(f"{kind}, {path} path: kernel", deviations, ratios, begin)
 
 
 def _elements(out: torch.Tensor) -> None:
@@ -297,6 +430,7 @@ def cost(number: int) -> Iterator[dict[str, Any]]:
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "trials": lambda given: trials(given.trials),
+    "modules": lambda given: modules(given.steps),
     "faults": lambda given: faults(given.trials),
     "healthy": lambda given: healthy(given.healthy),
     "cost": lambda given: cost(10),
@@ -307,6 +441,7 @@ def main() -> None:
     """Run the parts."""
     parser = arguments(__doc__)
     parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--healthy", type=int, default=100_000)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     given = parser.parse_args()
@@ -314,10 +449,10 @@ def main() -> None:
     target.choose((10, 0))  # which has every recipe
     cases = [case for part in given.parts for case in PARTS[part](given)]
     notes = (
-        "worst: the largest deviation in standard deviations (trials), the least (faults) or largest (healthy) ratio to"
-        " the tolerance, the multiple of a step's processor time (cost). beyond: estimates more than 6 standard"
-        " deviations off, faults missed, false alarms, percent of training's time at freq: 500. An error of 3 times its"
-        f" tolerance is missed with a probability of {missed(PROBES, 3.0):.1e}."
+        "worst: the largest deviation in standard deviations (trials, modules), the least (faults) or largest (healthy)"
+        " ratio to the tolerance, the multiple of a step's processor time (cost). beyond: estimates more than 6"
+        " standard deviations off, faults missed, false alarms, percent of training's time at freq: 500. An error of 3"
+        f" times its tolerance is missed with a probability of {missed(PROBES, 3.0):.1e}."
     )
     report(cases, COLUMNS, notes, as_json=given.json)
 
