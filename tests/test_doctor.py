@@ -38,6 +38,7 @@ from te_precision_callbacks.cli.doctor.packages import Package, packages
 from te_precision_callbacks.cli.doctor.runnable_recipes import Recipes
 from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine, transformer_engine
 from te_precision_callbacks.reference import target
+from tests.forked import executable
 from tests.reference.processes import REPOSITORY, run
 
 if sys.version_info >= (3, 11):
@@ -52,6 +53,7 @@ else:
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference backend stands in, and nothing is wrong; of the environment only the table's variables are told."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", executable())
     for name in ("TE_PRECISION_REFERENCE_INSTALL", "TE_PRECISION_REFERENCE_CAPABILITY", "TE_PRECISION_QUIET"):
         monkeypatch.delenv(name, raising=False)  # as the user's shell, which the tests' backend is not in
     settings = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush"}

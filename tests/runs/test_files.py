@@ -317,17 +317,17 @@ def wait_for(happens: Callable[[], bool]) -> None:
 
 
 def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> None:
-    """At ten random moments, also in the middle of a sealing: parts are sealed every few steps."""
+    """At five random moments, also in the middle of a sealing: parts are sealed every few steps."""
     chance = random.Random(0)
     lost = []
-    for number in range(10):
+    for number in range(5):
         folder = tmp_path / str(number)
         command = [executable(whole=True), "-m", "tests.runs.making", str(folder)]
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         process.stdout.readline()
         wait_for(functools.partial(has_steps, folder))
-        time.sleep(chance.uniform(0.1, 0.6))
+        time.sleep(chance.uniform(0.1, 0.4))
         if number == 0:
             running = open_run(folder)  # while it is written
             assert running.segments[0].status == "running"
