@@ -524,7 +524,7 @@ def torch_block(path: str) -> Macs:
     }
 
 
-@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize("block", ["none", *BLOCKS])
 def test_torchs_layers_in_checkpoints_of_every_kind(block: str, tmp_path: Path) -> None:
     case = Case(lambda: TorchLayers(BLOCKS.get(block, lambda layer, x: layer(x))),
@@ -654,7 +654,7 @@ def counted(
         return session.coverage()
 
 
-@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize(
     ("schedule", "block"),
     [*((schedule, "reentrant") for schedule in SCHEDULES), *((schedule, "none") for schedule in list(SCHEDULES)[1:3]),
@@ -1063,7 +1063,7 @@ def test_attention_of_a_derived_class(tmp_path: Path) -> None:
     assert found(trained(Case(Net, lambda: inputs, {}), tmp_path)) == attention("core")
 
 
-@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize("checkpoint", ["none", *TE_BLOCKS])
 def test_attention_by_a_kernel_that_tells_nothing(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1091,7 +1091,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("backward_thread", "one_rank")
+@pytest.mark.usefixtures("second_thread", "one_rank")
 @pytest.mark.parametrize("block", ["none", "reentrant", "not reentrant", "reentrant in reentrant"])
 def test_tensor_parallel_layers_of_torch(block: str, tmp_path: Path) -> None:
     """Their operators are those of a DTensor, which runs others on its shards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 import sys
@@ -111,11 +112,16 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-@pytest.mark.parametrize("weight", [False, True], ids=["activation", "weight"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", TENSORS)
-def test_simulated_recipes(recipe: str, name: str, weight: bool, columnwise: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "recipe", "weight", "columnwise"),
+    [
+        tuple(value for _, value in found)
+        for found in itertools.product(*map(enumerate, (TENSORS, RECIPES, (False, True), (False, True))))
+        if sum(place for place, _ in found) % 2 == 0
+    ],
+)
+def test_simulated_recipes(name: str, recipe: str, weight: bool, columnwise: bool) -> None:
+    """Each three of the four: a tensor's rows in half of the recipes, its columns in the others."""
     assert_simulated(recipe, TENSORS[name], weight=weight, columnwise=columnwise)
 
 
