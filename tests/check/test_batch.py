@@ -108,7 +108,9 @@ def step(model: torch.nn.Module, batch: Any, recipe: Any, folder: Path, *, stric
     arguments = {} if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
     with (
         warnings.catch_warnings(),
-        InspectSession(None, model=model, log_dir=folder, statistics_log="off", strict=strict) as session,
+        InspectSession(
+            None, model=model, log_dir=folder, statistics_log="off", records="off", strict=strict
+        ) as session,
     ):
         warnings.simplefilter("ignore")
         with nullcontext() if recipe is None else te.autocast(recipe=recipe):

@@ -33,6 +33,8 @@ from tests.conftest import feature
 BATCH, LENGTH, WIDTH, INNER, HEADS, WORDS = 16, 16, 64, 128, 4, 96
 TOKENS = BATCH * LENGTH
 
+WRITES_NOTHING: dict[str, Any] = {"statistics_log": "off", "records": "off", "strict": True}
+
 Macs = dict[tuple[str, str, bool], int]
 """Layer, GEMM and whether it belongs to the backward -> multiply-adds."""
 
@@ -242,7 +244,7 @@ def trained(
 ) -> Coverage:
     """What a model's steps cover under a session."""
     model = case.make() if model is None else model
-    with InspectSession(config, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+    with InspectSession(config, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         session.unconverted = unconverted or {}
         for _ in range(steps):
             with around():
@@ -580,7 +582,7 @@ def test_frozen_parts(tmp_path: Path) -> None:
 
 def test_micro_batches_of_a_step_are_counted_together(tmp_path: Path) -> None:
     case, model = gpt(), Layers(CURRENT())
-    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+    with InspectSession(None, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         for _ in range(3):
             case.loss(model).backward()
         session.step()
@@ -642,7 +644,7 @@ def counted(
     """What a step covers in which ``run`` trains; with the operators of torch that were looked at."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        InspectSession(None, model=model, log_dir=folder, statistics_log="off", strict=True, **more) as session,
+        InspectSession(None, model=model, log_dir=folder, **WRITES_NOTHING, **more) as session,
     ):
         if looked is not None:
             look = OperatorProducts.look
@@ -861,7 +863,7 @@ def test_the_precision_of_any_iteration(tmp_path: Path) -> None:
     """A schedule keeps a GEMM in high precision in one iteration."""
     model, config = Layers(CURRENT()), {"kept": feature("DisableFP8Layer", ["layers.0.self_attention.proj"])}
     case = gpt()
-    with InspectSession(config, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+    with InspectSession(config, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         case.loss(model).backward()
         session.step()
         model.recipe = None
@@ -949,7 +951,7 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
 
 def test_an_evaluation_before_the_first_step_is_not_counted(tmp_path: Path) -> None:
     case, model = HUGGING_FACE["Llama"], HUGGING_FACE["Llama"].make()
-    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+    with InspectSession(None, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         with torch.no_grad():
             case.loss(model)
         session.observing = False
@@ -979,7 +981,7 @@ def test_a_failure_is_reported_and_training_goes_on(
 def test_other_peoples_modes_and_autocast(tmp_path: Path) -> None:
     """A cast weight is still that weight, and what surrounds the model still works."""
     case, model = HUGGING_FACE["Llama"], HUGGING_FACE["Llama"].make()
-    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+    with InspectSession(None, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
             case.loss(model).backward()
         session.step()

@@ -13,7 +13,7 @@ from tests.reference.processes import run
 
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])
 def test_the_loss_stays_within_what_the_format_explains(capability: str) -> None:
-    done = run([executable(), recipes.__file__, "--capability", capability, "--steps", "12", "--draws", "1", "--json"])
+    done = run([executable(), recipes.__file__, "--capability", capability, "--steps", "12", "--draws", "2", "--json"])
     assert done.stdout, done.stderr
     found = [recipes.Trained(**row) for row in json.loads(done.stdout)]
     assert [row.recipe for row in found] == [r.name for r in recipes.RECIPES if r.capability == capability]

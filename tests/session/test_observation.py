@@ -180,7 +180,7 @@ def test_nested_checkpoints_are_observed_once(tmp_path: Path) -> None:
             def nested(value: torch.Tensor, net: Any = net, inner: str = inner) -> torch.Tensor:
                 return CHECKPOINTS[inner](net, value)
 
-            with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+            with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], records="off") as session:
                 CHECKPOINTS[outer](nested, x.clone().requires_grad_()).sum().backward()
                 session.step()
             assert keeper.values("l1_norm")[0] == pytest.approx(expected, rel=1e-6), (outer, inner)
