@@ -30,20 +30,6 @@ LARGEST_RATIO = float(torch.finfo(torch.float32).max)
 """Stands for an error that has no tolerance: what should be 0 is not, or what should be finite is not."""
 
 
-_CONFIRMED: frozenset[tuple[str, str]] = frozenset()
-"""Recipes, each with a GPU as torch names it, on which real kernels have confirmed the tolerances."""
-
-
-def is_confirmed(recipe: str, gpu: str) -> bool:
-    """Whether the tolerances are confirmed; if not, what is found wrong with a kernel is a warning.
-
-    Args:
-        recipe: as in :data:`~te_precision_callbacks.base.vocabulary.RECIPES`.
-        gpu: as torch names it; empty for the reference backend, whose kernels have confirmed them.
-    """
-    return not gpu or (recipe, gpu) in _CONFIRMED
-
-
 class Thin(NamedTuple):
     """A matrix C, [n, m], times probes.
 

@@ -30,11 +30,11 @@ from te_precision_callbacks.dumps.contents import Dump, a_dump
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import Gemm, Header
 from te_precision_callbacks.gemm_error.accumulators import accumulated, accumulator_of
+from te_precision_callbacks.gemm_error.confirmed import is_confirmed
 from te_precision_callbacks.gemm_error.factors import factor_of
 from te_precision_callbacks.gemm_error.judging import (
     Call,
     Judged,
-    is_confirmed,
     judged,
     product,
     rounding_variance,

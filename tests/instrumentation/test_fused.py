@@ -57,7 +57,7 @@ def any_gpu() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def one_pass_in_both_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass in C++ sums in another order: it must not begin between two runs that are compared exactly."""
-    monkeypatch.setattr(native, "PAYS_FROM", 2**62)
+    monkeypatch.setattr(native.ONE_PASS, "pays_from", 2**62)
 
 
 def logging_of(has: Mapping[str, list[str]], stats: list[str], name: str, **options: Any) -> dict[str, Any]:

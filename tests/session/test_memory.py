@@ -77,7 +77,7 @@ def growth(net: torch.nn.Module, step: Callable[[], Any], first: int, last: int)
 
 @pytest.mark.slow
 def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PAYS_FROM", 0)  # it is compiled in the first step, not in a later one
+    monkeypatch.setattr(native.ONE_PASS, "pays_from", 0)  # it is compiled in the first step, not in a later one
     net = model()
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
         session.step()
