@@ -75,7 +75,7 @@ _BLOCK = 2
 """Timed steps of a block, after one that warms up."""
 
 _PAIRS = 4
-"""Blocks in a round of the ways to run that take about as long as none."""
+"""Blocks in a round of the ways to run that take about as long as none; no more than steps."""
 
 _EXAMPLE = Path(__file__).parent.parent / "examples" / "byte_lm.py"
 
@@ -268,7 +268,7 @@ def measure(training: Training, runs: dict[str, Run], steps: int) -> dict[str, B
     for number in range(1, rounds + 1):
         for name, run in runs.items():
             one = found[name]
-            for _ in range(1 if name.startswith("te,") else _PAIRS):
+            for _ in range(1 if name.startswith("te,") else min(_PAIRS, steps)):
                 step, after = training.block(run), training.block(without)
                 one.pairs.append((step, (before + after) / 2))
                 before = after
