@@ -164,7 +164,7 @@ def test_disk() -> None:
 
 
 def test_records() -> None:
-    cases = cases_of("records.py", "--values=40000", "--series=50")
+    cases = cases_of("records.py", "--values=20000", "--series=50")
     assert list(cases) == ["write", "open", "read", "import", "compare", "report", "limit"]
     for case in cases.values():
         assert case["seconds"] > 0

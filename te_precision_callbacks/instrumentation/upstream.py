@@ -155,7 +155,8 @@ class Snapshot:
                 with contextlib.suppress(OSError):  # of a full disk, which was reported when it was written to
                     handler.close()
             found.handlers[:] = handlers
-            found.setLevel(level)
+            if found.level != level:  # setting it goes through all loggers of the process
+                found.setLevel(level)
             found.propagate = propagate
         inspect_logging.LOGGER = self._inspect_logger
         MetricLogger.enabled_loggers[:] = self._metric_loggers

@@ -339,7 +339,8 @@ NASTY = (
 
 
 def test_names_do_no_harm(look: Look, tmp_path: Path) -> None:
-    run = drifting(blocks=1, steps=8, names=NASTY, notes=(NASTY[0], NASTY[5]))
+    tensors, statistics = ("activation", "weight"), ("underflows%", "cur_amax")
+    run = drifting(blocks=1, steps=8, tensors=tensors, statistics=statistics, names=NASTY, notes=(NASTY[0], NASTY[5]))
     report = write_report(run, tmp_path / "report.html")
     text = report.read_text()
     assert "\x1b" not in text

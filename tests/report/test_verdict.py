@@ -52,11 +52,11 @@ def test_the_page_and_the_numbers_have_the_verdict_of_diagnose(tmp_path: Path) -
 
 
 def test_the_curves_of_findings_come_first(tmp_path: Path) -> None:
-    run = open_run(defective(tmp_path, steps=2000))
+    run = open_run(defective(tmp_path, steps=800))
     told = PageData.of(run, 1_000).told
     curves = {(one["statistic"], one["tensor"]): list(one["curves"]) for one in told["families"]}
     assert sum(map(len, curves.values())) <= 1
-    told = PageData.of(run, 300_000).told
+    told = PageData.of(run, 120_000).told
     curves = {(one["statistic"], one["tensor"]): list(one["curves"]) for one in told["families"]}
     assert "3:-1" in curves["std", "gradient"]
     assert told["exact"]["curves"] < told["exact"]["series"]
