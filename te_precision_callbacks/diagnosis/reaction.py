@@ -2,7 +2,7 @@
 
 "warn"                          # a warning, once for each finding
 "stop"                          # errors and warnings stop the training, on all ranks together
-"stop: error"                   # only those of a severity
+"stop: error"                   # only those of a severity or a worse one
 "stop: nonfinite, overflow"     # only those of some rules
 lambda finding: ...             # called with each finding, also with notes; "stop" as its result stops the training
 """
@@ -54,4 +54,5 @@ def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
             raise OptionError(f"on_finding={on_finding!r}: there is no rule {name!r}.{suggestion(name, known)}")
     if not names:
         return lambda finding: finding.severity != "note"
-    return lambda finding: finding.severity in names or finding.rule in names
+    least = max((SEVERITIES.index(name) for name in names if name in SEVERITIES), default=-1)
+    return lambda finding: SEVERITIES.index(finding.severity) <= least or finding.rule in names

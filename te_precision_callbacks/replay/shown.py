@@ -215,8 +215,13 @@ def quantizer(gemm: Any, side: str, tensors: dict[str, torch.Tensor]) -> bool:
 
 
 def main() -> int:
-    """The exit code: 1 if a code is wrong, or the result of now; where nothing can run the GEMM, the recorded one."""
-    gemm, tensors = read(Path(__file__).with_suffix(".safetensors"))
+    """The exit code: 1 if a code is wrong, or the result of now; where nothing can run the GEMM, the recorded one. 2
+    without the record."""
+    record = Path(__file__).with_suffix(".safetensors")
+    if not record.is_file():
+        print(f"{record} is missing: the GEMM is recorded there. Put it beside this script.", file=sys.stderr)
+        return 2
+    gemm, tensors = read(record)
     print(f"{gemm['gemm']}, {gemm['n']} x {gemm['m']}, sums of {gemm['k']}; compared with float64:")
     wrong_codes = [quantizer(gemm, side, tensors) for side in ("b", "a")]
     is_wrong = kernel(gemm, tensors, tensors["out"], f"recorded on {gemm['device']}")

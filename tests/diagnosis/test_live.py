@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from contextlib import nullcontext
 from pathlib import Path
@@ -94,6 +95,13 @@ def test_a_finding_stops_the_training(tmp_path: Path, on_finding: str) -> None:
         train(tmp_path, steps=31, on_finding=on_finding)
     assert [finding.rule for finding in caught.value.findings] == ["sibling"]
     assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
+
+
+def test_a_severity_stands_for_those_that_are_worse(tmp_path: Path) -> None:
+    (warning,) = train(tmp_path, 3).findings
+    error, note = (dataclasses.replace(warning, severity=severity, rule="") for severity in ("error", "note"))
+    assert [reads_stop("stop: warning")(one) for one in (error, warning, note)] == [True, True, False]
+    assert [reads_stop("stop: error")(one) for one in (error, warning, note)] == [True, False, False]
 
 
 def test_other_findings_do_not_stop_it(tmp_path: Path) -> None:

@@ -54,3 +54,8 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         runpy.run_path("bug/repro.py", run_name="__main__")
     assert capsys.readouterr().out == by_script
     assert ended.value.code == 0
+    Path("bug/repro.safetensors").unlink()
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path("bug/repro.py", run_name="__main__")
+    assert ended.value.code == 2
+    assert "repro.safetensors is missing" in capsys.readouterr().err

@@ -355,5 +355,5 @@ def _events(run: RecordedRun) -> Iterable[Event]:
             row["kind"] or "",
             row["severity"] or "",
             row["layer"] or "",
-            row["text"] or "",
+            " ".join((row["text"] or "").split()),
         )
