@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -102,6 +103,19 @@ class OncePatched:
         self._patched.clear()
 
 
+_rewritten: dict[Any, Any] = {}
+"""What the interpreter has rewritten of the kernels, which takes it a fifth of its time."""
+
+
+@cache
+def _interpreted_function(name: str) -> Any:
+    """A function of Triton's own."""
+    return triton.jit(getattr(tl, name).fn)
+
+
+_interpreted_kernel = cache(fresh_kernel)
+
+
 @contextmanager
 def interpreted(name: str = "triton_kernel") -> Iterator[ModuleType]:
     """The kernel as TRITON_INTERPRET=1 makes it, in a process whose triton was imported without that."""
@@ -109,17 +123,19 @@ def interpreted(name: str = "triton_kernel") -> Iterator[ModuleType]:
     before = [dict(vars(module)) for module in modules]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        patch.setattr(interpreter.InterpretedFunction, "rewritten_fn", {})
+        patch.setattr(interpreter.InterpretedFunction, "rewritten_fn", _rewritten)
         if hasattr(interpreter, "_LangPatchScope"):
             patch.setattr(interpreter, "_patch_lang", OncePatched(interpreter._patch_lang))
         try:
-            for function in ("sum", "max"):  # the functions of Triton's own that the kernel calls
-                setattr(tl, function, triton.jit(getattr(tl, function).fn))
-            yield fresh_kernel(name)
+            for function in ("sum", "max"):  # those that the kernel calls
+                setattr(tl, function, _interpreted_function(function))
+            yield _interpreted_kernel(name)
         finally:  # the interpreter puts numpy's functions into these modules, and leaves some there
             for module, names in zip(modules, before, strict=True):
                 vars(module).clear()
                 vars(module).update(names)
+                for function in [each for each in _rewritten if each.__globals__ is vars(module)]:
+                    del _rewritten[function]
 
 
 @pytest.fixture
@@ -708,7 +724,7 @@ def loads(code: str) -> list[str]:
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize(
     ("dtype", "together"),
-    [(torch.float32, 1), (torch.float16, 1), (torch.bfloat16, 3), (FP8[0], 1), (FP8[1], 1)],
+    [(torch.float32, 1), (torch.bfloat16, 3), (FP8[0], 1)],
 )
 def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype, together: int) -> None:
     code = ptx(torch.zeros(64, 64, dtype=dtype).t(), together=together)
@@ -718,7 +734,7 @@ def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype, together:
 
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize(
-    ("dtype", "e5m2", "together"), [(torch.float32, True, 1), (torch.bfloat16, False, 2), (FP8[0], True, 1)]
+    ("dtype", "e5m2", "together"), [(torch.float32, True, 1), (torch.float16, False, 2), (FP8[1], True, 1)]
 )
 def test_codes_and_histogram_compile(dtype: torch.dtype, e5m2: bool, together: int) -> None:
     values, codes = torch.zeros(64, 64, dtype=dtype), torch.zeros(64, 64, dtype=torch.uint8)
