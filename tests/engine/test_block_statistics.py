@@ -17,6 +17,7 @@ from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import UnknownStatisticError, quantized_request
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import PERCENTILES, RANGES, SCALES
+from tests.combinations import half
 from tests.drawn import normal
 from tests.engine import recipes
 from tests.engine.exact import BLOCK_STATISTICS
@@ -63,14 +64,21 @@ def assert_as_expected(found: Found, expected: Found, name: str = "{}") -> None:
         assert found[name.format(statistic)] == (value if exactly else pytest.approx(value, rel=1e-14)), statistic
 
 
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize(
-    ("recipe", "tensor"),
-    [(recipe, tensor) for recipe in RECIPES for tensor in ("activation", "weight") if (recipe, tensor) != MXFP8_WEIGHT],
+    ("name", "of", "columnwise"),
+    half(
+        TENSORS,
+        [
+            (recipe, tensor)
+            for recipe in RECIPES
+            for tensor in ("activation", "weight")
+            if (recipe, tensor) != MXFP8_WEIGHT
+        ],
+        (False, True),
+    ),
 )
-@pytest.mark.parametrize("name", TENSORS)
-def test_what_a_recipe_would_give(name: str, recipe: str, tensor: str, columnwise: bool) -> None:
-    x = TENSORS[name]
+def test_what_a_recipe_would_give(name: str, of: tuple[str, str], columnwise: bool) -> None:
+    x, (recipe, tensor) = TENSORS[name], of
     form = f"{recipe}_{{}}{'_columnwise' if columnwise else ''}"
     found, failures = measured(
         [Watched("layer", tensor, 0, x)], [form.format(statistic) for statistic in BLOCK_STATISTICS]

@@ -35,6 +35,7 @@ from te_precision_callbacks.engine.quantization import (
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, Of
+from tests.combinations import half
 from tests.drawn import normal
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
@@ -111,11 +112,11 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-@pytest.mark.parametrize("weight", [False, True], ids=["activation", "weight"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", TENSORS)
-def test_simulated_recipes(recipe: str, name: str, weight: bool, columnwise: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "recipe", "weight", "columnwise"),
+    half(TENSORS, RECIPES, (False, True), (False, True)),
+)
+def test_simulated_recipes(name: str, recipe: str, weight: bool, columnwise: bool) -> None:
     assert_simulated(recipe, TENSORS[name], weight=weight, columnwise=columnwise)
 
 

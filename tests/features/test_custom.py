@@ -17,6 +17,7 @@ from transformer_engine.debug.features.api import TEDefaultFeatures
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
 from te_precision_callbacks.session import InspectSession
+from tests.combinations import half
 from tests.conftest import Keeper
 from tests.features import probes
 from tests.features.plain import OURS, linear, plain, train
@@ -67,10 +68,15 @@ def in_session(log_dir: Path, options: Any, **keywords: Any) -> None:
 Way = Callable[..., None]
 
 
-@pytest.mark.parametrize("signatures", probes.SIGNATURES)
-@pytest.mark.parametrize("base", ["TEConfigAPIMapper", "TEDefaultFeatures", ""])
-@pytest.mark.parametrize("api_method", [True, False])
-@pytest.mark.parametrize("way", [alone_from_folder, session_with_folder, session_with_class])
+@pytest.mark.parametrize(
+    ("way", "api_method", "base", "signatures"),
+    half(
+        [alone_from_folder, session_with_folder, session_with_class],
+        (True, False),
+        ["TEConfigAPIMapper", "TEDefaultFeatures", ""],
+        probes.SIGNATURES,
+    ),
+)
 def test_every_call_has_the_right_arguments(
     tmp_path: Path, signatures: str, base: str, api_method: bool, way: Way
 ) -> None:

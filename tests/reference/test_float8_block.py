@@ -20,6 +20,7 @@ from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage i
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.combinations import half
 from tests.reference import block_formats as spec
 
 FORMATS = {"E4M3": (tex.DType.kFloat8E4M3, spec.E4M3), "E5M2": (tex.DType.kFloat8E5M2, spec.E5M2)}
@@ -67,11 +68,9 @@ def _assert_is(out: Any, x: torch.Tensor, **options: Any) -> None:
         assert torch.equal(scales, expected)
 
 
-@pytest.mark.parametrize("power_of_2", [True, False], ids=["powers_of_2", "float32_scales"])
-@pytest.mark.parametrize("dim", [1, 2])
-@pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("dtype", spec.DTYPES, ids=str)
-@pytest.mark.parametrize("kind", spec.KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "fp8", "dim", "power_of_2"), half(spec.KINDS, spec.DTYPES, FORMATS, (1, 2), (True, False))
+)
 def test_bytes_and_scales(kind: str, dtype: torch.dtype, fp8: str, dim: int, power_of_2: bool) -> None:
     for seed, shape in enumerate(SHAPES):
         x = spec.example(kind, shape, dtype, seed)
