@@ -229,6 +229,15 @@ def backward_thread(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def second_thread() -> Iterator[None]:
+    """The backward runs in another thread than the forward, as on a GPU."""
+    from tests.backward_thread import in_a_second_thread
+
+    with in_a_second_thread():
+        yield
+
+
 def statistics(*, tensors: list[str] | None = None, layers: list[str] | None = None, **options: Any) -> dict[str, Any]:
     """A config that logs statistics."""
     return {

@@ -161,7 +161,9 @@ def ran(model: Chain, config: Mapping[str, Any], recipe: Any, folder: Path) -> t
     spy = _OfGroups(model.shapes)
     with (
         warnings.catch_warnings(),
-        InspectSession(config, model=model, log_dir=folder, allow_unmatched=True, strict=True) as session,
+        InspectSession(
+            config, model=model, log_dir=folder, allow_unmatched=True, strict=True, records="off"
+        ) as session,
         spy.watching(),
     ):
         warnings.simplefilter("ignore")

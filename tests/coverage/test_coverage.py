@@ -33,6 +33,8 @@ from tests.conftest import feature
 BATCH, LENGTH, WIDTH, INNER, HEADS, WORDS = 16, 16, 64, 128, 4, 96
 TOKENS = BATCH * LENGTH
 
+WRITES_NOTHING: dict[str, Any] = {"statistics_log": "off", "records": "off", "strict": True}
+
 Macs = dict[tuple[str, str, bool], int]
 """Layer, GEMM and whether it belongs to the backward -> multiply-adds."""
 
@@ -242,7 +244,7 @@ def trained(
 ) -> Coverage:
     """What a model's steps cover under a session."""
     model = case.make() if model is None else model
-    with InspectSession(config, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+    with InspectSession(config, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         session.unconverted = unconverted or {}
         for _ in range(steps):
             with around():
@@ -524,7 +526,7 @@ def torch_block(path: str) -> Macs:
     }
 
 
-@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize("block", ["none", *BLOCKS])
 def test_torchs_layers_in_checkpoints_of_every_kind(block: str, tmp_path: Path) -> None:
     case = Case(lambda: TorchLayers(BLOCKS.get(block, lambda layer, x: layer(x))),
@@ -580,7 +582,7 @@ def test_frozen_parts(tmp_path: Path) -> None:
 
 def test_micro_batches_of_a_step_are_counted_together(tmp_path: Path) -> None:
     case, model = gpt(), Layers(CURRENT())
-    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+    with InspectSession(None, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         for _ in range(3):
             case.loss(model).backward()
         session.step()
@@ -642,7 +644,7 @@ def counted(
     """What a step covers in which ``run`` trains; with the operators of torch that were looked at."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        InspectSession(None, model=model, log_dir=folder, statistics_log="off", strict=True, **more) as session,
+        InspectSession(None, model=model, log_dir=folder, **WRITES_NOTHING, **more) as session,
     ):
         if looked is not None:
             look = OperatorProducts.look
@@ -654,7 +656,7 @@ def counted(
         return session.coverage()
 
 
-@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize(
     ("schedule", "block"),
     [*((schedule, "reentrant") for schedule in SCHEDULES), *((schedule, "none") for schedule in list(SCHEDULES)[1:3]),
@@ -861,7 +863,7 @@ def test_the_precision_of_any_iteration(tmp_path: Path) -> None:
     """A schedule keeps a GEMM in high precision in one iteration."""
     model, config = Layers(CURRENT()), {"kept": feature("DisableFP8Layer", ["layers.0.self_attention.proj"])}
     case = gpt()
-    with InspectSession(config, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+    with InspectSession(config, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         case.loss(model).backward()
         session.step()
         model.recipe = None
@@ -949,7 +951,7 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
 
 def test_an_evaluation_before_the_first_step_is_not_counted(tmp_path: Path) -> None:
     case, model = HUGGING_FACE["Llama"], HUGGING_FACE["Llama"].make()
-    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+    with InspectSession(None, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         with torch.no_grad():
             case.loss(model)
         session.observing = False
@@ -979,7 +981,7 @@ def test_a_failure_is_reported_and_training_goes_on(
 def test_other_peoples_modes_and_autocast(tmp_path: Path) -> None:
     """A cast weight is still that weight, and what surrounds the model still works."""
     case, model = HUGGING_FACE["Llama"], HUGGING_FACE["Llama"].make()
-    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+    with InspectSession(None, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
             case.loss(model).backward()
         session.step()
@@ -1063,7 +1065,7 @@ def test_attention_of_a_derived_class(tmp_path: Path) -> None:
     assert found(trained(Case(Net, lambda: inputs, {}), tmp_path)) == attention("core")
 
 
-@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize("checkpoint", ["none", *TE_BLOCKS])
 def test_attention_by_a_kernel_that_tells_nothing(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1091,7 +1093,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("backward_thread", "one_rank")
+@pytest.mark.usefixtures("second_thread", "one_rank")
 @pytest.mark.parametrize("block", ["none", "reentrant", "not reentrant", "reentrant in reentrant"])
 def test_tensor_parallel_layers_of_torch(block: str, tmp_path: Path) -> None:
     """Their operators are those of a DTensor, which runs others on its shards."""

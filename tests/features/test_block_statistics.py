@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Found]:
     return here | {name: json.loads((folder / f"{name}.json").read_text()) for name in LAYERS[3:]}
 
 
+@cache
 def expected(recipe: str, tensor: str, *, columnwise: bool = False, e5m2: bool = False) -> Found:
     """What numpy makes of a tensor; histograms as bin -> count."""
     x = layers.tensors()[tensor].float().numpy()

@@ -242,7 +242,9 @@ def case(
     with (
         tempfile.TemporaryDirectory() as folder,
         warnings.catch_warnings(),
-        InspectSession(FEATURES[feature_name](freq), model=net, log_dir=Path(folder), allow_unmatched=True) as session,
+        InspectSession(
+            FEATURES[feature_name](freq), model=net, log_dir=Path(folder), allow_unmatched=True, records="off"
+        ) as session,
         spy.watching(),
     ):
         warnings.simplefilter("ignore")

@@ -199,7 +199,7 @@ NETS: Mapping[str, tuple[Callable[[], torch.nn.Module], Mapping[str, tuple[str, 
 """Module -> its layers, each with the GEMMs whose operands all exist on its fused path as they were quantized."""
 
 
-@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize("observe", ["fused", "debug"])
 @pytest.mark.parametrize("module", NETS)
 def test_each_module(module: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:

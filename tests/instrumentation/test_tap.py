@@ -92,7 +92,7 @@ RECIPE_NAMES = {
 }
 
 
-@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("module", ["LayerNormMLP", "LayerNormLinear"])
 def test_recomputed_forwards(module: str, checkpoint: str) -> None:
@@ -141,7 +141,7 @@ def test_a_wgrad_that_runs_later(module: str) -> None:
     assert wgrads == {event.layer for event in events if event.gemm == "fprop"}
 
 
-@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
 def test_te_ops(recipe: Any) -> None:
     net = torch.nn.Sequential(

@@ -80,7 +80,7 @@ def config(**options: Any) -> dict[str, Any]:
 @contextmanager
 def ours(module: torch.nn.Module, **options: Any) -> Iterator[Callable[[], object]]:
     """Under a session, on Transformer Engine's debug path."""
-    keywords: Any = {"strict": True, "observe": "debug"}
+    keywords: Any = {"strict": True, "observe": "debug", "records": "off"}
     with (
         tempfile.TemporaryDirectory() as folder,
         InspectSession(config(**options), model=module, log_dir=folder, **keywords) as session,

@@ -82,7 +82,7 @@ def trained(
 ) -> tuple[list[State], list[list[torch.Tensor]]]:
     """The states before the steps, and the weights after them, of a session that begins at the first step."""
     training = Training(recipe, state)
-    session = InspectSession(sections, model=training.model, log_dir=folder)
+    session = InspectSession(sections, model=training.model, log_dir=folder, records="off")
     states, weights = [], []
     with session:
         if state is not None:
