@@ -116,7 +116,7 @@ def models(draw: st.DrawFn) -> Chain:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @given(data=st.data())
-@examples(8, shrink=False)  # which runs each example anew
+@examples(5, shrink=False)  # which runs each example anew
 def test_any_model_and_config(recipe: str, data: st.DataObject) -> None:
     with gpu_with(recipe), TemporaryDirectory() as folder:
         model = data.draw(models())

@@ -296,7 +296,7 @@ def test_statistics_of_blocks_cost_no_more_messages(two: Ranks) -> None:
         assert costs["at the end"] == [{"statistics": 1}, {"copy_": 1}]
 
 
-@pytest.mark.parametrize("tensors", [6, 504])
+@pytest.mark.parametrize("tensors", [6, 102])
 def test_a_step_ends_with_one_message_and_one_copy(two: Ranks, tensors: int) -> None:
     for rank in two:
         found = rank["costs"][str(tensors)]

@@ -13,12 +13,12 @@ from tests.reference.processes import run
 
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])
 def test_the_loss_stays_within_what_the_format_explains(capability: str) -> None:
-    done = run([executable(), recipes.__file__, "--capability", capability, "--steps", "14", "--draws", "2", "--json"])
+    done = run([executable(), recipes.__file__, "--capability", capability, "--steps", "12", "--draws", "2", "--json"])
     assert done.stdout, done.stderr
     found = [recipes.Trained(**row) for row in json.loads(done.stdout)]
     assert [row.recipe for row in found] == [r.name for r in recipes.RECIPES if r.capability == capability]
     for row in found:
-        assert row.last_loss < 3.5, row  # from 5.7
+        assert row.last_loss < 4.2, row  # from 5.7
         assert row.holds, row
     assert done.returncode == 0
     if capability == "10.0":  # the measure tells a coarser format from a finer one

@@ -13,7 +13,7 @@ from tests.forked import TIMEOUT, ranks
 
 pytestmark = pytest.mark.slow
 
-EVERY = int(os.environ.get("INJECT_EVERY", "197"))
+EVERY = int(os.environ.get("INJECT_EVERY", "397"))
 """At how many places something fails: at each of the so many."""
 
 LONGEST = 45.0

@@ -26,6 +26,9 @@ from tests.reference.processes import run
 _CODE = (*map(str, te_precision_callbacks.__path__), str(Path(__file__).parents[2] / "features"), contextlib.__file__)
 """Where an interrupt comes: in each line of this project, and of the blocks that it makes with contextlib."""
 
+EVERY_LINE = "EVERY_LINE" in os.environ
+"""Whether it comes in all of them, one after another, and not in a sample."""
+
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
@@ -92,7 +95,7 @@ def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tm
     options: dict[str, Any] = {"log_dir": tmp_path, "sinks": [keeper], "strict": True}
     with InspectSession(statistics(), model=net, **options) as session:
         step = 0
-        for at in [None, None, *range(10_000)]:
+        for at in [None, None, *range(0, 10_000, 1 if EVERY_LINE else 7)]:
             net(batch(step)).sum().backward()
             lines = Lines(at)
             interrupted = lines(session.step)
@@ -142,7 +145,7 @@ def test_ctrl_c_in_any_line_of_the_end_leaves_nothing_patched(tmp_path: Path, en
 
     whole = end(None, tmp_path / "whole").count
     assert whole > 100
-    for at in range(0, whole, 1 if os.environ.get("EVERY_LINE") else 89):
+    for at in range(0, whole, 1 if EVERY_LINE else 211):
         end(at, tmp_path / str(at))
 
 
