@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-_without: dict[tuple[str, ...], dict[str, Any]] = {}
-"""Names of functions -> the modules, by name, that were imported whole and have none of them: of thousands, nearly all.
-They are not looked through again."""
+
+class _Look(NamedTuple):
+    """A look through all Python modules.
+
+    Attributes:
+        modules: those that there were, in the order of their import.
+        again: those of them that the next look has to look at: that have a name, or may still get one. Of thousands
+            they are a few.
+    """
+
+    modules: list[Any]
+    again: list[Any]
+
+
+_last_looks: dict[tuple[str, ...], _Look] = {}
+"""Names of functions -> the last look for them."""
 
 
 class Callers:
@@ -60,17 +74,20 @@ class Callers:
 
 def _modules_with(names: Mapping[str, Any]) -> list[Any]:
     """The modules that have a variable of one of these names, in the order of their import."""
-    without = _without.setdefault(tuple(names), {})
-    found = []
-    for path, module in list(sys.modules.items()):
-        if without.get(path) is module:
-            continue
+    last = _last_looks.get(tuple(names), _Look([], []))
+    modules, known = list(sys.modules.values()), len(last.modules)
+    goes_on = known <= len(modules) and all(map(operator.is_, modules, last.modules))
+    found, again = [], []
+    for module in [*last.again, *modules[known:]] if goes_on else modules:
         variables = getattr(module, "__dict__", {})
+        spec = variables.get("__spec__")
         if not names.keys().isdisjoint(variables.keys()):
             found.append(module)
+            again.append(module)
         # A notebook, which has no spec, and what is being imported may get one yet.
-        elif (spec := variables.get("__spec__")) is not None and not getattr(spec, "_initializing", False):
-            without[path] = module
+        elif spec is None or getattr(spec, "_initializing", False):
+            again.append(module)
+    _last_looks[tuple(names)] = _Look(modules, again)
     return found
 
 

@@ -195,7 +195,9 @@ class GemmTap:
         arounds_of_all = {**around_functions, **around_attention}
         for module, name in self._callers.find({gemm: tuple(around_functions), fused_attn: tuple(around_attention)}):
             found = getattr(module, name)
-            self._seams.replace(module, name, wrapped.setdefault(id(found), arounds_of_all[name](found)))
+            if id(found) not in wrapped:
+                wrapped[id(found)] = arounds_of_all[name](found)
+            self._seams.replace(module, name, wrapped[id(found)])
         module_class = base.TransformerEngineBaseModule
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._seams.replace(module_class, name, around(getattr(module_class, name)))

@@ -16,6 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,17 @@ def import_transformer_engine() -> None:
         raise TransformerEngineUnavailableError(error) from error
 
 
+@cache
+def _version_of_transformer_engine() -> str:
+    """Of the one that this process has imported, whatever is installed later."""
+    return importlib.metadata.version("transformer_engine")
+
+
 def warn_unless_supported() -> None:
     """Warn if the seams were not read from the installed version of Transformer Engine."""
     from packaging.version import Version
 
-    installed = importlib.metadata.version("transformer_engine")
+    installed = _version_of_transformer_engine()
     low, high = (Version(bound) for bound in SUPPORTED_TE)
     if not low <= Version(Version(installed).base_version) < high:
         logger.warning(

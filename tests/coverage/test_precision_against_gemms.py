@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
+from tests.combinations import half
 from tests.forked import executable
 from tests.instrumentation.gemm_spy import (
     ALWAYS,
@@ -31,17 +31,11 @@ from tests.reference.processes import run
 CHANGES = [name for name in AUTOCAST if name != ALWAYS]
 
 
-def half(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Every second combination: of three factors that vary all pairs, of four all triples.
+def cases(recipes: list[str]) -> dict[str, list[tuple[Any, ...]]]:
+    """What is varied -> arguments of :func:`case`.
 
     Each module is in each recipe, with a feature or without; and what of it learns is varied in each pair of these.
     """
-    places = itertools.product(*(enumerate(factor) for factor in factors))
-    return [tuple(value for _, value in found) for found in places if sum(place for place, _ in found) % 2 == 0]
-
-
-def cases(recipes: list[str]) -> dict[str, list[tuple[Any, ...]]]:
-    """What is varied -> arguments of :func:`case`."""
     quantized = [recipe for recipe in recipes if recipe != "none"]
     some = quantized[:2]
     found: dict[str, Any] = {

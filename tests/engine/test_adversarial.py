@@ -194,7 +194,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_of_the_layers_own_recipe(seed: int, name: str) -> None:
     """Read from Transformer Engine's quantized tensor, whose inf and nan are made finite before."""
     x = drawn(seed, rows=64, columns=96).nan_to_num(0.0, 1.0, -1.0)

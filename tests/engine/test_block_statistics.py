@@ -17,6 +17,7 @@ from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import UnknownStatisticError, quantized_request
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import PERCENTILES, RANGES, SCALES
+from tests.combinations import half
 from tests.drawn import normal
 from tests.engine import recipes
 from tests.engine.exact import BLOCK_STATISTICS
@@ -63,27 +64,21 @@ def assert_as_expected(found: Found, expected: Found, name: str = "{}") -> None:
         assert found[name.format(statistic)] == (value if exactly else pytest.approx(value, rel=1e-14)), statistic
 
 
-QUANTIZED = [
-    (recipe, tensor, direction)
-    for direction in ("rowwise", "columnwise")
-    for recipe in RECIPES
-    for tensor in ("activation", "weight")
-    if (recipe, tensor) != MXFP8_WEIGHT
-]
-
-
 @pytest.mark.parametrize(
-    ("name", "recipe", "tensor", "direction"),
-    [
-        (name, *how)
-        for number, name in enumerate(TENSORS)
-        for place, how in enumerate(QUANTIZED)
-        if (number + place) % 2 == 0
-    ],
+    ("name", "of", "columnwise"),
+    half(
+        TENSORS,
+        [
+            (recipe, tensor)
+            for recipe in RECIPES
+            for tensor in ("activation", "weight")
+            if (recipe, tensor) != MXFP8_WEIGHT
+        ],
+        (False, True),
+    ),
 )
-def test_what_a_recipe_would_give(name: str, recipe: str, tensor: str, direction: str) -> None:
-    """Each tensor with each recipe in one of its directions, and each direction with half of the tensors."""
-    x, columnwise = TENSORS[name], direction == "columnwise"
+def test_what_a_recipe_would_give(name: str, of: tuple[str, str], columnwise: bool) -> None:
+    x, (recipe, tensor) = TENSORS[name], of
     form = f"{recipe}_{{}}{'_columnwise' if columnwise else ''}"
     found, failures = measured(
         [Watched("layer", tensor, 0, x)], [form.format(statistic) for statistic in BLOCK_STATISTICS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 import os
 import sys
@@ -36,6 +35,7 @@ from te_precision_callbacks.engine.quantization import (
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, Of
+from tests.combinations import half
 from tests.drawn import normal
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
@@ -114,14 +114,9 @@ TENSORS = {
 
 @pytest.mark.parametrize(
     ("name", "recipe", "weight", "columnwise"),
-    [
-        tuple(value for _, value in found)
-        for found in itertools.product(*map(enumerate, (TENSORS, RECIPES, (False, True), (False, True))))
-        if sum(place for place, _ in found) % 2 == 0
-    ],
+    half(TENSORS, RECIPES, (False, True), (False, True)),
 )
 def test_simulated_recipes(name: str, recipe: str, weight: bool, columnwise: bool) -> None:
-    """Each three of the four: a tensor's rows in half of the recipes, its columns in the others."""
     assert_simulated(recipe, TENSORS[name], weight=weight, columnwise=columnwise)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformer_engine.debug.features.api import TEDefaultFeatures
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
 from te_precision_callbacks.session import InspectSession
+from tests.combinations import half
 from tests.conftest import Keeper
 from tests.features import probes
 from tests.features.plain import OURS, linear, plain, train
@@ -68,17 +68,14 @@ def in_session(log_dir: Path, options: Any, **keywords: Any) -> None:
 Way = Callable[..., None]
 
 
-WAYS = [alone_from_folder, session_with_folder, session_with_class]
-BASES = ["TEConfigAPIMapper", "TEDefaultFeatures", ""]
-
-
 @pytest.mark.parametrize(
     ("way", "api_method", "base", "signatures"),
-    [
-        tuple(value for _, value in found)
-        for found in itertools.product(*map(enumerate, (WAYS, (True, False), BASES, probes.SIGNATURES)))
-        if sum(place for place, _ in found) % 2 == 0
-    ],
+    half(
+        [alone_from_folder, session_with_folder, session_with_class],
+        (True, False),
+        ["TEConfigAPIMapper", "TEDefaultFeatures", ""],
+        probes.SIGNATURES,
+    ),
 )
 def test_every_call_has_the_right_arguments(
     tmp_path: Path, signatures: str, base: str, api_method: bool, way: Way

@@ -53,3 +53,12 @@ def test_a_module_that_took_the_place_of_another_is_looked_at(monkeypatch: pytes
     assert found("reloaded") == []
     vars(module("reloaded", spec, monkeypatch))["general_gemm"] = general_gemm
     assert found("reloaded") == ["general_gemm"]
+
+
+def test_a_module_that_came_where_another_has_gone_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are as many as before."""
+    module("gone", ModuleSpec("gone", None), monkeypatch)
+    assert found("has_come") == []
+    monkeypatch.delitem(sys.modules, "gone")
+    vars(module("has_come", ModuleSpec("has_come", None), monkeypatch))["general_gemm"] = general_gemm
+    assert found("has_come") == ["general_gemm"]

@@ -19,7 +19,7 @@ from te_precision_callbacks.layers.turns import AT_ONCE
 from te_precision_callbacks.session import InspectSession, summary
 from tests.conftest import statistics
 
-FEW, MANY = 2 * AT_ONCE, 5 * AT_ONCE
+FEW, MANY, MOST = 2 * AT_ONCE, 3 * AT_ONCE, 7 * AT_ONCE
 SEEN_AT_LAST = MANY // AT_ONCE + 1
 """Steps in which every module has had its turn."""
 
@@ -103,7 +103,7 @@ def few_and_many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Calls, Calls
         patch.setattr(summary, "MOST_LAYERS", 2)
         patch.setattr(summary, "MOST_ROWS", 1)
         calls_of(tmp_path_factory.mktemp("first"), 1)  # imports what the end of a session imports
-        return calls_of(tmp_path_factory.mktemp("few"), FEW), calls_of(tmp_path_factory.mktemp("many"), 200)
+        return calls_of(tmp_path_factory.mktemp("few"), FEW), calls_of(tmp_path_factory.mktemp("many"), MOST)
 
 
 def test_the_calls_of_a_step_do_not_grow_with_the_model(few_and_many: tuple[Calls, Calls]) -> None:
@@ -114,7 +114,7 @@ def test_the_calls_of_a_step_do_not_grow_with_the_model(few_and_many: tuple[Call
 def test_the_end_does_little_for_each_layer(few_and_many: tuple[Calls, Calls]) -> None:
     """Twenty thousand layers end in seconds."""
     few, many = few_and_many
-    assert (many.stop - few.stop) / (200 - FEW) < MOST_AT_THE_END
+    assert (many.stop - few.stop) / (MOST - FEW) < MOST_AT_THE_END
 
 
 def test_a_forward_calls_no_more_than_without_a_session(tmp_path: Path) -> None:

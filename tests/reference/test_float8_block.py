@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage i
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.combinations import half
 from tests.reference import block_formats as spec
 
 FORMATS = {"E4M3": (tex.DType.kFloat8E4M3, spec.E4M3), "E5M2": (tex.DType.kFloat8E5M2, spec.E5M2)}
@@ -68,15 +68,9 @@ def _assert_is(out: Any, x: torch.Tensor, **options: Any) -> None:
         assert torch.equal(scales, expected)
 
 
-HALF = [
-    tuple(value for _, value in found)
-    for found in itertools.product(*map(enumerate, (spec.KINDS, spec.DTYPES, FORMATS, (1, 2), (True, False))))
-    if sum(place for place, _ in found) % 2 == 0
-]
-"""Every second combination: all that four of the five can be together."""
-
-
-@pytest.mark.parametrize(("kind", "dtype", "fp8", "dim", "power_of_2"), HALF)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "fp8", "dim", "power_of_2"), half(spec.KINDS, spec.DTYPES, FORMATS, (1, 2), (True, False))
+)
 def test_bytes_and_scales(kind: str, dtype: torch.dtype, fp8: str, dim: int, power_of_2: bool) -> None:
     for seed, shape in enumerate(SHAPES):
         x = spec.example(kind, shape, dtype, seed)

@@ -26,6 +26,7 @@ from transformer_engine.common.recipe import (
 
 from te_precision_callbacks.reference.extension import float8_block, mxfp8
 from tests.capability import any_capability, stand_for
+from tests.combinations import half
 from tests.reference import block_formats as spec
 
 ROWS = 320  # unlike any dimension of a weight
@@ -157,9 +158,7 @@ def inputs(steps: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         yield (torch.randn(ROWS, 64) * sizes).to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "recipe", "dtype"), half(MODULES, RECIPES, (torch.bfloat16, torch.float32)))
 def test_bytes(name: str, recipe: str, dtype: torch.dtype, writes: list[Write], stand_for: Any) -> None:
     capability, make = RECIPES[recipe]
     stand_for(capability)
@@ -217,8 +216,7 @@ def test_a_linear_multiplies_what_was_quantized(
     _close(module.bias.grad, grad.double().sum(0), grad.double().abs().sum(0), dtype)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "recipe"), half(MODULES, RECIPES))
 def test_quantized_model_parameters(name: str, recipe: str, writes: list[Write], stand_for: Any) -> None:
     capability, make = RECIPES[recipe]
     stand_for(capability)

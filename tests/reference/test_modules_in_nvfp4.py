@@ -19,6 +19,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockSca
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension import nvfp4
 from tests.capability import any_capability, stand_for
+from tests.combinations import half
 from tests.reference import nvfp4_numpy as expected
 
 ROWS = 320  # unlike any dimension of a weight
@@ -180,7 +181,7 @@ def inputs(steps: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[torch.Te
 @pytest.mark.parametrize(
     ("name", "recipe"),
     # Transformer Engine's LayerNormMLP has no backward in another precision.
-    [(n, r) for n in MODULES for r in RECIPES if "backward" not in r or n not in ("LayerNormMLP", "TransformerLayer")],
+    [(n, r) for n, r in half(MODULES, RECIPES) if "backward" not in r or n not in ("LayerNormMLP", "TransformerLayer")],
 )
 def test_bytes(name: str, recipe: str, writes: list[Write]) -> None:
     torch.manual_seed(0)

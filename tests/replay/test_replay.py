@@ -11,6 +11,7 @@ import torch
 from te_precision_callbacks.dumps import load
 from te_precision_callbacks.replay import replay_file, replay_folder
 from tests.capability import any_capability
+from tests.combinations import half
 from tests.dumps.gemms import RECIPES, train
 from tests.replay import faults
 
@@ -48,15 +49,7 @@ def test_healthy(tmp_path: Path, name: str, accumulates: bool) -> None:
                 assert lanes["own quantizer"] < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        (name, fault)
-        for place, name in enumerate(RECIPES)
-        for number, fault in enumerate(faults.KERNEL)
-        if (place + number) % 2 == 0
-    ],
-)
+@pytest.mark.parametrize(("name", "fault"), half(RECIPES, faults.KERNEL))
 def test_faults_of_a_kernel(tmp_path: Path, name: str, fault: str) -> None:
     damage, told = faults.KERNEL[fault]
     with faults.kernel(damage):
