@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from te_precision_callbacks.views.compare.judging_scales import (
 )
 from te_precision_callbacks.views.report.subjects import REDUCED
 from tests.compare.recorded import Values, layers, record
-from tests.report.conftest import Look, look, window  # noqa: F401  # fixtures
+from tests.report.conftest import Look, look, opened_window  # noqa: F401  # a fixture
 
 EVIL = 'fc<script>alert(1)</script>"$x$'
 NAMES = [*layers(4), EVIL]
@@ -44,6 +45,12 @@ def values(seed: int, factor: float = 1.0) -> Values:
 
 def loss(off: float) -> dict[str, np.ndarray]:
     return {"loss": np.linspace(4, 1, STEPS) * (1 + off)}
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
+    with opened_window(tmp_path_factory.mktemp("window")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import importlib.util
 import io
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -76,9 +75,7 @@ def test_pictures_show_the_runs(tour: ModuleType, folder: Path, outputs: dict[st
     chromium = tour.browser()
     if chromium is None:
         pytest.skip("pictures are taken with Chromium, which is not installed: apt-get install chromium")
-    with ThreadPoolExecutor(1) as thread:  # in this one the browser of other tests may be open
-        pictures = thread.submit(lambda: list(tour.taken(tour.pictures(), folder, chromium))).result()
-    for picture, data in pictures:
+    for picture, data in tour.taken(tour.pictures(), folder, chromium):
         kept, now = (Image.open(source).convert("RGB") for source in (picture.file, io.BytesIO(data)))
         assert kept.size == now.size
         # In squares of 32 pixels letters fade, and colours of plots stay.
