@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from in_turn import LEAST_PAIRS, Interval, Pairs, in_turn, plainly, to_within
+from in_turn import Interval, Pairs, add_arguments, in_turn, plainly, to_within
 from measuring import arguments, machine, progress, report
 
 from te_precision_callbacks import reference
@@ -195,8 +195,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=120, help="the longest for a dtype and a base (default: 120)")
-    parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each case (default: {LEAST_PAIRS})")
+    add_arguments(parser, 120, "for a dtype and a base")
     parser.add_argument("--capability", choices=CAPABILITIES, help="only this compute capability, in this process")
     parser.add_argument("--profile", metavar="CASE", help="list the operators of a case; with --capability")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of that case")

@@ -32,7 +32,7 @@ from unittest import mock
 
 import torch
 import yaml
-from measuring import milliseconds, progress, report
+from measuring import progress, report, spent
 from step import Training, config, of_training
 
 COLUMNS = ("case", "step_ms", "healthy_ms", "slowest_ms", "slowest_healthy_ms", "stop_ms")
@@ -71,7 +71,7 @@ def block(training: Training, path: Path, kind: str) -> tuple[list[float], float
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, disk(kind):
         session = InspectSession(path, model=training.model, log_dir=folder).start()
         training.step(session.step)
-        times = [milliseconds(lambda: training.step(session.step), training.device) for _ in range(_BLOCK)]
+        times = [spent(lambda: training.step(session.step), training.device).wall for _ in range(_BLOCK)]
         start = time.perf_counter()
         session.stop()
         return times, 1e3 * (time.perf_counter() - start)

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from in_turn import Pairs, spent
-from measuring import arguments, report
+from in_turn import Pairs
+from measuring import arguments, report, spent
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.recipes import round_blocks

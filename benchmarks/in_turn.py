@@ -17,6 +17,7 @@ second one less.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import random
 import time
@@ -27,7 +28,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from measuring import progress, synchronize
+from measuring import Spent, progress, spent
 
 Clock = Literal["wall", "processor"]
 Verdict = Literal["holds", "does not hold", "not resolved"]
@@ -57,6 +58,10 @@ class Interval:
         """Whether it is at most what is claimed."""
         return "holds" if self.high <= claim else "does not hold" if self.low > claim else "not resolved"
 
+    def beside(self, claim: float | None, unit: str = "") -> str:
+        """What is claimed, with the verdict: ``3 %: holds``; empty if nothing is."""
+        return "" if claim is None else f"{claim:g}{unit}: {self.at_most(claim)}"
+
 
 def _short(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
@@ -74,23 +79,6 @@ def interval(samples: Sequence[float], seed: int = 0) -> Interval:
     drawn = np.random.default_rng(seed).choice(values, (_RESAMPLES, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
     return Interval(float(np.median(values)), float(low), float(high))
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What a call has taken, in milliseconds, to the end of what it has started on the device."""
-
-    wall: float
-    processor: float
-
-
-def spent(function: Callable[[], object], device: torch.device) -> Spent:
-    """Time a call."""
-    synchronize(device)
-    processor, wall = time.process_time(), time.perf_counter()
-    function()
-    synchronize(device)
-    return Spent(1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - processor))
 
 
 Way = Callable[[], AbstractContextManager[Callable[[], object]]]
@@ -142,6 +130,18 @@ class Pairs:
     def way(self, clock: Clock = "wall") -> Interval:
         """The way, in milliseconds."""
         return interval([getattr(way, clock) for way in self.ways])
+
+
+def add_arguments(parser: argparse.ArgumentParser, seconds: float, what: str) -> None:
+    """Let a benchmark take ``--seconds`` and ``--least`` of :func:`in_turn`.
+
+    Args:
+        parser: of the benchmark.
+        seconds: where nothing else is given.
+        what: takes so long at most, in words.
+    """
+    parser.add_argument("--seconds", type=float, default=seconds, help=f"the longest {what} (default: {seconds:g})")
+    parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each case (default: {LEAST_PAIRS})")
 
 
 Enough = Callable[[str, Pairs], bool]

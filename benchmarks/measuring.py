@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest import mock
@@ -79,16 +80,24 @@ def _in_mode(function: Callable[..., Any], mode: Mode) -> Callable[..., Any]:
     return _compiled[plain]
 
 
-def milliseconds(function: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes, to the end of what it starts on the device."""
-    synchronize(device)
-    start = time.perf_counter()
+@dataclass(frozen=True)
+class Spent:
+    """What a call has taken, in milliseconds, to the end of what it has started on the device."""
+
+    wall: float
+    processor: float
+
+
+def spent(function: Callable[[], object], device: torch.device) -> Spent:
+    """Time a call."""
+    _synchronize(device)
+    processor, wall = time.process_time(), time.perf_counter()
     function()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
+    _synchronize(device)
+    return Spent(1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - processor))
 
 
-def synchronize(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     """Wait for the end of what has been started on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -28,7 +28,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from in_turn import LEAST_PAIRS, Way, claimed, in_turn, plainly
+from in_turn import Way, add_arguments, claimed, in_turn, plainly
 from measuring import arguments, as_in_a_long_run, machine, progress, report
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -153,7 +153,7 @@ def measure(training: Training, seconds: float, least: int, name: str) -> dict[s
         case[f"{way}_added_percent"] = pairs.ratio().scaled(100, -1)
         case[f"{way}_processor_percent"] = pairs.ratio("processor").scaled(100, -1)
         case[f"{way}_host_waits"] = host_waits(training, WAYS[way]) - without
-    return case | {"claim": f"{CLAIM:g} %: {case['ours_added_percent'].at_most(CLAIM)}"}
+    return case | {"claim": case["ours_added_percent"].beside(CLAIM, " %")}
 
 
 def _options(given: list[str] | None) -> argparse.Namespace:
@@ -162,8 +162,7 @@ def _options(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64 (default: 256)")
     parser.add_argument("--sequence", type=int, default=512, help="tokens of a sequence (default: 512)")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a batch (default: 4)")
-    parser.add_argument("--seconds", type=float, default=240, help="the longest that a case may take (default: 240)")
-    parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each way (default: {LEAST_PAIRS})")
+    add_arguments(parser, 240, "that a case may take")
     return parser.parse_args(given)
 
 

@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch
 import torch._inductor.config
-from in_turn import LEAST_PAIRS, Way, claimed, in_turn, interval, plainly, spent
+from in_turn import Way, add_arguments, claimed, in_turn, interval, plainly
 from measuring import (
     FP8_STATISTICS,
     MODES,
@@ -42,6 +42,7 @@ from measuring import (
     machine,
     progress,
     report,
+    spent,
     upstream_functions,
 )
 
@@ -167,7 +168,7 @@ class Measured:
                 "statistics": [*self.case.tensor, *self.case.quantized],
                 "ours_ms": ours,
                 "ours_reads": reads,
-                "claim": "" if claim is None else f"{claim:g}: {reads.at_most(claim)}",
+                "claim": reads.beside(claim),
                 "pairs": len(times["ours"].ways),
                 "flush_ms": flush,
                 "te_ms": upstream[mode],
@@ -243,8 +244,7 @@ def _keep_to_the_vectors_of_torch() -> None:
 def main(given: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of the tensor (default: 4096)")
-    parser.add_argument("--seconds", type=float, default=20, help="the longest that a case may take (default: 20)")
-    parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each way (default: {LEAST_PAIRS})")
+    add_arguments(parser, 20, "that a case may take")
     device_of = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device_of, help=f"default here: {device_of}")
     options = parser.parse_args(given)

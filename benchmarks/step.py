@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import yaml
-from in_turn import LEAST_PAIRS, Pairs, Way, claimed, in_turn
+from in_turn import Pairs, Way, add_arguments, claimed, in_turn
 from measuring import (
     FP8_STATISTICS,
     MODES,
@@ -263,14 +263,13 @@ def _compared(key: str, times: dict[str, Pairs], elements: int) -> dict[str, Any
 def _alone(name: str, ours: Pairs, elements: int = 0) -> dict[str, Any]:
     """A case of ours beside none."""
     added, percent = ours.added(), ours.ratio().scaled(100, -1)
-    claim = CLAIMS.get(name)
     return {
         "case": name,
         "none_ms": ours.base(),
         "ours_added_ms": added,
         "ours_added_percent": percent,
         "ours_processor_percent": ours.ratio("processor").scaled(100, -1),
-        "claim": "" if claim is None else f"{claim:g} %: {percent.at_most(claim)}",
+        "claim": percent.beside(CLAIMS.get(name), " %"),
         "pairs": len(ours.ways),
         **({"watched_elements": elements, "ours_ns_per_element": 1e6 * added.value / elements} if elements else {}),
     }
@@ -315,10 +314,7 @@ def _options(given: list[str] | None, description: str | None, layers: int, seco
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64 (default: 256)")
     parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence (default: 256)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a batch (default: 8)")
-    parser.add_argument(
-        "--seconds", type=float, default=seconds, help=f"the longest it may take (default: {seconds:g})"
-    )
-    parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each way (default: {LEAST_PAIRS})")
+    add_arguments(parser, seconds, "it may take")
     return parser.parse_args(given)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
-from measuring import milliseconds
+from measuring import spent
 
 from gpu_parts.rows import Rows, Settings, run_part
 from gpu_parts.waits import HostWaits
@@ -137,7 +137,7 @@ def _times(training: Training, settings: Settings) -> dict[str, float]:
         for name, way in ways.items():
             with way(training.model):
                 training.step()
-                found[name].append(milliseconds(training.step, settings.device))
+                found[name].append(spent(training.step, settings.device).wall)
     return {name: statistics.median(times) for name, times in found.items()}
 
 

@@ -135,6 +135,12 @@ class PrecisionAudit:
         """How often the precision of a layer has changed so far."""
         return self._history.changes
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the precision of a layer has become another in a later iteration."""
+        self._write()
+        return self._history.has_changed
+
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """What is known of an iteration. Raises IterationError where it has not run."""
         self._write()

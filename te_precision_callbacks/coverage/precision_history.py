@@ -98,6 +98,11 @@ class PrecisionHistory:
         self._numbers: dict[LayerFacts, int] = {}
         self.changes = 0
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the facts of a layer have become others in a later iteration."""
+        return any(len(entries.since) > 1 for entries in self._layers.values())
+
     def ran(self, iteration: int) -> None:
         """Note that an iteration has run; what is known of later ones, which ran before a return to a checkpoint, is
         dropped."""

@@ -107,6 +107,11 @@ class NamedModule:
     layers: tuple[Layer, ...]
 
 
+def spellings(classes: Iterable[str]) -> tuple[str, ...]:
+    """How a config may spell the classes of a layer: each as it is, and in snake case."""
+    return tuple(spelling for kind in classes for spelling in (kind, snake_case(kind)))
+
+
 def snake_case(class_name: str) -> str:
     """TE's spelling of a class in names: ``LayerNormMLP`` is ``layernorm_mlp``."""
     words = class_name.replace("LayerNorm", "Layernorm").replace("MLP", "Mlp").replace("RMSNorm", "Rmsnorm")
@@ -608,7 +613,7 @@ def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
     return Layer(
         name=whole,
         aliases=aliases,
-        types=tuple(spelling for kind in classes for spelling in (kind, snake_case(kind))),
+        types=spellings(classes),
         given=given + part if is_whole else "",
         upstream=_with_part(found.upstream, part),
         by_number=_joined(found.untold, found.place.by_number) + part,

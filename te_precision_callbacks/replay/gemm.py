@@ -32,14 +32,7 @@ from te_precision_callbacks.dumps.header import Gemm, Header
 from te_precision_callbacks.gemm_error.accumulators import accumulated, accumulator_of
 from te_precision_callbacks.gemm_error.confirmed import is_confirmed
 from te_precision_callbacks.gemm_error.factors import factor_of
-from te_precision_callbacks.gemm_error.judging import (
-    Call,
-    Judged,
-    judged,
-    product,
-    rounding_variance,
-    thin,
-)
+from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, rounding_variance, thin
 from te_precision_callbacks.gemm_error.probes import probes, seed_of
 from te_precision_callbacks.replay.damage import damage_in_words
 from te_precision_callbacks.replay.operands import Codes, Recorded

@@ -34,7 +34,7 @@ from te_precision_callbacks.instrumentation.fused import NotFused, choose, paths
 from te_precision_callbacks.instrumentation.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.folding import in_sentence
-from te_precision_callbacks.layers.naming import Layer, Model, compiled_call, named_roots, snake_case
+from te_precision_callbacks.layers.naming import Layer, Model, compiled_call, named_roots, spellings
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.watched_modules import watched_modules
 from te_precision_callbacks.session.model_changes import ModelChanges
@@ -213,7 +213,7 @@ class ObservedModel:
         layers = []
         for name, module in found:
             kinds = [base.__name__ for base in type(module).__mro__ if base is not torch.nn.Module]
-            layers.append(Layer(name, (), tuple(spelling for kind in kinds for spelling in (kind, snake_case(kind)))))
+            layers.append(Layer(name, (), spellings(kinds)))
         items = options_of_attention(self._options.config.enabled_sections, features, layers)
         return {id(module): (name, items[name]) for name, module in found if name in items}
 

@@ -23,7 +23,7 @@ FEW, MANY, MOST = 2 * AT_ONCE, 3 * AT_ONCE, 7 * AT_ONCE
 SEEN_AT_LAST = MANY // AT_ONCE + 1
 """Steps in which every module has had its turn."""
 
-MOST_AT_THE_END = 300
+MOST_AT_THE_END = 250
 """The most calls of Python and of C in ``stop()`` for a layer with statistics of three tensors."""
 
 

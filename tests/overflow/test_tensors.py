@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 from collections import OrderedDict
@@ -218,6 +219,9 @@ def test_a_default_device() -> None:
 PROCESSORS = {"here": (), "AVX2": ("-march=haswell",), "SSE2": ("-march=x86-64",)}
 
 
+in_cpp = functools.cache(EXTREMES.loaded)
+
+
 @pytest.fixture(params=["torch", *(PROCESSORS if platform.machine() == "x86_64" else ["here"])])
 def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the extremes of large tensors are read: by torch, or in C++, with the vectors of a processor."""
@@ -226,7 +230,7 @@ def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         monkeypatch.setattr(EXTREMES, "pays_from", 2**62)
     else:
         monkeypatch.setattr(EXTREMES, "pays_from", 0)
-        monkeypatch.setattr(EXTREMES, "function", EXTREMES.loaded(PROCESSORS[way]))
+        monkeypatch.setattr(EXTREMES, "function", in_cpp(PROCESSORS[way]))
     return way
 
 
