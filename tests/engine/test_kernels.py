@@ -16,6 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from te_precision_callbacks.base import compiling
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import compiled, cpp, eager, measured_by, native
 from te_precision_callbacks.engine.kernels.columns import MOMENT_SUMS
@@ -393,30 +394,30 @@ def rows_of(values: torch.Tensor) -> torch.Tensor:
     return values[: 4096 * 4].view(-1, 4096)
 
 
-def measured_twice_with_one_warning(module: Any, caplog: pytest.LogCaptureFixture) -> str:
+def measured_twice_with_one_warning(logger: str, caplog: pytest.LogCaptureFixture) -> str:
     values = normal(PRIME)
     for _ in range(2):
         sums, maxima = kernels.measure(values)
         assert_nearly(exact.named(sums, maxima), exact.columns(values))
         assert_row_sums(rows_of(values))
-    (record,) = (record for record in caplog.records if record.name == module.__name__)
+    (record,) = (record for record in caplog.records if record.name == logger)
     assert record.levelname == "WARNING"
     return record.getMessage()
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("module", [compiled, cpp])
-def test_without_a_compiler(module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("logger", [compiled.__name__, compiling.__name__])
+def test_without_a_compiler(logger: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from torch._inductor import config
 
     monkeypatch.setattr(config.cpp, "cxx", ("/no/such/compiler",))
-    assert "C++ compiler" in measured_twice_with_one_warning(module, caplog)
+    assert "C++ compiler" in measured_twice_with_one_warning(logger, caplog)
     assert kernels._pass_for(normal(PRIME)) is eager.add
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("module", [compiled, cpp])
-def test_where_compiling_fails(module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("logger", [compiled.__name__, compiling.__name__])
+def test_where_compiling_fails(logger: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from torch._inductor.codecache import CppCodeCache
 
     def fail(*args: Any, **options: Any) -> Any:
@@ -424,7 +425,7 @@ def test_where_compiling_fails(module: Any, monkeypatch: pytest.MonkeyPatch, cap
 
     monkeypatch.setattr(torch, "compile", lambda *args, **options: fail)
     monkeypatch.setattr(CppCodeCache, "load", fail)
-    message = measured_twice_with_one_warning(module, caplog)
+    message = measured_twice_with_one_warning(logger, caplog)
     assert "RuntimeError: no space left on device)" in message
     assert kernels._pass_for(normal(PRIME)) is eager.add
 
@@ -432,6 +433,7 @@ def test_where_compiling_fails(module: Any, monkeypatch: pytest.MonkeyPatch, cap
 A_PROCESS_OF_ITS_OWN = """
 import json, os, sys
 import torch
+from te_precision_callbacks.base import compiling
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import compiled, native
 

@@ -27,6 +27,7 @@ from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension import gemm as gemms
+from te_precision_callbacks.reference.extension import products
 from tests.reference import block_formats as spec
 
 KIND = {torch.float32: tex.DType.kFloat32, torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16}
@@ -608,3 +609,72 @@ def test_a_quantizer_without_an_amax_records_none() -> None:
     quantizer = Float8Quantizer(torch.ones(1), torch.empty(0), tex.DType.kFloat8E4M3)
     assert torch.equal(tex.quantize(x, quantizer).dequantize(), x.to(torch.float8_e4m3fn).float())
     assert quantizer.amax.numel() == 0
+
+
+needs_bfloat16 = pytest.mark.skipif(
+    not getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(), reason="the CPU does not multiply bfloat16"
+)
+
+
+@pytest.fixture
+def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SMALLEST", 0)
+    assert products.PRODUCT.is_compiled()
+
+
+@needs_bfloat16
+@pytest.mark.usefixtures("all_sizes")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
+def test_numbers_that_bfloat16_holds(dtype: torch.dtype, transposed: tuple[bool, bool]) -> None:
+    """Against float64, within the rounding of the sums; the same bits whatever the number of threads."""
+    torch.manual_seed(0)
+    for rows, columns, depth in ((7, 65, 33), (200, 129, 600), (64, 1, 2)):
+        left, right = (
+            torch.randn(depth, lines).bfloat16().to(dtype).t()
+            if turned
+            else torch.randn(lines, depth).bfloat16().to(dtype)
+            for lines, turned in zip((rows, columns), transposed, strict=True)
+        )
+        found = products.product(left, right)
+        assert found is not None
+        expected, terms = left.double() @ right.double().t(), left.double().abs() @ right.double().abs().t()
+        assert ((found - expected).abs() <= products.BLOCK * 2.0**-24 * terms).all()
+        torch.set_num_threads(2)
+        again = products.product(left, right)
+        torch.set_num_threads(1)
+        assert again is not None
+        assert torch.equal(again, found)
+
+
+@needs_bfloat16
+@pytest.mark.usefixtures("all_sizes")
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_factors_of_blocks_round_where_hopper_rounds(rows_first: bool) -> None:
+    """Sums of small whole numbers are exact: what is left is a product that is rounded, and one that is not."""
+    torch.manual_seed(0)
+    left, right = (torch.randint(-8, 9, (lines, 300)).float() for lines in (20, 70))
+    factors = torch.rand(3, 20), torch.rand(3, 70)
+    found = products.product(left, right, block=128, factors=factors, rows_first=rows_first)
+    expected = torch.zeros(20, 70)
+    for index, begin in enumerate(range(0, 300, 128)):
+        sums = left[:, begin : begin + 128] @ right[:, begin : begin + 128].t()
+        of_row, of_column = factors[0][index].view(-1, 1), factors[1][index].view(1, -1)
+        first, second = (of_row, of_column) if rows_first else (of_column, of_row)
+        expected = torch.addcmul(expected.double(), (sums * first).double(), second.double()).float()
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
+@needs_bfloat16
+@pytest.mark.usefixtures("all_sizes", "either_gpu")
+def test_operands_of_every_format_of_blocks_multiply_as_bfloat16() -> None:
+    for formats in BLOCKS:
+        for layout in LAYOUTS:
+            test_blocks_of_the_direction_that_is_multiplied(formats, layout)
+
+
+def test_a_cpu_that_does_not_multiply_bfloat16_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SMALLEST", 0)
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    assert products.product(torch.ones(2, 4), torch.ones(3, 4)) is None

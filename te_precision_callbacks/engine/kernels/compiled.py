@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from te_precision_callbacks.base.compiling import say_not_compiled
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.fallback import say_not_compiled
 
 logger = logging.getLogger(__name__)
 

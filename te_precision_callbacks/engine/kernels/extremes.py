@@ -10,12 +10,12 @@ import ctypes
 
 import torch
 
-from te_precision_callbacks.engine.kernels.cpp import DTYPES, CppFunction
+from te_precision_callbacks.engine.kernels.cpp import DTYPES, CppPass
 
 SMALLEST = 2**13
 """Elements from which a call takes less time than an operation of torch."""
 
-EXTREMES = CppFunction(
+EXTREMES = CppPass(
     "extremes.cpp",
     "te_precision_extremes",
     (ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),

@@ -13,9 +13,9 @@ import torch
 
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import Pending, Places
-from te_precision_callbacks.engine.kernels.cpp import DTYPES, CppFunction
+from te_precision_callbacks.engine.kernels.cpp import DTYPES, CppPass
 
-ONE_PASS = CppFunction(
+ONE_PASS = CppPass(
     "one_pass.cpp",
     "te_precision_one_pass",
     (

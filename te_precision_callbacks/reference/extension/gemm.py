@@ -20,7 +20,6 @@ as the operands show that.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, SupportsInt
 
@@ -36,6 +35,7 @@ from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.dtypes import torch_dtype
 from te_precision_callbacks.reference.extension.enums import DType
 from te_precision_callbacks.reference.extension.operands import FP8_BLOCKS, Operand, logical_shape, operand
+from te_precision_callbacks.reference.extension.products import multiplies_bfloat16, product
 from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
 from te_precision_callbacks.reference.target import capability
 
@@ -138,7 +138,7 @@ def generic_gemm(
         {a.dtype, b.dtype, dtype} == {torch.bfloat16}
         and (added_bias is None or added_bias.dtype == torch.bfloat16)
         and not (gelu or accumulate or alpha != 1.0 or a.source.device.type != "cpu")
-        and _multiplies_bfloat16()
+        and multiplies_bfloat16()
     ):
         value = _product_of_bfloat16(a, transA, b, transB, added_bias).view(shape)
         if bias is not None and grad:
@@ -265,13 +265,6 @@ def product_into(
     generic_gemm(a, transa, b, transb, *of_result, alpha=alpha, beta=beta)
 
 
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions that multiply bfloat16 and add float32 (torch 2.13, ``cpu/__init__.py``)."""
-    asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return any(ask is not None and ask() for ask in asked)
-
-
 def _product_of_bfloat16(a: Operand, transa: bool, b: Operand, transb: bool, bias: torch.Tensor | None) -> torch.Tensor:
     """The rounded product, with the bias added before it is rounded: oneDNN adds up in float32."""
     left, right = b.source.t() if transb else b.source, a.source.t() if transa else a.source
@@ -279,7 +272,10 @@ def _product_of_bfloat16(a: Operand, transa: bool, b: Operand, transb: bool, bia
 
 
 def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -> torch.Tensor:
-    value = torch.matmul(b.values.t() if transb else b.values, a.values.t() if transa else a.values)
+    left, right = b.values.t() if transb else b.values, a.values if transa else a.values.t()
+    value = product(left, right) if a.is_exact_in_bfloat16 and b.is_exact_in_bfloat16 else None
+    if value is None:
+        value = torch.matmul(left, right.t())
     if a.part is not None and b.part is not None and a.mode == layouts.NVFP4:
         return value.mul_(_nvfp4_alpha(a.part, b.part, alpha))
     # One after the other: the product of two small scales could fall below float32's range.
@@ -317,6 +313,10 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     else:
         first, second = scales_b, scales_a
     length = a.part.block[1]
+    factors = scales_b.squeeze(2), scales_a.squeeze(1)
+    found = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)
+    if found is not None:
+        return found.mul_(alpha) if alpha != 1.0 else found
     total = rows.new_zeros(columns.shape[0], rows.shape[0])
     rounds_once = _are_exact_factors(first, second)
     for index in range(first.shape[0]):

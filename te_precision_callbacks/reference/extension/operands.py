@@ -93,6 +93,12 @@ class Operand:
         return self.element_format is not None and self.element_format.bits == 8
 
     @property
+    def is_exact_in_bfloat16(self) -> bool:
+        """Whether bfloat16 holds each of :attr:`values`: FP8 and FP4 have few digits, and so do the scales of blocks
+        that multiply them, except FP8's of float32, which are not all powers of two."""
+        return self.mode not in FP8_BLOCKS and (self.part is not None or self.dtype == torch.bfloat16)
+
+    @property
     def kind(self) -> str:
         """The kind of the operand, for errors."""
         return self.mode or str(self.dtype)

@@ -1,0 +1,84 @@
+"""Large products on a CPU that multiplies bfloat16, in C++ (``product.cpp``).
+
+The numbers of FP8 and FP4, also times the scales of their blocks, are exact in bfloat16, so their products are exact
+and only the sums are rounded, to float32. torch has no such product on a CPU: ``torch.mm(out_dtype=torch.float32)``
+raises an error (2.13), and multiplying in float32 takes twice as long. On other CPUs, and without a C++ compiler, it
+does that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+from te_precision_callbacks.base.compiling import CppFunction
+
+SMALLEST = 2**26
+"""Multiply-adds from which a product takes this way. Only its sizes decide: the order of sums, and so their rounding,
+is the same whenever a product of these sizes is computed. A smaller one takes a millisecond or two in float32."""
+
+BLOCK = 256
+"""Numbers that are summed from zero; the error of one long sum would be larger."""
+
+PRODUCT = CppFunction(
+    Path(__file__).with_name("product.cpp"),
+    "te_precision_product",
+    (
+        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64) * 2,
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+    ),
+    what="The reference backend multiplies FP8 and FP4 on this CPU in float32",
+    times="two",
+)
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions that multiply bfloat16 and add float32 (torch 2.13, ``cpu/__init__.py``)."""
+    asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return any(ask is not None and ask() for ask in asked)
+
+
+def product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    *,
+    block: int = BLOCK,
+    factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rows_first: bool = True,
+) -> torch.Tensor | None:
+    """``left @ right.t()``, where each sum of a block is multiplied by two factors if there are any.
+
+    Args:
+        left: [rows, depth], bfloat16, or float32 numbers that bfloat16 holds. Those below 2^-126 count as 0.
+        right: [columns, depth], likewise.
+        block: numbers that are summed from zero: an even number.
+        factors: float32, [blocks, rows] and [blocks, columns].
+        rows_first: a sum is multiplied by the row's factor and rounded; the product of that with the column's factor is
+            added to the sums before, and the result rounded once. Otherwise the column's factor comes first.
+
+    Returns:
+        float32, [rows, columns]; None where torch has to: the product is small, the CPU has no such instructions, or
+        there is no compiler.
+    """
+    (rows, depth), columns = left.shape, right.shape[0]
+    if left.device.type != "cpu" or rows * columns * depth < SMALLEST or not multiplies_bfloat16():
+        return None
+    if not PRODUCT.is_compiled():
+        return None
+    out = torch.empty(rows, columns, dtype=torch.float32)
+    done = ctypes.c_int(0)
+    of_rows, of_columns = (None, None) if factors is None else (each.contiguous() for each in factors)
+    PRODUCT.function(
+        *(left.data_ptr(), left.dtype == torch.float32, *left.stride()),
+        *(right.data_ptr(), right.dtype == torch.float32, *right.stride()),
+        *(out.data_ptr(), rows, columns, depth, block),
+        None if of_rows is None else of_rows.data_ptr(),
+        None if of_columns is None else of_columns.data_ptr(),
+        *(rows_first, torch.get_num_threads(), ctypes.addressof(done)),
+    )
+    return out if done.value else None
