@@ -99,7 +99,8 @@ def why_gemm_error_not_due(config: Config, begin: int, last: int, *, ended: bool
         begin, last: the first and the last step of the run so far.
         ended: whether the last one is that of the whole run.
     """
-    schedules = [each.options.schedule for *_, each in _all_targets(config) if isinstance(each.options, LogGemmErrorItem)]
+    items = [target.options for *_, target in _all_targets(config)]
+    schedules = [item.schedule for item in items if isinstance(item, LogGemmErrorItem)]
     if not schedules:
         return ""
     due = [first for schedule in schedules if (first := schedule.at(begin - 1)[1]) is not None]

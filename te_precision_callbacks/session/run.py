@@ -420,8 +420,8 @@ class Run:
             then("writing", "the summary", self._write_summary)
             then("writing", "the report", lambda: self._tell_report(error, guard))
             then("telling", "the coverage", self._tell_coverage)
-            then("telling", "what the run has not reached", lambda: self._say_never_due(ended_by))
             then("closing", "the sinks", lambda: self._close_sinks(error, guard))
+            then("telling", "what the run has not reached", lambda: self._say_never_due(ended_by))
             if self.model.attached:
                 then("telling", "the end", lambda: self._tell_the_end(error))
             then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
@@ -516,6 +516,8 @@ class Run:
             return
         if text := never_due_in_words(self._options.config, last):
             logger.warning("%s", text)
+            self._results.never_due = text
+            self._sinks.tell(Event("never_due", text, last, "warning"))
 
     def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Name the command that makes a page of the recorded run, and write the page if that is wanted.

@@ -101,6 +101,7 @@ def _summary(
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
     return Summary(
         *verdict_lines(session.findings),
+        *([Paragraph(session._results.never_due), Text()] if session._results.never_due else ()),
         *([*(Paragraph(f"{line}.") for line in (coverage, *other_steps)), Text()] if coverage else ()),
         *(_Fitted(table) for table in tables if table.row_count),
         *([statistics] if statistics else ()),
