@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.config.contract import broken_in_short
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
@@ -45,6 +46,7 @@ def closing_lines(
     trace: str = "",
     speed: str = "",
     ended_by: str = "",
+    broken: str = "",
 ) -> Sequence[str]:
     """The verdict, the first findings, the coverage, the folder, the trace, the page: at most :data:`MOST_LINES` lines,
     and ``other_steps``.
@@ -58,12 +60,14 @@ def closing_lines(
         trace, speed: the trace of ``profile=``, and the command that reads it; empty without one.
         ended_by: what of this package ends the run, such as a finding or the overflow detector: it comes before the
             verdict.
+        broken: the message about a broken contract that has not ended the run: it comes before the verdict, too.
     """
     places = {"logs": str(log_dir), "trace": trace, "speed": speed, "page": page}
     ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []
     last = [f"  {what}: {where}" for what, where in places.items() if where]
     findings = verdict.findings
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []
+    first += [f"te-precision: {broken_in_short(broken)}"] if broken else []
     room = MOST_LINES - 1 - len(first) - bool(ran) - len(last)
     shown = findings if len(findings) <= room else findings[: room - 1]
     lines = [*first, f"te-precision: {verdict.summary}"]

@@ -633,6 +633,7 @@ class Run:
                 trace="" if trace is None else str(trace),
                 speed="" if trace is None else written.speed_command(trace),
                 ended_by=ended_by,
+                broken="" if isinstance(error, PrecisionContractError) else self._results.broken,
             )
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 

@@ -29,6 +29,7 @@ from te_precision_callbacks.base.opening import own_file
 from te_precision_callbacks.base.terminal import Paragraph, fitted_table, visible
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.base.wrapping import wrapped
+from te_precision_callbacks.config.contract import broken_in_short
 from te_precision_callbacks.coverage.coverage import Coverage, Product
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
 from te_precision_callbacks.coverage.other_steps import in_lines
@@ -100,6 +101,7 @@ def _summary(
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
     return Summary(
+        *([Paragraph(broken_in_short(session._results.broken)), Text()] if session._results.broken else ()),
         *verdict_lines(session.findings),
         *([Paragraph(session._results.never_due), Text()] if session._results.never_due else ()),
         *([*(Paragraph(f"{line}.") for line in (coverage, *other_steps)), Text()] if coverage else ()),

@@ -20,6 +20,7 @@ from te_precision_callbacks.runs import RecordedRun, list_runs
 from te_precision_callbacks.runs.answers import loss_first, precision_shares
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.sinks.worst import Lost, worst_first
 from te_precision_callbacks.speed.errors import SpeedError
@@ -95,6 +96,7 @@ class RunView:
         speed: what is expected on the run's GPU, with the command that prints all of it; empty without a known GPU.
         path, run_id, source: which run.
         status: that of its last segment.
+        outcome: that it failed, and what is broken of its contract, in lines.
         segments: how many process starts it has.
         facts: of the last segment, those that fit on a line: front door, recipes, GPU, ranks.
         first, last: the first and the last iteration with numbers; None without any.
@@ -121,6 +123,7 @@ class RunView:
     run_id: str
     source: str
     status: str
+    outcome: tuple[str, ...]
     segments: int
     facts: dict[str, str]
     first: int | None
@@ -179,6 +182,7 @@ def look(
         run_id=run.run_id,
         source=run.source,
         status=segment.status if segment else "unknown",
+        outcome=tuple(outcome_in_words(run)),
         segments=len(run.segments),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
         first=min(first, default=None),
