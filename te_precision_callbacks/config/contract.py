@@ -12,7 +12,6 @@ contract = read_contract({
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -51,13 +50,6 @@ class Contract:
     state: Mapping[str, str] = field(default_factory=dict)
     by_step: int = _BY_STEP
     on_broken: OnBroken | None = None
-
-
-def broken_in_short(message: str) -> str:
-    """A message about a broken contract in one line: what is broken, without the products that do it."""
-    heading, *lines = message.splitlines() or [""]
-    clauses = [line[2:] for line in itertools.takewhile(lambda line: line.startswith("- "), lines)]
-    return " ".join([heading, *clauses])
 
 
 ContractSource = str | os.PathLike[str] | Mapping[str, Any] | Contract | None

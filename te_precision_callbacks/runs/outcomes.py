@@ -5,7 +5,8 @@ print(*outcome_in_words(open_run("logs")), sep="\\n")      # The run failed in s
 
 from __future__ import annotations
 
-from te_precision_callbacks.config.contract import broken_in_short
+import itertools
+
 from te_precision_callbacks.runs.recorded import RecordedRun
 
 
@@ -29,3 +30,10 @@ def outcome_in_words(run: RecordedRun) -> list[str]:
     if judged and judged[-1]["severity"] != "info":
         found.append(broken_in_short(judged[-1]["text"] or ""))
     return found
+
+
+def broken_in_short(message: str) -> str:
+    """A message about a broken contract in one line: what is broken, without the products that do it."""
+    heading, *lines = message.splitlines() or [""]
+    clauses = [line[2:] for line in itertools.takewhile(lambda line: line.startswith("- "), lines)]
+    return " ".join([heading, *clauses])

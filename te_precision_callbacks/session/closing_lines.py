@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from te_precision_callbacks.base.terminal import visible
-from te_precision_callbacks.config.contract import broken_in_short
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
+from te_precision_callbacks.runs.outcomes import broken_in_short
 
 MOST_LINES = 8
 

@@ -29,12 +29,12 @@ from te_precision_callbacks.base.opening import own_file
 from te_precision_callbacks.base.terminal import Paragraph, fitted_table, visible
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.base.wrapping import wrapped
-from te_precision_callbacks.config.contract import broken_in_short
 from te_precision_callbacks.coverage.coverage import Coverage, Product
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
 from te_precision_callbacks.coverage.other_steps import in_lines
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.layers.folding import folded, form_of
+from te_precision_callbacks.runs.outcomes import broken_in_short
 from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
 from te_precision_callbacks.sinks.worst import Column, RunStatistics, worst_first
