@@ -110,8 +110,8 @@ def _show(found: ReplayedFolder) -> None:
         return
     path, first = chosen
     if bad and len(found.records) > 1:
-        of_run = " of the first run with a fault" if runs else ""
-        terminal.show_text(f"The first{of_run}, in the order of execution: {path}")
+        whose = " of the first run with a fault" if runs else ""
+        terminal.show_text(f"The first{whose}, in the order of execution: {path}")
     terminal.show_text(first.verdict)
     for fault in first.faults[1:]:
         terminal.show_text(f"{fault.cause}: {fault.text}", _INDENT)
