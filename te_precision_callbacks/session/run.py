@@ -19,7 +19,7 @@ from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugE
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
-from te_precision_callbacks.config.idle import never_due_in_words
+from te_precision_callbacks.config.idle import never_due_in_words, steps_that_observe
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
 from te_precision_callbacks.coverage.shapes import explain_shape
@@ -187,6 +187,7 @@ class Run:
             notices,
             failures.report,
             lambda text: self._sinks.tell(Event("profile", text, self.inspector.iteration, "warning")),
+            lambda steps: steps_that_observe(options.config, steps),
         )
 
     # ------------------------------------------------------------------ its life
