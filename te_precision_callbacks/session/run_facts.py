@@ -35,6 +35,7 @@ from te_precision_callbacks.coverage.recipe_arguments import (
     recipes_of,
     uses_of,
 )
+from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.naming import named_roots
 from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.options import SessionOptions
@@ -95,7 +96,7 @@ class RunFacts:
         results = self._results
         coverage = results.coverage
         changes = results.layers.changes, results.audit.changes, coverage.changes
-        settings = results.scales_loss, results.adds_eps, self._unmeasured
+        settings = results.scales_loss, results.adds_eps, self._unmeasured, len(results.not_measured)
         return *changes, len(coverage.of_other_ranks), len(results.unconverted), *settings
 
     @without_collections()
@@ -156,9 +157,17 @@ class RunFacts:
             "config_hash": config_hash(self._model.flat_config),
             "recipes": list(recipes),
             "unconverted": dict(self._results.unconverted),
+            "not_measured": self._not_measured(),
             "settings": self._settings(),
             "device_memory": self._device_memory(),
         }
+
+    def _not_measured(self) -> dict[str, list[str]]:
+        """What LogGemmError does not measure: why -> layers and GEMMs, those that differ in their numbers as one."""
+        names: dict[str, list[str]] = defaultdict(list)
+        for (layer, gemm), why in self._results.not_measured.items():
+            names[why].append(f"{layer} {gemm}")
+        return {why: folded(of_reason) for why, of_reason in names.items()}
 
     def _settings(self) -> Row:
         """What rules judge beside the tables: :class:`te_precision_callbacks.diagnosis.facts.Settings`."""
