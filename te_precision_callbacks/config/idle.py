@@ -88,7 +88,8 @@ def never_due_in_words(config: Config, last: int) -> str:
     more = [f"and {len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
     return (
         f"The run ended after step {last}, before these features acted for the first time:"
-        f" {'; '.join([*list(found)[:_MOST_NAMED], *more])}. Choose steps that a run reaches; the first one is 0."
+        f" {'; '.join([*list(found)[:_MOST_NAMED], *more])}. Choose steps up to {last}, or run longer; steps count"
+        " from 0."
     )
 
 

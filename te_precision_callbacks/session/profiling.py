@@ -184,10 +184,10 @@ class Profiling:
         else:
             text += "none of them ran, so there is no trace."
         if iteration <= last:
-            text += f" The run ended before iteration {iteration}."
+            text += f" The run ended before iteration {iteration}. Choose earlier iterations, or run longer."
         else:
-            text += " The run began with a later one."
-        self._warn(f"{text} Choose iterations that a run reaches; the first one is 0.")
+            text += " The run began with a later one. Choose later iterations."
+        self._warn(f"{text} Iterations count from 0.")
 
     def _say_observed(self, choice: ProfileChoice) -> None:
         """Warn of iterations whose times have those of statistics in them, and name others."""

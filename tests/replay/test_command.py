@@ -115,6 +115,7 @@ def test_records_of_two_runs_in_one_folder(tmp_path: Path) -> None:
     told = " ".join(text.split())
     assert "2 recorded GEMMs, 2 with a fault, the first: " in told
     assert "2 recorded GEMMs, 0 with a fault" in told
+    assert "128 rows x 256 columns of the result, a character for 4 x 4;" in told
 
 
 def test_a_fault_beyond_a_tolerance_that_no_device_has_confirmed(tmp_path: Path) -> None:

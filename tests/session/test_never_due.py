@@ -46,7 +46,7 @@ def test_what_the_run_does_not_reach(
     [text] = [record.getMessage() for record in caplog.records if "first time" in record.getMessage()]
     assert text == (
         "The run ended after step 3, before these features acted for the first time: the config mapping (section 's'):"
-        f" {name}, {steps}. Choose steps that a run reaches; the first one is 0."
+        f" {name}, {steps}. Choose steps up to 3, or run longer; steps count from 0."
     )
 
 
