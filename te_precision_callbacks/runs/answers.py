@@ -40,6 +40,7 @@ def not_measured_in_words(run: RecordedRun) -> list[str]:
     found = run.segments[-1].facts.get("not_measured") if run.segments else None
     lines = []
     for why, names in found.items() if isinstance(found, dict) else ():
+        names = list(map(str, names)) if isinstance(names, list) else []
         more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
         lines.append(f"LogGemmError does not measure {', '.join([*names[:_MOST_NAMED], *more])}: {why}.")
     return lines

@@ -310,11 +310,11 @@ def test_a_failed_run_is_named(tmp_path: Path) -> None:
         run(tmp_path, "fp8 >= 95%")
     [failed, broken] = outcome_in_words(open_run(tmp_path))
     assert failed.startswith(
-        "The run failed in step 2: PrecisionContractError: 2: The run breaks its precision contract"
+        "The run failed with step 2 as the last one: PrecisionContractError: 2: The run breaks its precision contract"
     )
     assert broken.endswith("judged after step 2: fp8 >= 95%: it is 50.0 %.")
     console = CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": "200"}).output
-    assert console.splitlines()[0].startswith("The run failed in step 2: ")
+    assert console.splitlines()[0].startswith("The run failed with step 2 as the last one: ")
 
 
 def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
