@@ -49,7 +49,7 @@ def closing_lines(
     broken: str = "",
 ) -> Sequence[str]:
     """The verdict, the first findings, the coverage, the folder, the trace, the page: at most :data:`MOST_LINES` lines,
-    and ``other_steps``.
+    ``other_steps`` and one for a broken contract.
 
     Args:
         verdict: what the rules have found.
@@ -67,8 +67,8 @@ def closing_lines(
     last = [f"  {what}: {where}" for what, where in places.items() if where]
     findings = verdict.findings
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []
-    first += [f"te-precision: {broken_in_short(broken)}"] if broken else []
     room = MOST_LINES - 1 - len(first) - bool(ran) - len(last)
+    first += [f"te-precision: {broken_in_short(broken)}"] if broken else []
     shown = findings if len(findings) <= room else findings[: room - 1]
     lines = [*first, f"te-precision: {verdict.summary}"]
     lines += [f"  {finding.severity}: {finding}" for finding in shown]
