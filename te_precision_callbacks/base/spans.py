@@ -24,6 +24,11 @@ class Iterations:
         return any(first <= iteration <= last for first, last in self._ran)
 
     @property
+    def first(self) -> int | None:
+        """The first one; None if none has run."""
+        return self._ran[0][0] if self._ran else None
+
+    @property
     def last(self) -> int | None:
         """The last one; None if none has run."""
         return self._ran[-1][1] if self._ran else None

@@ -41,6 +41,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
+from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import Layer, Model, named_operations, named_roots, named_te_modules
 from te_precision_callbacks.options import check_value
 from te_precision_callbacks.speed.memory.planned import plan_memory
@@ -242,6 +243,12 @@ class _Check:
             tokens_of=None if ran is None else ran.tokens,
         )
         self._judge(products.coverage)
+        if products.attention and products.coverage.macs():
+            self._notes.append(
+                "The shares leave out the two products of attention, which depend on the lengths of sequences:"
+                f" {in_sentence(*products.attention, most=2)}. A batch in place of the number of tokens counts them:"
+                " --batch, or batch=."
+            )
         if ran is not None and ran.without_kernel:
             self._findings.append(without_kernel(ran.without_kernel))
         if self._is_wanted and not any(product.is_low for product in products.coverage):

@@ -9,16 +9,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from te_precision_callbacks.base.vocabulary import TENSORS
+from te_precision_callbacks.base.vocabulary import RESULT, TENSORS
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.collecting import Collected, collected, read_by
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condition, Event, Threshold
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.levels import FeatureSchema, Target
 from te_precision_callbacks.config.problems import ConfigError, KeyPath, suggestion
-from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsGemmItem, DumpTensorsItem, schema_of
+from te_precision_callbacks.config.schemas import (
+    DumpTensors,
+    DumpTensorsGemmItem,
+    DumpTensorsItem,
+    LogGemmError,
+    schema_of,
+)
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.statistics.table import OF_GEMMS
 
 if TYPE_CHECKING:
     from te_precision_callbacks.config.planning import LayerPlan, Plan, Section
@@ -48,21 +55,28 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
         schemas = [options.schema for options in features if isinstance(options, ReadOptions)]
         layers = [entry.layer.name for entry in entries]
         for dumps in (schema for schema in schemas if isinstance(schema, DumpTensors)):
-            found = _problem(dumps, schemas, layers, detects_overflow=detects_overflow)
+            measured = _place(by_name, hit, LogGemmError, ("gemms",))
+            found = _problem(dumps, schemas, layers, measured, detects_overflow=detects_overflow)
             if found is not None:
                 keys, problem = found
-                raise ConfigError(f"{_place(by_name, hit, keys)}: {problem}")
+                place = _place(by_name, hit, DumpTensors, keys) or by_name[hit[0]].place()
+                raise ConfigError(f"{place}: {problem}")
 
 
 def _problem(
-    dumps: DumpTensors, schemas: Sequence[FeatureSchema], layers: Sequence[str], *, detects_overflow: bool
+    dumps: DumpTensors,
+    schemas: Sequence[FeatureSchema],
+    layers: Sequence[str],
+    measured: str,
+    *,
+    detects_overflow: bool,
 ) -> tuple[KeyPath, str] | None:
     """The problem of a condition in layers that have the same features, with its place."""
     targets: list[Target[Any]] = [*dumps.targets, *dumps.of_gemms]
     for target in sorted(targets, key=lambda target: TENSORS.index(str(target.tensor))):
         known = collected(schemas, str(target.tensor))
         for condition in target.options.when:
-            text = _never_holds(condition, target, known, layers, detects_overflow=detects_overflow)
+            text = _never_holds(condition, target, known, layers, measured, detects_overflow=detects_overflow)
             if text:
                 return target.nested.path("when"), text
     return None
@@ -73,6 +87,7 @@ def _never_holds(
     target: Target[DumpTensorsItem] | Target[DumpTensorsGemmItem],
     known: Mapping[str, Collected],
     layers: Sequence[str],
+    measured: str,
     *,
     detects_overflow: bool,
 ) -> str:
@@ -81,20 +96,20 @@ def _never_holds(
         return no_detection() if condition is Event.ACTIVATION_OVERFLOW and not detects_overflow else ""
     found = read_by(condition, known)
     if found is None:
-        return missing_statistic(condition, known, layers, str(target.tensor))
+        return missing_statistic(condition, known, layers, str(target.tensor), measured)
     dumped = target.options.schedule
     if any(dumped.meets(schedule) for schedule in found.schedules):
         return ""
     return _never_due(condition, dumped, found.schedules, layers, str(target.tensor))
 
 
-def _place(sections: Mapping[str, Section], hit: Sequence[str], keys: KeyPath) -> str:
-    """The place of a key of DumpTensors, in one of the sections that hit a layer."""
+def _place(sections: Mapping[str, Section], hit: Sequence[str], schema: type[FeatureSchema], keys: KeyPath) -> str:
+    """The place of a key of a feature, in the first of the sections that hit a layer; empty if none has the feature."""
     for name in hit:
         for feature in sections[name].features.get(NAMESPACE, {}):
-            if schema_of(feature) is DumpTensors:
+            if schema_of(feature) is schema:
                 return sections[name].place(NAMESPACE, feature, *keys)
-    return sections[hit[0]].place()
+    return ""
 
 
 def no_detection() -> str:
@@ -105,15 +120,28 @@ def no_detection() -> str:
     )
 
 
-def missing_statistic(condition: Threshold, known: Mapping[str, Collected], layers: Sequence[str], tensor: str) -> str:
+def missing_statistic(
+    condition: Threshold, known: Mapping[str, Collected], layers: Sequence[str], tensor: str, measured: str = ""
+) -> str:
     """The message about a condition on a statistic that no feature collects.
 
     Args:
         condition: the condition.
         known: the statistics that are collected of the tensor.
         layers, tensor: the layers and the tensor of the condition.
+        measured: the place of the ``gemms`` of LogGemmError for these layers; empty if that is not known.
     """
     wanted = condition.statistic
+    those = "that layer" if len(layers) == 1 else "those layers"
+    if wanted.statistic.of in OF_GEMMS:
+        gemms = [gemm for gemm, result in RESULT.items() if result == tensor]
+        listed = f"[{', '.join(gemms or RESULT)}]"
+        add = f"LogGemmError for {those} with 'gemms': {listed}"
+        add = f"{listed} to the 'gemms' of LogGemmError ({measured})" if measured and gemms else add
+        return (
+            f"the condition {str(condition)!r} of DumpTensors would never hold: LogGemmError does not measure the GEMM"
+            f" of {tensor!r} in {_in_words(layers)}. Add {add}."
+        )
     same = [
         label
         for label, found in known.items()
@@ -125,7 +153,7 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
     return (
         f"the condition {str(condition)!r} of DumpTensors would never hold: its statistic is not collected for"
         f" {tensor!r} in {_in_words(layers)}. Add the statistic to 'stats' of LogTensorStats, LogFp8TensorStats or"
-        f" LogNvfp4TensorStats for {'that layer' if len(layers) == 1 else 'those layers'} and tensor.{hint}"
+        f" LogNvfp4TensorStats for {those} and tensor.{hint}"
     )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
+from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import Level, Target
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import BASE, NamespacedFeatures, Section, resolve_features
 from te_precision_callbacks.config.problems import shown
+from te_precision_callbacks.config.schemas import LogGemmErrorItem
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
 
 _MOST_NAMED = 3
@@ -76,20 +78,55 @@ def never_due_in_words(config: Config, last: int) -> str:
         last: the last step of the run.
     """
     found: dict[str, None] = {}
-    for section in config.enabled_sections:
-        for feature, options in section.features.get(NAMESPACE, {}).items():
-            for target in _targets(options):
-                schedule = getattr(target.options, "schedule", EVERY_STEP)
-                first = schedule.at(-1)[1]
-                if first is None or first > last:
-                    found[f"{section.place(NAMESPACE, feature)}: {feature}, {schedule}"] = None
+    for section, feature, target in _all_targets(config):
+        schedule = getattr(target.options, "schedule", EVERY_STEP)
+        first = schedule.at(-1)[1]
+        if first is None or first > last:
+            found[f"{section.place(NAMESPACE, feature)}: {feature}, {schedule}"] = None
     if not found:
         return ""
     more = [f"and {len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
     return (
         f"The run ended after step {last}, before these features acted for the first time:"
-        f" {'; '.join([*list(found)[:_MOST_NAMED], *more])}. Choose steps that a run reaches; the first one is 0."
+        f" {'; '.join([*list(found)[:_MOST_NAMED], *more])}. Choose steps up to {last}, or run longer; steps count"
+        " from 0."
     )
+
+
+def why_gemm_error_not_due(config: Config, begin: int, last: int, *, ended: bool) -> str:
+    """Why LogGemmError was not due in the steps of a run; empty if it was due, or is not in the config.
+
+    Args:
+        config: the config.
+        begin, last: the first and the last step of the run so far.
+        ended: whether the last one is that of the whole run.
+    """
+    items = [target.options for *_, target in _all_targets(config)]
+    schedules = [item.schedule for item in items if isinstance(item, LogGemmErrorItem)]
+    if not schedules:
+        return ""
+    due = [first for schedule in schedules if (first := schedule.at(begin - 1)[1]) is not None]
+    if not due:
+        return f"the run began at iteration {begin}, after the last one in which it is due"
+    if min(due) <= last:
+        return ""
+    first_due = f"it is first due at iteration {min(due)}"
+    return f"the run ended at iteration {last}, and {first_due}" if ended else first_due
+
+
+def steps_that_observe(config: Config, steps: Iterable[int]) -> list[int]:
+    """Those of some steps in which a feature looks at tensors or GEMMs."""
+    items = (target.options for *_, target in _all_targets(config))
+    schedules = {item.schedule for item in items if isinstance(item, Scheduled)}
+    return [step for step in steps if any(schedule.at(step)[0] for schedule in schedules)]
+
+
+def _all_targets(config: Config) -> Iterator[tuple[Section, str, Target[Level]]]:
+    """What the features of the enabled sections act on: the section, the feature's name, and the target."""
+    for section in config.enabled_sections:
+        for feature, options in section.features.get(NAMESPACE, {}).items():
+            for target in _targets(options):
+                yield section, feature, target
 
 
 def _targets(options: object) -> tuple[Target[Level], ...]:

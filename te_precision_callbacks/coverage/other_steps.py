@@ -78,7 +78,8 @@ class OtherSteps:
         return f"{Schedule(intervals=shown)}{f' and {left} more spans' if left > 0 else ''}"
 
     def __str__(self) -> str:
-        return f"In {self.steps}: {self.coverage}"
+        # A feature that acts in just these steps need not name them again.
+        return f"In {self.steps}: {str(self.coverage).replace(f', {self.steps})', ')')}"
 
 
 def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:

@@ -54,6 +54,7 @@ def diagnose_command(
     from te_precision_callbacks.diagnosis.known import read_known
     from te_precision_callbacks.diagnosis.replay import diagnose
     from te_precision_callbacks.runs.choosing import chosen_run
+    from te_precision_callbacks.runs.outcomes import outcome_in_words
 
     chosen = None if known is None else read_known(known)
     recorded, told = chosen_run(path, run)
@@ -68,9 +69,16 @@ def diagnose_command(
     if as_json:
         lacks = [recorded.lacks_in_words] if recorded.lacks_in_words else []
         terminal.show_json(
-            {**verdict.as_json(), "unread": recorded.unread, "notes": [*lacks, *recorded.unread, *notes]}
+            {
+                **verdict.as_json(),
+                "outcome": outcome_in_words(recorded),
+                "unread": recorded.unread,
+                "notes": [*lacks, *recorded.unread, *notes],
+            }
         )
     else:
+        for text in outcome_in_words(recorded):
+            terminal.show_text(text)
         _show_limits(recorded)
         _show(verdict)
         terminal.show_notes(notes)

@@ -92,7 +92,7 @@ class Settings:
             :func:`~te_precision_callbacks.coverage.recipe_arguments.ignored_arguments`.
         amaxes: over which ranks amaxes are reduced, rows of
             :func:`~te_precision_callbacks.coverage.recipe_arguments.amax_reductions`.
-        unmeasured: why LogGemmError has measured nothing, if it was due; empty otherwise.
+        unmeasured: why LogGemmError has measured nothing; empty if it has, or is not in the config.
         gpu: what ``torch.cuda.get_device_name`` says of the GPU; empty without one.
     """
 
@@ -272,6 +272,11 @@ class Facts:
         """The recipe of a layer; empty without one."""
         known = self.layers.get(layer)
         return "" if known is None else known.recipe
+
+    @property
+    def has_delayed_scaling(self) -> bool:
+        """Whether a layer runs with delayed scaling."""
+        return any(layer.recipe == "fp8_delayed_scaling" for layer in self.layers.values())
 
     @functools.cached_property
     def _places(self) -> Mapping[str, int]:

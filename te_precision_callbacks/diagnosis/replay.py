@@ -213,11 +213,11 @@ class _Facts:
 
     def __init__(self, run: RecordedRun) -> None:
         self._tables: dict[str, list[Row]] = {name: getattr(run, name).to_pylist() for name in (*OF_SPANS, "states")}
-        steps = run.steps["iteration"].to_numpy()
-        self.last = int(steps.max()) if len(steps) else 0
         rows = [row for name in OF_SPANS for row in self._tables[name]]
         self._settings = [(segment.first_iteration, Settings.from_run(segment.facts)) for segment in run.segments]
         edges = {first for first, _ in self._settings} | {row["since"] for row in rows}
+        last = run.steps["iteration"].to_numpy().max(initial=0)
+        self.last = max(int(last), *(edge for edge in edges if edge is not None), 0)  # no step may have numbers
         edges |= {row["until"] + 1 for row in rows if row["until"] is not None}
         self._edges = np.array(sorted(edge for edge in edges if edge is not None), np.int64)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.file_names import file_stem, iteration_folder, numbered, rank_folder
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.writer import Stop, Writer
+from te_precision_callbacks.runs.run_files import new_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._run = new_run_id()
         self.files = 0
         self.nbytes = 0
         self.written: deque[Header] = deque(maxlen=_MOST_TOLD)
@@ -122,7 +125,8 @@ class Disk:
 
     def _write_within_budget(self, job: Job) -> str | None:
         """Write a file; returns the reason if the budget does not allow it."""
-        header = job.dump.header
+        header = replace(job.dump.header, run=self._run)
+        job = job._replace(dump=replace(job.dump, header=header))
         budget = self._budget
         if budget is None:
             budget = self._budget = Budget(rank_folder(self.folder, header.rank))

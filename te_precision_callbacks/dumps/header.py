@@ -251,6 +251,7 @@ class Header:
         iteration: the debug iteration; None if there is none.
         micro_batch: counts the dumps of this tensor within the iteration, from 0.
         rank: the rank of the process in the default process group.
+        run: a name for the start of the session on this rank, which sorts by time; empty if no session wrote the dump.
         recipe: the quantization recipe, as text.
         high_precision: the tensor before quantization, if the dump has it.
         quantized: the tensor after quantization, if the dump has it.
@@ -265,6 +266,7 @@ class Header:
     iteration: int | None = None
     micro_batch: int = 0
     rank: int = 0
+    run: str = ""
     recipe: str | None = None
     high_precision: Plain | None = None
     quantized: Quantized | None = None

@@ -231,6 +231,11 @@ class Place(NamedTuple):
     first: tuple[Any, Any]
 
 
+def bytes_of_query(keys: int) -> int:
+    """The memory that one query needs with so many keys."""
+    return _MATRICES * keys * thin_dtype().itemsize
+
+
 def rows_within(longest: tuple[int, int], heads: int, most_bytes: int) -> int:
     """How many queries of a head are sampled; 0 if not even one fits.
 
@@ -239,7 +244,7 @@ def rows_within(longest: tuple[int, int], heads: int, most_bytes: int) -> int:
         heads: those of queries in all sequences.
         most_bytes: the memory for matrices of [queries, keys].
     """
-    fit = most_bytes // max(1, _MATRICES * longest[1] * thin_dtype().itemsize)
+    fit = most_bytes // max(1, bytes_of_query(longest[1]))
     return min(longest[0], MOST_ROWS // max(1, min(heads, MOST_HEADS)), fit)
 
 

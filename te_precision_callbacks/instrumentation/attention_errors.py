@@ -21,7 +21,7 @@ from te_precision_callbacks.coverage.gemm_events import AttentionEvent
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.gemm_error.accumulators import accumulator_of
 from te_precision_callbacks.gemm_error.attention import format_error, judged, sample
-from te_precision_callbacks.gemm_error.attention_operands import Bounds, Call, HeadTensor, Mask, Spacing
+from te_precision_callbacks.gemm_error.attention_operands import Bounds, Call, HeadTensor, Mask, Spacing, bytes_of_query
 from te_precision_callbacks.gemm_error.columns import format_columns, kernel_columns
 from te_precision_callbacks.gemm_error.factors import FactorError
 from te_precision_callbacks.gemm_error.probes import seed_of
@@ -119,7 +119,8 @@ class AttentionErrors:
             call = call_of(event, result)
             samples = sample(call, result, seed_of(iteration, event.layer, ATTENTION), item.max_memory)
             if not samples:
-                reason = f"max_memory is {item.max_memory} bytes, and one query needs more"
+                needed = bytes_of_query(call.longest[1])
+                reason = f"max_memory is {item.max_memory} bytes, and one query needs {needed}"
                 self._tell(event.layer, ATTENTION, reason, "Raise max_memory")
                 return
             found = judged(call, samples, result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ class AttentionTap:
                 (layer,), self._classify(module), recipe_text(local[0] if module.fp8 else None), halves=False
             )
             entered.high = {}
+            entered.handled = id(sys.exc_info()[1])
             for listener in self._listeners:
                 listener.enter_attention(layer, entered.kind)
         except Exception as error:
@@ -63,7 +65,9 @@ class AttentionTap:
         return entered
 
     def leave(self, module: Any, entered: Forward) -> None:
-        """Tell the listeners that a forward ends."""
+        """Tell the listeners that a forward ends; nothing of one that an error ends."""
+        if id(sys.exc_info()[1]) != entered.handled:
+            return
         try:
             given = arguments_of_forward(module)
             for listener in self._listeners:

@@ -33,6 +33,7 @@ class Forward:
             None where nobody wants any.
         recomputed: the keys of what was computed once more, which a fused kernel has quantized.
         kept: what listeners keep of the forward until its backward has run.
+        handled: the id of the exception that was being handled when the forward began.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class Forward:
         "_read",
         "events",
         "half",
+        "handled",
         "high",
         "is_heard",
         "kept",
@@ -62,6 +64,7 @@ class Forward:
         self.high: dict[tuple[int, str], Any] | None = None
         self.recomputed: set[tuple[int, str]] = set()
         self.kept: dict[Any, Any] = {}
+        self.handled = id(None)
         self._halves = halves
         self.half = 0
         self._read: set[tuple[int, str]] = set()

@@ -44,14 +44,18 @@ def replay_command(
         typer.Option(
             metavar="FILE.py",
             help="Write a script for a bug report, and the record beside it. It shows the fault with torch alone, and"
-            " runs the GEMM with Transformer Engine where that is there. Of a folder: of the first GEMM with a fault.",
+            " runs the GEMM with Transformer Engine where that is there. Of a folder: of the first GEMM with a fault."
+            " No file is overwritten.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Say whether the format, the quantizer or the kernel made the error of recorded GEMMs."""
     from te_precision_callbacks.replay.folder import ReplayedFolder, replay_file, replay_folder
+    from te_precision_callbacks.replay.repro import check_script
 
+    if repro is not None:
+        check_script(repro, path)
     found = replay_folder(path) if path.is_dir() else ReplayedFolder({path: replay_file(path)}, {})
     first = found.first_bad
     if as_json:
@@ -89,13 +93,16 @@ def _show(found: ReplayedFolder) -> None:
     if len(found.records) + len(found.unread) != 1:
         unread = f"; {many(len(found.unread), 'file')} could not be read" if found.unread else ""
         terminal.show_text(f"{many(len(found.records), 'recorded GEMM')}, {len(bad)} with a fault{unread}.")
-    if found.runs:
-        names = ", ".join(map(str, found.runs[:_MOST_RUNS]))
-        more = f" and {len(found.runs) - _MOST_RUNS} more" if len(found.runs) > _MOST_RUNS else ""
-        terminal.show_text(
-            f"The records are of {len(found.runs)} runs, by their folders: {names}{more}. GEMMs have an order only"
-            " within a run: give one of the folders."
-        )
+    runs = found.runs
+    if runs:
+        terminal.show_text(f"The records are of {len(runs)} runs. GEMMs have an order only within a run:")
+        for name, paths in list(runs.items())[:_MOST_RUNS]:
+            of_run = [path for path in paths if path in bad]
+            first_bad = f", the first: {of_run[0]}" if of_run else ""
+            counted = f"{many(len(paths), 'recorded GEMM')}, {len(of_run)} with a fault{first_bad}"
+            terminal.show_text(f"{name}: {counted}", _INDENT, 2 * _INDENT)
+        if len(runs) > _MOST_RUNS:
+            terminal.show_text(f"and {len(runs) - _MOST_RUNS} more, which --json has.", _INDENT)
     for path, why in list(found.unread.items())[:_MOST_FILES]:
         terminal.show_text(f"Not read: {path}: {why}")
     chosen = found.first_bad or next(iter(found.records.items()), None)
@@ -103,7 +110,8 @@ def _show(found: ReplayedFolder) -> None:
         return
     path, first = chosen
     if bad and len(found.records) > 1:
-        terminal.show_text(f"The first, in the order of execution: {path}")
+        whose = " of the first run with a fault" if runs else ""
+        terminal.show_text(f"The first{whose}, in the order of execution: {path}")
     terminal.show_text(first.verdict)
     for fault in first.faults[1:]:
         terminal.show_text(f"{fault.cause}: {fault.text}", _INDENT)
@@ -151,7 +159,13 @@ def picture(tiles: torch.Tensor, n: int, m: int) -> str:
         "".join(next((mark for most, mark in _SHADES if ratio <= most), _WORST) for ratio in row)
         for row in tiles.tolist()
     )
-    return "\n".join([f"{n} rows x {m} columns of the result; {_LEGEND}", *shades])
+    down, across = (_tile(size, max(count, 1)) for size, count in zip((n, m), tiles.shape, strict=True))
+    return "\n".join([f"{n} rows x {m} columns of the result, a character for {down} x {across}; {_LEGEND}", *shades])
+
+
+def _tile(size: int, count: int) -> str:
+    """The rows or columns of a tile; those of two tiles may differ by one."""
+    return str(size // count) if size % count == 0 else f"{size // count} or {size // count + 1}"
 
 
 def _as_json(found: ReplayedFolder) -> dict[str, Any]:
@@ -180,6 +194,6 @@ def _as_json(found: ReplayedFolder) -> dict[str, Any]:
             }
             for path, each in found.records.items()
         ],
-        "runs": [str(folder) for folder in found.runs],
+        "runs": {name: [str(path) for path in paths] for name, paths in found.runs.items()},
         "unread": {str(path): why for path, why in found.unread.items()},
     }

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from te_precision_callbacks.dumps.dump_files import load
 from te_precision_callbacks.dumps.errors import DumpError
@@ -33,9 +34,20 @@ class ReplayedFolder:
     unread: dict[Path, str]
 
     @property
-    def runs(self) -> tuple[Path, ...]:
-        """The folders of the runs that the records are of, if there are several: each has an order of its own."""
-        return _runs((path, found.header.rank) for path, found in self.records.items())
+    def runs(self) -> dict[str, list[Path]]:
+        """The records of each run, by its folder, and by the time of its first record where a folder has several runs;
+        empty if the records are of one run. Each run has an order of its own."""
+        headers = {path: found.header for path, found in self.records.items()}
+        of_run: dict[_Start, list[Path]] = {}
+        for path, start in _runs(headers).items():
+            of_run.setdefault(start, []).append(path)
+        folders = [start.folder for start in of_run]
+        found = {}
+        for start, paths in of_run.items():
+            begun = min(headers[path].time for path in paths)
+            alone = folders.count(start.folder) == 1
+            found[str(start.folder) if alone else f"{start.folder} from {begun} on"] = paths
+        return found
 
     @property
     def first_bad(self) -> tuple[Path, Replayed] | None:
@@ -70,8 +82,8 @@ def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
     unread = {file.path: file.why for file in listed.foreign if file.path.suffix == ".safetensors"}
     if not headers and not unread:
         raise DumpError(f"{folder}: no records of GEMMs. DumpTensors writes them with 'gemms', below its log folder.")
-    runs = _runs((path, header.rank) for path, header in headers.items())
-    for path in sorted(headers, key=lambda path: (_run_of(path) if runs else Path(), *_order(headers[path]))):
+    runs = _runs(headers)
+    for path in sorted(headers, key=lambda path: (runs.get(path, ()), *_order(headers[path]))):
         try:
             records[path] = replay_file(path)
         except DumpError as error:
@@ -79,14 +91,32 @@ def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
     return ReplayedFolder(records, unread)
 
 
-def _runs(records: Iterable[tuple[Path, int]]) -> tuple[Path, ...]:
-    """The folders of several runs; none if records, each with its rank, can be of one, whose ranks may have a folder
-    each."""
-    ranks: dict[Path, set[int]] = {}
-    for path, rank in records:
-        ranks.setdefault(_run_of(path), set()).add(rank)
+class _Start(NamedTuple):
+    """A start of a session: the folder of its dumps, and the first ``run`` of their headers."""
+
+    folder: Path
+    run: str
+
+
+def _runs(headers: Mapping[Path, Header]) -> dict[Path, _Start]:
+    """Record -> its run, if they are of several; empty if they can be of one, whose ranks may have a folder each.
+
+    Each rank has its own name for a start. The next start in a folder is that of a rank which has had one before.
+    """
+    of_folder: dict[Path, dict[tuple[str, int], list[Path]]] = {}
+    for path, header in headers.items():
+        of_folder.setdefault(_run_of(path), {}).setdefault((header.run, header.rank), []).append(path)
+    found: dict[Path, _Start] = {}
+    ranks: dict[_Start, set[int]] = {}
+    for folder, starts in of_folder.items():
+        start = _Start(folder, "")
+        for (run, rank), paths in sorted(starts.items()):
+            if rank in ranks.get(start, ()) or start not in ranks:
+                start = _Start(folder, run)
+            ranks.setdefault(start, set()).add(rank)
+            found |= dict.fromkeys(paths, start)
     are_of_one = sum(map(len, ranks.values())) == len(set[int]().union(*ranks.values()))
-    return () if are_of_one else tuple(ranks)
+    return {} if are_of_one else found
 
 
 def _run_of(record: Path) -> Path:

@@ -6,6 +6,7 @@ write_repro(Path("repro.py"), record, replayed)     # repro.py and repro.safeten
 from __future__ import annotations
 
 import importlib.resources
+import itertools
 import shutil
 from pathlib import Path
 
@@ -25,11 +26,37 @@ _DAMAGE = "from te_precision_callbacks.replay.damage import damage_in_words\n"
 """What the script has in place of this import: the functions of that module."""
 
 
+def check_script(script: Path, record: Path) -> None:
+    """Refuse the path of a script that is none, or that has a file already, before the work for it begins.
+
+    Args:
+        script: the path.
+        record: the record or folder that is replayed; a record may lie beside its script.
+
+    Raises:
+        DumpError: it is refused.
+    """
+    if script.is_dir():
+        raise DumpError(f"{script} is a folder. Name the script: {script / 'repro.py'}.")
+    if script.suffix != ".py":
+        raise DumpError(f"{script}: a script ends in .py. Name it {script.with_suffix('.py')}.")
+    taken = [path for path in (script, _data(script)) if path.exists() and path != record]
+    if taken:
+        numbers = (script.with_stem(f"{script.stem}.{count}") for count in itertools.count(1))
+        free = next(path for path in numbers if not path.exists() and not _data(path).exists())
+        raise DumpError(f"{taken[0]} exists already, and is not overwritten. Name another script, such as {free}.")
+
+
+def _data(script: Path) -> Path:
+    """The record beside a script."""
+    return script.with_suffix(".safetensors")
+
+
 def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
     """Write a script, and a copy of the record beside it.
 
     Args:
-        script: the script; its ending becomes ``.py``.
+        script: the script, as :func:`check_script` lets it pass.
         record: the file of the record.
         replayed: what was found in it.
 
@@ -39,8 +66,7 @@ def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
     Raises:
         DumpError: a file cannot be written.
     """
-    script = script.with_suffix(".py")
-    data = script.with_suffix(".safetensors")
+    data = _data(script)
     body, damage = ((_FOLDER / name).read_text() for name in ("shown.py", "damage.py"))
     body = body[body.index('"""', 3) + 4 :].replace(_DAMAGE, damage.partition("import torch\n")[2].lstrip())
     heading = _HEADING.format(

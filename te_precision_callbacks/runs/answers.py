@@ -1,4 +1,5 @@
-"""What every view asks of a recorded run: how much ran in which precision, and which of its numbers is the loss."""
+"""What every view asks of a recorded run: how much ran in which precision, what was not measured, and which of its
+numbers is the loss."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from collections.abc import Iterable
 
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
+
+_MOST_NAMED = 4
 
 
 def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
@@ -30,6 +33,17 @@ def precision_shares(run: RecordedRun) -> dict[str, float]:
             macs[precision] += count
     whole = sum(macs.values())
     return {name: macs[name] / whole for name in sorted(macs, key=lambda name: -macs[name])}
+
+
+def not_measured_in_words(run: RecordedRun) -> list[str]:
+    """What LogGemmError has not measured in the last start of a run, a line for each reason."""
+    found = run.segments[-1].facts.get("not_measured") if run.segments else None
+    lines = []
+    for why, names in found.items() if isinstance(found, dict) else ():
+        names = list(map(str, names)) if isinstance(names, list) else []
+        more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+        lines.append(f"LogGemmError does not measure {', '.join([*names[:_MOST_NAMED], *more])}: {why}.")
+    return lines
 
 
 def is_loss(name: str) -> bool:

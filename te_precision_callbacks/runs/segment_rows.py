@@ -201,8 +201,12 @@ class Recording:
             self._writer.facts.touch()
         self._aging.keep(_THINNING_SECONDS)
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None, last: int = -1) -> None:
         """Write everything, and that the segment has ended.
+
+        Args:
+            error: what has ended it, if anything has.
+            last: the last iteration that has run, which may have had nothing to write; -1 if that is not known.
 
         Raises:
             OSError: it cannot be written.
@@ -210,7 +214,7 @@ class Recording:
         text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}"
         severity = "info" if error is None else "error"
         self._aging.stop()
-        self._writer.add_event("segment_ended", text, iteration=self._latest, severity=severity)
+        self._writer.add_event("segment_ended", text, iteration=max(self._latest, last), severity=severity)
         self._writer.close("ended" if error is None else "failed")
 
     def leave(self) -> None:

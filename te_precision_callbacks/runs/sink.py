@@ -41,6 +41,7 @@ class RecordingError(PrecisionDebugError, RuntimeError):
 
 class _End(NamedTuple):
     error: BaseException | None
+    last: int
 
 
 _ResultT = TypeVar("_ResultT")
@@ -65,12 +66,14 @@ class RecordSink(EventSink):
         is_alone: whether this rank judges the contract alone.
         place: the segment, which all ranks must agree on before :meth:`start`. None: rank 0 begins one, and the others
             look for it.
+        last: the last iteration that has run, once the run ends; -1 before that.
         has_recorded: whether something was written.
         has_content: whether something was written that a view can show: more than that a segment has begun and ended.
     """
 
     def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
         self.place: Place | None = None
+        self.last = -1
         self.run_id = new_run_id()
         self._is_new = True
         self.writes_reduced = True
@@ -161,7 +164,7 @@ class RecordSink(EventSink):
         Raises:
             RecordingError: something could not be written.
         """
-        self._put(_End(error))
+        self._put(_End(error, self.last))
         self._run = None
         with contextlib.suppress(ImportError):
             # The first array of pyarrow imports pandas, in the thread: that time is not one of a disk that hangs.
@@ -197,7 +200,7 @@ class RecordSink(EventSink):
         if self._recording is None:
             return True
         if isinstance(job, _End):
-            self._recording.end(job.error)
+            self._recording.end(job.error, job.last)
             self._recording = None
         elif self._concerns(job):
             self._recording.take(job)

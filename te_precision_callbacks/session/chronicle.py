@@ -115,6 +115,8 @@ class Chronicle:
             self._kept = [kept for kept in self._kept if is_on_host(kept[-1])]
         self._send_scalars(at_once=at_last)
         facts, records = self._facts, self._records
+        if at_last and records is not None and self._results.iterations.last is not None:
+            records.last = self._results.iterations.last
         if not facts.changed(at_last=at_last):
             return
         try:

@@ -11,6 +11,7 @@ from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
+from te_precision_callbacks.runs.outcomes import broken_in_short
 
 MOST_LINES = 8
 
@@ -45,9 +46,10 @@ def closing_lines(
     trace: str = "",
     speed: str = "",
     ended_by: str = "",
+    broken: str = "",
 ) -> Sequence[str]:
     """The verdict, the first findings, the coverage, the folder, the trace, the page: at most :data:`MOST_LINES` lines,
-    and ``other_steps``.
+    ``other_steps`` and one for a broken contract.
 
     Args:
         verdict: what the rules have found.
@@ -58,6 +60,7 @@ def closing_lines(
         trace, speed: the trace of ``profile=``, and the command that reads it; empty without one.
         ended_by: what of this package ends the run, such as a finding or the overflow detector: it comes before the
             verdict.
+        broken: the message about a broken contract that has not ended the run: it comes before the verdict, too.
     """
     places = {"logs": str(log_dir), "trace": trace, "speed": speed, "page": page}
     ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []
@@ -65,6 +68,7 @@ def closing_lines(
     findings = verdict.findings
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []
     room = MOST_LINES - 1 - len(first) - bool(ran) - len(last)
+    first += [f"te-precision: {broken_in_short(broken)}"] if broken else []
     shown = findings if len(findings) <= room else findings[: room - 1]
     lines = [*first, f"te-precision: {verdict.summary}"]
     lines += [f"  {finding.severity}: {finding}" for finding in shown]

@@ -124,7 +124,7 @@ class ObservedModel:
 
     @property
     def unmeasured(self) -> str:
-        """Why LogGemmError has measured nothing; empty if it has, or was not due."""
+        """Why LogGemmError has measured nothing; empty if it has, or no GEMM of it was due."""
         return self._hooks.gemm_errors.why_nothing
 
     # ------------------------------------------------------------------ a model that is given

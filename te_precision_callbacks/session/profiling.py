@@ -20,6 +20,9 @@ from te_precision_callbacks.speed.trace.range_names import iteration_range, unen
 
 logger = logging.getLogger(__name__)
 
+_SEARCHED = 100
+"""The iterations after those that are profiled among which others are looked for."""
+
 
 class Profiling:
     """Profiles the iterations of a choice, and writes their trace when the last one has ended.
@@ -34,6 +37,7 @@ class Profiling:
         trace_file: the file of a trace, by its first and last iteration.
         notices: the messages that the run has logged once.
         report: receives failures.
+        observed: those of some iterations in which statistics are due.
         tell: receives warnings, for the records of the run, where ``te-precision speed`` finds them.
 
     Attributes:
@@ -49,6 +53,7 @@ class Profiling:
         notices: Notices,
         report: Callable[[str, str, BaseException], None],
         tell: Callable[[str], None],
+        observed: Callable[[Iterable[int]], list[int]],
     ) -> None:
         self.trace: Path | None = None
         self._choice = choice if choice is not None and (choice.on_all_ranks or own_rank() == 0) else None
@@ -59,6 +64,7 @@ class Profiling:
         self._notices = notices
         self._report = report
         self._tell = tell
+        self._observed = observed
         self._is_first = True
         self._ranges = ModuleRanges()
         self._profiler: StepProfiler | None = None
@@ -117,6 +123,7 @@ class Profiling:
                     " the products in it, and kernels run for the first time, so it takes longer than others. Choose"
                     " later iterations."
                 )
+            self._say_observed(choice)
         around = record_function(iteration_range(iteration))
         self._running = iteration, around
         around.__enter__()  # type: ignore[no-untyped-call]
@@ -177,10 +184,25 @@ class Profiling:
         else:
             text += "none of them ran, so there is no trace."
         if iteration <= last:
-            text += f" The run ended before iteration {iteration}."
+            text += f" The run ended before iteration {iteration}. Choose earlier iterations, or run longer."
         else:
-            text += " The run began with a later one."
-        self._warn(f"{text} Choose iterations that a run reaches; the first one is 0.")
+            text += " The run began with a later one. Choose later iterations."
+        self._warn(f"{text} Iterations count from 0.")
+
+    def _say_observed(self, choice: ProfileChoice) -> None:
+        """Warn of iterations whose times have those of statistics in them, and name others."""
+        chosen = range(choice.first, choice.last + 1)
+        due = self._observed(chosen)
+        if not due:
+            return
+        begins = range(choice.last + 1, choice.last + _SEARCHED)
+        free = next((begin for begin in begins if not self._observed(range(begin, begin + len(chosen)))), None)
+        others = "others" if free is None else _iterations(free, free + len(chosen) - 1)
+        named = f"iteration {due[0]}" if len(due) == 1 else f"{len(due)} iterations, {due[0]} the first,"
+        self._warn(
+            f"profile= profiles {named} in which statistics are due, so the trace has what they cost in it. Choose"
+            f" {others} for the times of training alone."
+        )
 
     def _say_other(self) -> None:
         if self._notices.first("profiler"):

@@ -33,6 +33,8 @@ class RunResults:
         layers: every layer of the model that can be observed, and what the config does with it, and did.
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
         not_measured: what LogGemmError does not measure: (layer, GEMM) -> why.
+        never_due: which features of the config the whole run has not reached, in words; empty before its end.
+        broken: what is broken of the contract, as it was judged last; empty if it holds, or there is none.
         changes_precision: whether a feature in the config can change what a GEMM gets.
         audit: the precision in which each GEMM really ran.
         coverage: the matrix products of the model.
@@ -51,6 +53,8 @@ class RunResults:
     layers: LayerHistory = field(init=False)
     unconverted: Mapping[str, str] = field(default_factory=dict)
     not_measured: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    never_due: str = ""
+    broken: str = ""
     changes_precision: bool = False
     audit: PrecisionAudit = field(init=False)
     coverage: CoverageHistory = field(default_factory=CoverageHistory)

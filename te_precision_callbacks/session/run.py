@@ -19,7 +19,7 @@ from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugE
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
-from te_precision_callbacks.config.idle import never_due_in_words
+from te_precision_callbacks.config.idle import never_due_in_words, steps_that_observe
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
 from te_precision_callbacks.coverage.shapes import explain_shape
@@ -187,6 +187,7 @@ class Run:
             notices,
             failures.report,
             lambda text: self._sinks.tell(Event("profile", text, self.inspector.iteration, "warning")),
+            lambda steps: steps_that_observe(options.config, steps),
         )
 
     # ------------------------------------------------------------------ its life
@@ -420,8 +421,8 @@ class Run:
             then("writing", "the summary", self._write_summary)
             then("writing", "the report", lambda: self._tell_report(error, guard))
             then("telling", "the coverage", self._tell_coverage)
-            then("telling", "what the run has not reached", lambda: self._say_never_due(ended_by))
             then("closing", "the sinks", lambda: self._close_sinks(error, guard))
+            then("telling", "what the run has not reached", lambda: self._say_never_due(ended_by))
             if self.model.attached:
                 then("telling", "the end", lambda: self._tell_the_end(error))
             then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
@@ -516,6 +517,8 @@ class Run:
             return
         if text := never_due_in_words(self._options.config, last):
             logger.warning("%s", text)
+            self._results.never_due = text
+            self._sinks.tell(Event("never_due", text, last, "warning"))
 
     def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Name the command that makes a page of the recorded run, and write the page if that is wanted.
@@ -631,6 +634,7 @@ class Run:
                 trace="" if trace is None else str(trace),
                 speed="" if trace is None else written.speed_command(trace),
                 ended_by=ended_by,
+                broken="" if isinstance(error, PrecisionContractError) else self._results.broken,
             )
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 

@@ -23,6 +23,7 @@ from te_precision_callbacks.base.installed import installed_version
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
+from te_precision_callbacks.config.idle import why_gemm_error_not_due
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
 from te_precision_callbacks.coverage.history import in_precision
@@ -34,6 +35,7 @@ from te_precision_callbacks.coverage.recipe_arguments import (
     recipes_of,
     uses_of,
 )
+from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.naming import named_roots
 from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.options import SessionOptions
@@ -82,9 +84,11 @@ class RunFacts:
         self._machine: Row | None = None
         self._told_until: int | None = None
         self._memory_failed = False
+        self._has_ended = False
 
     def changed(self, *, at_last: bool = False) -> bool:
         """Whether there is something new to gather; not if gathering has just taken long, unless ``at_last``."""
+        self._has_ended |= at_last
         return self._state != self._taken and (at_last or time.perf_counter() >= self._rests_until)
 
     @property
@@ -92,7 +96,7 @@ class RunFacts:
         results = self._results
         coverage = results.coverage
         changes = results.layers.changes, results.audit.changes, coverage.changes
-        settings = results.scales_loss, results.adds_eps, self._model.unmeasured
+        settings = results.scales_loss, results.adds_eps, self._unmeasured, len(results.not_measured)
         return *changes, len(coverage.of_other_ranks), len(results.unconverted), *settings
 
     @without_collections()
@@ -153,9 +157,17 @@ class RunFacts:
             "config_hash": config_hash(self._model.flat_config),
             "recipes": list(recipes),
             "unconverted": dict(self._results.unconverted),
+            "not_measured": self._not_measured(),
             "settings": self._settings(),
             "device_memory": self._device_memory(),
         }
+
+    def _not_measured(self) -> dict[str, list[str]]:
+        """What LogGemmError does not measure: why -> layers and GEMMs, those that differ in their numbers as one."""
+        names: dict[str, list[str]] = defaultdict(list)
+        for (layer, gemm), why in self._results.not_measured.items():
+            names[why].append(f"{layer} {gemm}")
+        return {why: folded(of_reason) for why, of_reason in names.items()}
 
     def _settings(self) -> Row:
         """What rules judge beside the tables: :class:`te_precision_callbacks.diagnosis.facts.Settings`."""
@@ -170,8 +182,16 @@ class RunFacts:
             "alike": not layers.of_other_ranks,
             "ignored": ignored_arguments(recipes_of(found), uses_of(found, self._model.roots)),
             "amaxes": amax_reductions(found),
-            "unmeasured": self._model.unmeasured,
+            "unmeasured": self._unmeasured,
         }
+
+    @property
+    def _unmeasured(self) -> str:
+        """Why LogGemmError has measured nothing; empty if it has, or is not in the config."""
+        begin, last = self._results.iterations.first, self._results.iterations.last
+        if self._model.unmeasured or begin is None or last is None:
+            return self._model.unmeasured
+        return why_gemm_error_not_due(self._options.config, begin, last, ended=self._has_ended)
 
     def _device_memory(self) -> Row | None:
         """What the allocator of the model's GPU counts in this step; None if it is not measured."""

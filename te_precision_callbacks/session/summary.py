@@ -34,11 +34,11 @@ from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_sho
 from te_precision_callbacks.coverage.other_steps import in_lines
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.layers.folding import folded, form_of
+from te_precision_callbacks.runs.outcomes import broken_in_short
 from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
 from te_precision_callbacks.sinks.worst import Column, RunStatistics, worst_first
-from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.table import OF_GEMMS, Of
+from te_precision_callbacks.statistics.table import OF_GEMMS, Of, Worse
 
 __all__ = ["summary"]
 
@@ -64,6 +64,9 @@ _LONGEST_PART = 60
 """The longest part of a name that is not broken, although the table then leaves the terminal."""
 
 _HEADER_WIDTH = 20
+
+_FIRST_HEADER = "layer and tensor"
+"""Of the first column of a table of statistics."""
 
 
 class Summary(Group):
@@ -100,7 +103,9 @@ def _summary(
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
     return Summary(
+        *([Paragraph(broken_in_short(session._results.broken)), Text()] if session._results.broken else ()),
         *verdict_lines(session.findings),
+        *([Paragraph(session._results.never_due), Text()] if session._results.never_due else ()),
         *([*(Paragraph(f"{line}.") for line in (coverage, *other_steps)), Text()] if coverage else ()),
         *(_Fitted(table) for table in tables if table.row_count),
         *([statistics] if statistics else ()),
@@ -172,7 +177,8 @@ def precision_table(session: Results, precision: Sequence[GemmPrecision]) -> Tab
     given_names = _given_names(session)
     for entry in precision:
         by_layer.setdefault(given_names.get(entry.layer, entry.layer), {})[entry.gemm] = entry
-    cells = {layer: tuple(_operands(gemms.get(gemm)) for gemm in GEMMS) for layer, gemms in by_layer.items()}
+    changes = _changes(session, precision)
+    cells = {layer: tuple(_operands(gemms.get(gemm), changes) for gemm in GEMMS) for layer, gemms in by_layer.items()}
     _add_layers(table, cells, "session.precision")
     if not all(entry.seen or entry.not_run for entry in precision):
         _add_caption(
@@ -270,15 +276,15 @@ _ORDER = {
     for place, kinds in enumerate(
         (
             {Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS},
+            set(OF_GEMMS),
             {Of.TENSOR, Of.BLOCKS},
             {Of.SCALES, Of.SCALE_BINS},
             {Of.RANGES, Of.RANGE_BINS},
-            set(OF_GEMMS),
         )
     )
     for kind in kinds
 }
-"""The order of the columns: losses first, then the tensor itself, its scales, its blocks, and its GEMM."""
+"""The order of alike columns: losses first, then the GEMM, the tensor itself, its scales, and its blocks."""
 
 
 class _Tensor(NamedTuple):
@@ -292,7 +298,7 @@ class StatisticsTables:
     """A row a watched tensor, a column a statistic: its last value, and in brackets its worst of the run with the
     iteration, where that is another.
 
-    There are as many tables as the width asks for, so that no number is broken; those of what is lost come first. Each
+    There are as many tables as the width asks for, so that no number is broken; those with a fault come first. Each
     table has the :data:`MOST_ROWS` tensors that are worst by one of its columns, and names the others below. A
     statistic without a worse direction has its last value only.
 
@@ -331,11 +337,11 @@ class StatisticsTables:
     def _groups(self, width: int) -> Iterator[list[str]]:
         """The statistics of each table."""
         names = max(len(line) for layer, _ in self._names for line in _lines(layer))
-        names = max(names, *(len(tensor) + 2 for _, tensor in self._names))
+        names = max(names, len(_FIRST_HEADER), *(len(tensor) + 2 for _, tensor in self._names))
         group: list[str] = []
         # An edge on both sides, a blank on both sides of each column, and a divider between two columns.
         free = whole = width - (names + 4)
-        for statistic in sorted(self._cells, key=_place):
+        for statistic in sorted(self._cells, key=self._place):
             needed = self._width(statistic) + 3
             if group and needed > free:
                 yield group
@@ -343,6 +349,17 @@ class StatisticsTables:
             group.append(statistic)
             free -= needed
         yield group
+
+    def _place(self, statistic: str) -> tuple[int, int]:
+        """The place of a column among the others: what shows a fault comes first, then what is as good as it can be in
+        all tensors, and last what has no worse direction, of which a user's own come last."""
+        family, values = self._columns[statistic].family, np.array([*self._values[statistic].values()])
+        if family.request is None:
+            return 3, 0
+        best = np.inf if family.worse is Worse.LOW else 0.0
+        # inf and nan are lost too.
+        place = 0 if statistic == "nonfinite_num" else _ORDER[family.request.statistic.of]
+        return (2 if not family.has_direction else int(bool((values == best).all()))), place
 
     def _width(self, statistic: str) -> int:
         return max(map(len, [*self._cells[statistic].values(), *_header(statistic)]))
@@ -366,7 +383,7 @@ class StatisticsTables:
         return list(itertools.islice(found, MOST_ROWS))
 
     def _table(self, statistics: Sequence[str], rows: Sequence[int]) -> Table:
-        table = _table("", "layer and tensor")
+        table = _table("", _FIRST_HEADER)
         table.columns[0].no_wrap = True
         for statistic in statistics:
             header = Text("\n".join(_header(statistic)))
@@ -398,15 +415,6 @@ def _cells(column: Column, tensors: Sequence[int]) -> Iterator[tuple[int, str]]:
 def _given_names(session: Results) -> dict[str, str]:
     """Layer -> the name that the script has given to the layer."""
     return {layer.name: layer.given for layer in session.layers if layer.given}
-
-
-def _place(statistic: str) -> int:
-    """The place of a column among the others; a user's own come last."""
-    request = logged_request(statistic)
-    if request is None:
-        return len(_ORDER)
-    # inf and nan are lost too.
-    return 0 if statistic == "nonfinite_num" else _ORDER[request.statistic.of]
 
 
 def _folded(tensors: Iterable[_Tensor]) -> list[str]:
@@ -442,7 +450,29 @@ def _broken(text: str, width: int) -> list[str]:
     return [line[at : at + _LONGEST_PART] for line in lines for at in range(0, len(line) or 1, _LONGEST_PART)]
 
 
-def _operands(entry: GemmPrecision | None) -> str:
+def _changes(session: Results, precision: Sequence[GemmPrecision]) -> dict[tuple[str, str], list[str]]:
+    """Layer and GEMM -> its formats in short, as often as they became others, of GEMMs whose formats have changed."""
+    changed = {
+        (entry.layer, entry.gemm) for entry in precision if any("->" in text for text in entry.operands.values())
+    }
+    found: dict[tuple[str, str], list[str]] = {}
+    for span in session._results.audit.spans() if changed else ():
+        key = span.layer, span.gemm
+        formats = found.setdefault(key, [])
+        if key in changed and not span.not_run and formats[-1:] != [in_short(span.operands)]:
+            formats.append(in_short(span.operands))
+    return found
+
+
+def _operands(entry: GemmPrecision | None, changes: Mapping[tuple[str, str], Sequence[str]]) -> str:
     if entry is None:
         return "not run"
-    return f"not run: {entry.not_run}" if entry.not_run else in_short(entry.operands)
+    if entry.not_run:
+        return f"not run: {entry.not_run}"
+    formats = changes.get((entry.layer, entry.gemm), ())
+    several = f"; {len(formats) - 1} changes, now {formats[-1]}" if len(formats) > _LEAST_COUNTED else ""
+    return f"{in_short(entry.operands)}{several}"
+
+
+_LEAST_COUNTED = 2
+"""The arrow of two formats shows one change."""

@@ -120,7 +120,9 @@ def speed_command(
                 )
         _show_trace(trace, as_json=as_json)
         return
-    if (path is None) == (shapes is None):
+    if path is not None and shapes is not None:
+        raise typer.BadParameter("both a run and --shapes were given; give one of the two", param_hint="RUN")
+    if path is None and shapes is None:
         raise typer.BadParameter("give the log folder of a run, --shapes, or --trace", param_hint="RUN")
     if path is None and trace is not None:
         raise typer.BadParameter("a trace has no shapes to expect times of; give one of the two", param_hint="--trace")

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
+import pyarrow.compute as pc
+
 from te_precision_callbacks.coverage.coverage import Coverage, StateRow
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
-from te_precision_callbacks.coverage.recorded import recorded_products
+from te_precision_callbacks.coverage.recorded import other_steps_of_run, recorded_products
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.speed.devices import Device, device_named, device_reported
@@ -59,7 +61,7 @@ def step_of_run(run: RecordedRun) -> Step:
             f"The run {run.run_id} has no matrix products with sizes, so nothing can be estimated. They are recorded"
             " with a session's own coverage, from the first step on; a log of nvidia-dlfw-inspect has none."
         )
-    notes = []
+    notes = [_which_step(run)]
     if len(scopes) > 1:
         notes.append(
             f"The run has layers of {len(scopes)} scopes, such as pipeline stages, which run on different ranks. The"
@@ -70,6 +72,16 @@ def step_of_run(run: RecordedRun) -> Step:
     )
     world = run.segments[-1].world if run.segments else None
     return Step(Coverage(products, state=state), recipes, world, tuple(notes))
+
+
+def _which_step(run: RecordedRun) -> str:
+    """Which iteration the step at the end of a run is, and what ran otherwise in others."""
+    ends = run.events.filter(pc.equal(run.events["kind"], "segment_ended"))["iteration"].to_pylist()
+    last = max([*run.steps["iteration"].to_pylist()[-1:], *ends], default=None)
+    told = f"Times are expected for the last step of the run{'' if last is None else f', iteration {last}'}."
+    others = [f"{line}." for line in other_steps_of_run(run)]
+    changed = "Other steps ran in another precision, and take other times."
+    return " ".join([told, changed, *others] if others else [told])
 
 
 def memory_of_step(run: RecordedRun) -> list[MemoryRow]:

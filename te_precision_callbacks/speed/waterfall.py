@@ -214,7 +214,10 @@ def _rest(step: Step, device: Device) -> list[Part]:
         moved = 5 * norms * kept("residual") / between
         parts.append(Part("norms outside of Transformer Engine", moved * bytes_ms, "estimate", f"{moved:.3g} bytes"))
     else:
-        parts.append(Part("norms and activations", math.nan, "unknown", "their sizes were not recorded"))
+        why = "no run has recorded their sizes"
+        if step.coverage.state and not norms:
+            why = "the run has no norm outside of Transformer Engine, by which they are estimated"
+        parts.append(Part("norms and activations", math.nan, "unknown", why))
     if kept("optimizer_state") and kept("parameter"):
         updated = kept("master_weight") or kept("parameter")
         written = kept("parameter") if kept("master_weight") else 0

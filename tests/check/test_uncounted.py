@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +122,15 @@ def test_a_plan_by_tokens_names_the_modules_that_it_leaves_out() -> None:
     )
     assert "part" in planned.not_counted
     assert any("leave out what is not counted" in note and "part)" in note for note in planned.notes)
+
+
+def test_a_plan_by_tokens_says_that_attention_is_not_in_its_shares() -> None:
+    def noted(**keywords: Any) -> list[str]:
+        model, recipe = te.TransformerLayer(64, 128, 4), Float8CurrentScaling()
+        planned = check_model(model, load_config(CONFIG), recipe=recipe, **keywords)
+        assert (planned.coverage.share("fp8") == 1) == ("tokens" in keywords)
+        return [note for note in planned.notes if "products of attention" in note]
+
+    [note] = noted(tokens=64)
+    assert "lengths of sequences: transformer_layer.self_attention. A batch" in note
+    assert not noted(batch=torch.ones(16, 4, 64))

@@ -10,12 +10,15 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
+from typer.testing import CliRunner
 
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.cli import app
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.session import InspectSession, PrecisionContractError, running_session
 from tests.conftest import feature
 
@@ -286,6 +289,32 @@ def test_one_that_only_warns_says_it_once(how: str, tmp_path: Path, caplog: pyte
     contract = {"share": "fp8 >= 95%", "on_broken": "warn"}
     assert run(tmp_path, contract) == 5 if how == "contract" else run(tmp_path, "fp8 >= 95%", on_broken="warn") == 5
     assert sum("breaks its precision contract" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_each_output_says_first_what_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    run(tmp_path, "fp8 >= 95%", steps=3, on_broken="warn")
+    said = "The run breaks its precision contract (require=), judged after step 2: fp8 >= 95%: it is 50.0 %."
+    assert capsys.readouterr().err.splitlines()[0] == f"te-precision: {said}"
+    assert (tmp_path / "precision_summary.txt").read_text().splitlines()[2] == said
+    outcome = outcome_in_words(open_run(tmp_path))
+    assert outcome == [said]
+    printed = CliRunner().invoke(app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"}).output
+    assert printed.splitlines()[0] == said
+
+
+def test_a_failed_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError):
+        run(tmp_path, "fp8 >= 95%")
+    [failed, broken] = outcome_in_words(open_run(tmp_path))
+    assert failed.startswith(
+        "The run failed with step 2 as the last one: PrecisionContractError: 2: The run breaks its precision contract"
+    )
+    assert broken.endswith("judged after step 2: fp8 >= 95%: it is 50.0 %.")
+    console = CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": "200"}).output
+    assert console.splitlines()[0].startswith("The run failed with step 2 as the last one: ")
 
 
 def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -67,6 +67,7 @@ def test_every_output_has_the_steps_in_which_a_section_acted(
     closing = capsys.readouterr().err.splitlines()
     place = closing.index(f"  {ALL_GEMMS}.")
     assert closing[place + 1].startswith(f"  {line}")
+    assert closing[place + 1].count("1 to 2 and 4") == 1
     assert any(record.message.startswith(line) for record in caplog.records)
     console = Console(file=io.StringIO(), width=300)
     console.print(summary(session))

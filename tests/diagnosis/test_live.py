@@ -61,6 +61,18 @@ def test_a_healthy_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert diagnose(tmp_path) == session.findings
 
 
+def test_a_run_that_fails_in_its_first_step_counts_the_same_rules(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    config = statistics(tensors=["activation"], stats=["cur_amax"])
+    running = InspectSession(config, model=torch.nn.Sequential(net), log_dir=tmp_path)
+    with pytest.raises(ZeroDivisionError), running:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            net(torch.randn(16, 32))
+        raise ZeroDivisionError
+    assert diagnose(tmp_path) == running.findings
+    assert "stale-scale" not in {each.rule for each in running.findings.not_judged}
+
+
 def test_each_finding_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, steps=51)
     said = [record for record in caplog.records if "(sibling" in record.message]

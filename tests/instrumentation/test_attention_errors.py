@@ -19,7 +19,7 @@ from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 from te_precision_callbacks.coverage.gemm_events import AttentionEvent
 from te_precision_callbacks.gemm_error.attention import judged, sample
-from te_precision_callbacks.gemm_error.attention_operands import HeadTensor
+from te_precision_callbacks.gemm_error.attention_operands import HeadTensor, bytes_of_query
 from te_precision_callbacks.instrumentation.attention_errors import call_of, why_not
 from te_precision_callbacks.instrumentation.attention_tap import AttentionTap
 from te_precision_callbacks.instrumentation.running import Forward, Running
@@ -357,7 +357,7 @@ def test_recomputed_attention_is_measured_once(reentrant: bool, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("options", "recipe", "reason"),
     [
-        ({"max_memory": "1KiB"}, CURRENT, "max_memory is 1024 bytes"),
+        ({"max_memory": "1KiB"}, CURRENT, f"max_memory is 1024 bytes, and one query needs {bytes_of_query(LENGTH)}"),
         ({}, None, "its kernel is not Transformer Engine's fused attention"),
     ],
 )
@@ -372,3 +372,25 @@ def test_what_is_not_measured_is_said(
     assert reason in running.not_measured["core", "attention"]
     assert not any(row.layer == "core" for records in keeper.steps for row in records)
     assert "core attention" in (tmp_path / "precision_summary.txt").read_text()
+
+
+def test_an_error_in_attention_is_not_blamed_on_its_kernel(tmp_path: Path, keeper: Keeper) -> None:
+    """In a forward that an error ends, no kernel has run; one that runs while an error is handled is measured."""
+    stand_for((10, 0))
+    net, upstream = Net(), tex.fused_attn_fwd
+
+    def entry(*arguments: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with session(net, tmp_path, keeper) as running:
+        tex.fused_attn_fwd = entry
+        try:
+            step(net, CURRENT(), operands())
+        except RuntimeError:
+            tex.fused_attn_fwd = upstream
+            assert not running.not_measured
+            step(net, None, operands())
+            assert ("core", "attention") in running.not_measured
+        finally:
+            tex.fused_attn_fwd = upstream
+        running.step()

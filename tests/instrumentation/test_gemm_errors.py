@@ -17,7 +17,9 @@ from te_precision_callbacks import ConfigError
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.reference.extension.operands import operand
+from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.views.show.view import look
 from tests.capability import any_capability, stand_for
 from tests.conftest import Keeper, feature
 from tests.instrumentation.gemm_spy import GEMM_OF
@@ -418,6 +420,8 @@ def test_what_is_not_measured_is_said(
     loud = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text for text in loud if "max_memory" in text] == ([said] if options else [])
     assert "Not measured by LogGemmError" in (tmp_path / "precision_summary.txt").read_text()
+    told = look(open_run(tmp_path)).notes
+    assert any(note.startswith("LogGemmError does not measure linear fprop") and reason in note for note in told)
 
 
 @pytest.mark.parametrize(

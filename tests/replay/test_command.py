@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.dumps import load
 from te_precision_callbacks.dumps.dump_files import write
+from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.replay import ReplayedFolder, replay_folder, shown
 from tests.capability import any_capability
 from tests.dumps.gemms import RECIPES, train
@@ -92,13 +94,28 @@ def test_records_of_two_runs(tmp_path: Path) -> None:
     assert (list(found.records), found.unread) == ([bad.parent.parent / "iter_000000" / bad.name, bad, good], {})
     code, text = run(tmp_path, "--json")
     folders = [str(tmp_path / name / "tensor_dumps") for name in "ab"]
-    assert (code, json.loads(text)["runs"]) == (1, folders)
-    assert "The records are of 2 runs, by their folders:" in " ".join(run(tmp_path)[1].split())
-    assert json.loads(run(tmp_path / "a", "--json")[1])["runs"] == []
+    assert (code, list(json.loads(text)["runs"])) == (1, folders)
+    assert "The records are of 2 runs." in " ".join(run(tmp_path)[1].split())
+    assert json.loads(run(tmp_path / "a", "--json")[1])["runs"] == {}
     records = {
         path: replace(each, header=replace(each.header, rank=int(path != good))) for path, each in found.records.items()
     }
-    assert ReplayedFolder(records, {}).runs == (), "of ranks that have a folder each"
+    assert ReplayedFolder(records, {}).runs == {}, "of ranks that have a folder each"
+
+
+def test_records_of_two_runs_in_one_folder(tmp_path: Path) -> None:
+    with faults.kernel(faults.KERNEL["rows swapped"][0]):
+        train(tmp_path, "current", gemms="fprop", steps=2)
+    train(tmp_path, "current", gemms="fprop", steps=2)
+    records = {path: each.header for path, each in replay_folder(tmp_path).records.items()}
+    assert [header.iteration for header in records.values()] == [0, 1, 0, 1]
+    assert len({header.run for header in records.values()}) == 2
+    _, text = run(tmp_path)
+    assert "The records are of 2 runs." in text
+    told = " ".join(text.split())
+    assert "2 recorded GEMMs, 2 with a fault, the first: " in told
+    assert "2 recorded GEMMs, 0 with a fault" in told
+    assert "128 rows x 256 columns of the result, a character for 4 x 4;" in told
 
 
 def test_a_fault_beyond_a_tolerance_that_no_device_has_confirmed(tmp_path: Path) -> None:
@@ -154,6 +171,22 @@ def test_the_script_runs_the_gemm_now(
         # with what it was added to, which was not swapped, a row of the sum is not another one's
         told = "rows 3, 17: " if "before" in tensors else "rows 3 and 17 are swapped\n"
         assert capsys.readouterr().out.startswith(f"run now: {told}")
+
+
+def test_no_file_is_overwritten_by_a_script(tmp_path: Path) -> None:
+    (file,) = train(tmp_path, "current", gemms="fprop")
+    (tmp_path / "made.py").write_text("mine")
+    (tmp_path / "made.1.safetensors").write_text("mine")
+    for name, said in {
+        "x.txt": f"a script ends in .py. Name it {tmp_path / 'x.py'}",
+        "": f"is a folder. Name the script: {tmp_path / 'repro.py'}",
+        "made.py": f"exists already, and is not overwritten. Name another script, such as {tmp_path / 'made.2.py'}",
+    }.items():
+        with pytest.raises(DumpError, match=re.escape(said)):
+            run(file, "--repro", tmp_path / name)
+    assert (tmp_path / "made.py").read_text() == "mine"
+    code, _ = run(file, "--repro", file.with_suffix(".py"))
+    assert (code, file.with_suffix(".py").is_file()) == (0, True)
 
 
 def test_the_script_runs_alone(tmp_path: Path) -> None:

@@ -113,6 +113,17 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     assert kinds(run) == ["segment_started", "segment_ended"]
 
 
+def test_the_end_is_that_of_the_run(tmp_path: Path) -> None:
+    """Not of its last step with statistics."""
+    net = te.Linear(16, 16)
+    with InspectSession(statistics(freq=3), model=torch.nn.Sequential(net), log_dir=tmp_path) as session:
+        for _ in range(6):
+            net(torch.randn(16, 16)).sum().backward()
+            session.step()
+    [ended] = [row for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "segment_ended"]
+    assert ended["iteration"] == 5
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("names", "mesh"), [(("replicate", "shard"), {"replicate": 1, "shard": 1}), (None, {"dim0": 1})]

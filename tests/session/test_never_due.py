@@ -9,20 +9,24 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
+from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.views.show.view import look
 from tests.conftest import feature
 
 CHANGES: dict[str, Any] = {"gemms": ["fprop"]}
 LOOKS: dict[str, Any] = {"tensors": ["weight"], "stats": ["max"]}
 
 
-def run(folder: Path, name: str, options: dict[str, Any], **session: Any) -> None:
+def run(folder: Path, name: str, options: dict[str, Any], **session: Any) -> InspectSession:
     model = te.Linear(32, 32)
     config = {"s": feature(name, ["all"], **options)}
-    with InspectSession(config, model=torch.nn.Sequential(model), log_dir=folder, records="off", **session) as running:
+    with InspectSession(config, model=torch.nn.Sequential(model), log_dir=folder, **session) as running:
         for _ in range(4):
             model(torch.randn(16, 32)).sum().backward()
             running.step()
+    return running
 
 
 @pytest.mark.parametrize(
@@ -38,11 +42,11 @@ def run(folder: Path, name: str, options: dict[str, Any], **session: Any) -> Non
 def test_what_the_run_does_not_reach(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, options: dict[str, Any], steps: str
 ) -> None:
-    run(tmp_path, name, options)
+    run(tmp_path, name, options, records="off")
     [text] = [record.getMessage() for record in caplog.records if "first time" in record.getMessage()]
     assert text == (
         "The run ended after step 3, before these features acted for the first time: the config mapping (section 's'):"
-        f" {name}, {steps}. Choose steps that a run reaches; the first one is 0."
+        f" {name}, {steps}. Choose steps up to 3, or run longer; steps count from 0."
     )
 
 
@@ -58,5 +62,32 @@ def test_what_the_run_does_not_reach(
 def test_nothing_is_said_of_what_it_reaches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], session: dict[str, Any]
 ) -> None:
-    run(tmp_path, "LogTensorStats", {**LOOKS, **options}, **session)
+    run(tmp_path, "LogTensorStats", {**LOOKS, **options}, records="off", **session)
     assert "first time" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "session", "why"),
+    [
+        ({"start_step": 9, "freq": 5}, {}, "the run ended at iteration 3, and it is first due at iteration 10"),
+        ({"end_step": 1}, {"start_step": 50}, "the run began at iteration 50, after the last one in which it is due"),
+    ],
+)
+def test_the_rules_of_gemms_that_were_never_due_are_not_judged(
+    tmp_path: Path, options: dict[str, Any], session: dict[str, Any], why: str
+) -> None:
+    running = run(tmp_path, "LogGemmError", {**CHANGES, **options}, **session)
+    found = {each.rule: each.why for each in running.findings.not_judged if each.rule.startswith("gemm-")}
+    assert len(found) == 5
+    assert set(found.values()) == {f"LogGemmError has measured nothing: {why}"}
+    assert diagnose(tmp_path) == running.findings
+
+
+def test_each_reader_has_what_the_run_does_not_reach(tmp_path: Path) -> None:
+    run(tmp_path, "LogTensorStats", {**LOOKS, "start_step": 4})
+    said = "The run ended after step 3, before these features acted for the first time:"
+    assert said in " ".join((tmp_path / "precision_summary.txt").read_text().split())
+    [event] = [row for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "never_due"]
+    assert (event["iteration"], event["severity"]) == (3, "warning")
+    assert event["text"].startswith(said)
+    assert "never_due" in [shown.kind for shown in look(open_run(tmp_path)).events]

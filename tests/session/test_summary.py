@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from rich.console import Console
+from transformer_engine.common.recipe import Float8CurrentScaling
 from typer.testing import CliRunner
 
 from te_precision_callbacks import InspectSession
@@ -17,6 +18,7 @@ from te_precision_callbacks.cli import app
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.session.summary import summary
 from te_precision_callbacks.statistics.series import family_of
+from tests.conftest import statistics
 
 LONG = "fp8_block_scaling_block_dynamic_range_mean_columnwise"
 STRANGE = "[red]\x1b[2J\u202e[/red] a_name_that_is_longer_than_a_line_of_the_table"
@@ -106,6 +108,33 @@ def test_a_precision_that_has_changed_is_told_of_each_operand(tmp_path: Path) ->
     text = shown(running, 200)
     assert "(FP32 -> FP8 E5M2) * (FP32 -> FP8 E4M3)" in text
     assert "* ->" not in text
+
+
+def test_a_precision_that_has_changed_back_says_what_it_is_now(tmp_path: Path) -> None:
+    model = te.Linear(32, 32)
+    with InspectSession(statistics(), model=torch.nn.Sequential(model), log_dir=tmp_path) as running:
+        for enabled in (True, False, True):
+            with te.autocast(enabled=enabled):
+                out = model(torch.randn(16, 32))
+            out.sum().backward()
+            running.step()
+    assert "FP8 E4M3 -> FP32; 2 changes, now FP8 E4M3" in shown(running, 200)
+
+
+def test_what_shows_a_fault_comes_first(tmp_path: Path) -> None:
+    """Before what is 0 everywhere, and what has no worse direction; and no number is cut where names are short."""
+    model = torch.nn.Sequential(te.Linear(32, 32))
+    section = statistics(stats=["min", "max", "mean", "std", "l1_norm", "nonfinite_num"])["stats"]
+    of_fp8 = {"enabled": True, "tensors": ["activation"], "stats": ["overflows%", "underflows%"]}
+    section["transformer_engine"]["LogFp8TensorStats"] = of_fp8
+    with InspectSession({"s": section}, model=model, log_dir=tmp_path, records="off") as running:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            model(torch.cat([torch.randn(16, 31), torch.full((16, 1), 1e6)], 1)).sum().backward()
+        running.step()
+    for width in range(60, 140, 4):
+        text = shown(running, width)
+        assert text.index("underflows%") < min(map(text.index, ("nonfinite_num", "overflows%", "min", "l1_norm")))
+        assert "…" not in text
 
 
 WIDE = {

@@ -246,7 +246,7 @@ def test_what_cannot_be_asked(arguments: tuple[str, ...], said: str) -> None:
     ("arguments", "said"),
     [
         (("speed",), "give the log folder of a run, --shapes, or --trace"),
-        (("speed", "logs", "--shapes", OUTPUT), "give the log folder of a run, --shapes, or --trace"),
+        (("speed", "logs", "--shapes", OUTPUT), "both a run and --shapes were given; give one of the two"),
         (("speed", "--shapes", OUTPUT, "--trace", "x.json"), "a trace has no shapes to expect times of"),
         (("speed", "--trace", "x.json", "--device", "h200"), "it is for expected times; give the log folder"),
         (("speed", "--shapes", OUTPUT, "--recipe", "mxfp8"), "shapes need a device"),

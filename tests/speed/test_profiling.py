@@ -22,7 +22,7 @@ from te_precision_callbacks.cli import app
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.instrumentation.profiler import StepProfiler, export, profiler_runs
 from te_precision_callbacks.options import ProfileChoice, SessionOptions, read_profile
-from te_precision_callbacks.runs import list_runs, traces_of
+from te_precision_callbacks.runs import list_runs, open_run, traces_of
 from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session import profiling as profiling_module
@@ -31,6 +31,7 @@ from te_precision_callbacks.speed.trace.assigning import assign
 from te_precision_callbacks.speed.trace.calls import Call, calls_of
 from te_precision_callbacks.speed.trace.contexts import contexts_of
 from te_precision_callbacks.speed.trace.work import work_of
+from tests.conftest import statistics
 
 QUIET: dict[str, Any] = {"quiet": True, "statistics_log": "off"}
 
@@ -317,6 +318,29 @@ def test_iterations_that_the_run_does_not_have(
     assert names == ([] if ran is None else [f"seg-000.rank-00000.iterations-{numbers}.json.gz"])
 
 
+@pytest.mark.parametrize(
+    ("profile", "said"),
+    [
+        (
+            "3-5",
+            "profiles iteration 4 in which statistics are due, so the trace has what they cost in it. Choose"
+            " iterations 9 to 11 for",
+        ),
+        ("3", ""),
+    ],
+)
+def test_iterations_with_statistics(profile: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, step = tiny()
+    with InspectSession(statistics(freq=4), model=model, log_dir=tmp_path, **QUIET, profile=profile) as session:
+        for _ in range(6):
+            step()
+            session.step()
+    told = [record.getMessage() for record in caplog.records if "statistics are due" in record.getMessage()]
+    assert len(told) == bool(said)
+    assert said in "".join(told)
+    assert [row["text"] for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "profile"] == told
+
+
 def test_the_first_iteration_is_profiled_into_the_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -327,7 +351,7 @@ def test_the_first_iteration_is_profiled_into_the_run(
     model, step = tiny()
     trained(tmp_path, step, model, steps=2, profile=0, quiet=False)
     warning = "profile= profiles iteration 0, the first one that this session has."
-    assert [warning in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [True]
+    assert [record.levelname for record in caplog.records if warning in record.getMessage()] == ["WARNING"]
     assert warning in " ".join(CliRunner().invoke(app, ["speed", str(tmp_path), "--device", "h200"]).output.split())
     assert not (tmp_path / "precision_traces").exists()
     lines = capsys.readouterr().err.splitlines()

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformer_engine.pytorch as te
 import yaml
+from transformer_engine.common.recipe import Float8CurrentScaling
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.runs import NotARunError, RunWriter, open_run
 from te_precision_callbacks.runs.trace_files import own_traces
+from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.speed.trace import TraceError
+from tests.conftest import statistics
 from tests.speed.planted import Planted, products
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -63,6 +68,18 @@ def write(gpu: str | None, *, inside: str = "") -> Path:
     traces = Path("logs/precision_records") / writer.run_id / "traces"
     traces.mkdir()
     return traces / "seg-000.rank-00000.iterations-000007-000007.json.gz"
+
+
+def test_the_step_whose_times_are_expected_is_named(folder: Path) -> None:
+    layer = te.Linear(64, 64)
+    with InspectSession(statistics(freq=4), model=torch.nn.Sequential(layer), log_dir="logs") as session:
+        for step in range(4):
+            with te.autocast(enabled=step > 0, recipe=Float8CurrentScaling()):
+                layer(torch.randn(16, 64)).sum().backward()
+            session.step()
+    text = " ".join(show("--device", "h100").output.split())
+    assert "Times are expected for the last step of the run, iteration 3." in text
+    assert "Other steps ran in another precision, and take other times. In step 0: " in text
 
 
 def test_measured_gemms_stand_beside_expected_ones() -> None:

@@ -191,6 +191,12 @@ def test_a_trace_of_a_cpu_says_which_gemms_are_quantized(tmp_path: Path) -> None
     step = measure(traces[0], coverages[1], is_own=True)
     assert "of operators" in describe(step)
     assert {row.format for row in step.products if row.kind == "gemm"} == {""}
+    alone = measure(traces[0])
+    assert {row.format for row in alone.products if row.kind == "gemm"} == {""}, "float32 is that of the reference"
+    assert any("2 of 2 GEMMs and attentions have quantized operands" in note for note in alone.notes)
+    in_float32 = measure(traces[1])
+    assert {row.format for row in in_float32.products if row.kind == "gemm"} == {"fp32"}
+    assert not any("quantized" in note for note in in_float32.notes)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])

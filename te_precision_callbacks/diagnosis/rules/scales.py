@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +47,14 @@ class StaleScale(Judge):
         self._last: dict[str, Column] = {}
         self._begins: dict[str, Column] = {}  # amax before it began to rise, of layers in which it does
 
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
         """As of :class:`Judge`."""
         if facts.layers:
-            self.applies = any(layer.recipe == "fp8_delayed_scaling" for layer in facts.layers.values())
+            self.applies = facts.has_delayed_scaling
+        return ()
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
         for scales in numbers.all("scale_inv_max", facts=facts):
             tensor = scales.family.tensor
             amax = numbers.one("cur_amax", tensor)
@@ -121,13 +125,15 @@ class ScalesDiffer(Judge):
         self.applies = None
         self._streaks = ColumnStreaks(APART_STEPS)
 
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
+        """As of :class:`Judge`."""
+        if facts.settings is not None and facts.layers:
+            # With several micro-batches a rank has several scales in a step: those of activations change after each.
+            self.applies = facts.has_delayed_scaling and facts.settings.ranks > 1 and facts.micro_batches == 1
+        return ()
+
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        if facts.settings is None or not facts.layers:
-            return
-        delayed = any(layer.recipe == "fp8_delayed_scaling" for layer in facts.layers.values())
-        # With several micro-batches a rank has several scales in a step: those of activations change after each.
-        self.applies = delayed and facts.settings.ranks > 1 and facts.micro_batches == 1
         if not self.applies:
             return
         for largest in numbers.all("scale_inv_max", facts=facts):

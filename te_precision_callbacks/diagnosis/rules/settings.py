@@ -46,9 +46,7 @@ class AmaxReduction(Judge):
         settings = facts.settings
         if settings is None or not facts.layers:
             return
-        self.applies = settings.ranks > 1 and any(
-            layer.recipe == "fp8_delayed_scaling" for layer in facts.layers.values()
-        )
+        self.applies = settings.ranks > 1 and facts.has_delayed_scaling
         self.judged = bool(self.applies and settings.amaxes)
         if not self.judged:
             return

@@ -76,7 +76,7 @@ def measure(trace: Trace, products: Iterable[Product] = (), *, is_own: bool = Fa
         products=rows,
         unassigned=tuple(Unassigned(name, ms) for name, ms in sorted(unknown.items(), key=lambda item: -item[1])),
         launches=launches_of(trace, work, wall, steps) if trace.has_device else None,
-        notes=(*_notes(trace, work, calls, run, iterations), *against),
+        notes=(*_notes(trace, work, calls, run, iterations, quantized), *against),
     )
 
 
@@ -167,11 +167,24 @@ def _format(trace: Trace, each: Work, call: Call, quantized: QuantizedGemms) -> 
             return by_run  # a backend without the device's types computes with others
         if low:
             return ""  # operands in bytes, of a format that nothing says
+    elif _is_in_bytes(trace, call, quantized):
+        return ""
     return (format_of_types(trace.operands[number].types) if number != NOTHING else "") or by_run
 
 
+def _is_in_bytes(trace: Trace, call: Call, quantized: QuantizedGemms) -> bool:
+    """Whether a GEMM that fits no product of a run has quantized operands, of a format that the trace does not name."""
+    known = call.work[0].known
+    return call.product is None and not (known and known.format) and bool(is_low(call, trace, quantized))
+
+
 def _notes(
-    trace: Trace, work: Sequence[Work], calls: Sequence[Call], run: Sequence[Product], iterations: tuple[int, ...]
+    trace: Trace,
+    work: Sequence[Work],
+    calls: Sequence[Call],
+    run: Sequence[Product],
+    iterations: tuple[int, ...],
+    quantized: QuantizedGemms,
 ) -> Iterable[str]:
     if not iterations:
         yield (
@@ -187,6 +200,12 @@ def _notes(
     unlinked = sum(each.launched_at == NOTHING for each in work) if trace.has_device else 0
     if unlinked:
         yield f"{unlinked} of {len(work)} kernels are not linked to the host (no CPU activity): their pass is unknown."
+    in_bytes = sum(_is_in_bytes(trace, call, quantized) for call in calls)
+    if in_bytes:
+        yield (
+            f"{in_bytes} of {len(calls)} GEMMs and attentions have quantized operands, in a format that the trace does"
+            " not name. Give the run, which names it."
+        )
     without = sum(not call.layer for call in calls)
     if without and run:
         yield f"{without} of {len(calls)} GEMMs and attentions fit no product of the run: their layer is unknown."

@@ -25,6 +25,8 @@ from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.recorded import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
+from te_precision_callbacks.runs.answers import not_measured_in_words
+from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_beside
 from te_precision_callbacks.speed.devices import Device
@@ -98,7 +100,7 @@ class PageData:
             "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "levels": LEVELS,
             "run": _run(run),
-            "notes": [visible(note) for note in (*run.notes, *left_out)],
+            "notes": [visible(note) for note in (*run.notes, *not_measured_in_words(run), *left_out)],
             "layers": _layers(run, subjects),
             "scalars": _scalars(run, packed),
             "formats": {
@@ -476,6 +478,7 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "duration": facts.duration(run),
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
+        "outcome": [visible(line) for line in outcome_in_words(run)],
         "other_steps": [visible(line) for line in other_steps_of_run(run)],
         "states": run.states.to_pylist(),
         "plan": facts.plan(run),

@@ -39,6 +39,8 @@ class Screen:
         view, width = self._view, options.max_width
         for note in view.unread:
             yield Paragraph(f"Note: {note}", "yellow")
+        for line in view.outcome:
+            yield Paragraph(visible(line), "bold red")
         yield from _verdict(view)
         yield Paragraph(_head(view), "bold")
         yield Paragraph(_facts(view))

@@ -17,9 +17,10 @@ from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs import RecordedRun, list_runs
-from te_precision_callbacks.runs.answers import loss_first, precision_shares
+from te_precision_callbacks.runs.answers import loss_first, not_measured_in_words, precision_shares
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.sinks.worst import Lost, worst_first
 from te_precision_callbacks.speed.errors import SpeedError
@@ -95,6 +96,7 @@ class RunView:
         speed: what is expected on the run's GPU, with the command that prints all of it; empty without a known GPU.
         path, run_id, source: which run.
         status: that of its last segment.
+        outcome: that it failed, and what is broken of its contract, in lines.
         segments: how many process starts it has.
         facts: of the last segment, those that fit on a line: front door, recipes, GPU, ranks.
         first, last: the first and the last iteration with numbers; None without any.
@@ -106,7 +108,7 @@ class RunView:
         worst: statistic -> the tensors that are worst by it.
         more_statistics: the statistics that are not shown.
         events: the last ones, the newest last.
-        notes: what is missing or damaged.
+        notes: what is missing, not measured or damaged.
         unread: those of them that tell what cannot be read.
         lacks: what the kind of the run's files does not have; empty for records.
         names: shortens the names of layers.
@@ -121,6 +123,7 @@ class RunView:
     run_id: str
     source: str
     status: str
+    outcome: tuple[str, ...]
     segments: int
     facts: dict[str, str]
     first: int | None
@@ -179,6 +182,7 @@ def look(
         run_id=run.run_id,
         source=run.source,
         status=segment.status if segment else "unknown",
+        outcome=tuple(outcome_in_words(run)),
         segments=len(run.segments),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
         first=min(first, default=None),
@@ -191,7 +195,7 @@ def look(
         worst={name: tuple(_worst(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),
         events=tuple(_events(run)),
-        notes=(*run.notes, *_first_steps_alone(groups, chosen)),
+        notes=(*run.notes, *not_measured_in_words(run), *_first_steps_alone(groups, chosen)),
         unread=run.unread,
         lacks=run.lacks_in_words,
         names=_names(run.layers["layer"], run.series["layer"]),

@@ -30,6 +30,7 @@ function verdictPart(report) {
   const { verdict } = report, { findings, not_judged: notJudged } = verdict;
   const state = !verdict.judged ? "none" : findings[0]?.severity ?? (verdict.partial ? "none" : "healthy"), left = findings.length - FINDINGS_AT_THE_TOP;
   return el("section", { class: `card verdict ${state}`, "aria-labelledby": "verdict" },
+    report.run.outcome.map((line) => el("p", {}, el("strong", {}, line))),
     el("h2", { id: "verdict" }, verdict.summary),
     findings.length > 0 && el("ol", { "aria-label": "Findings, the worst first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
     findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all of each` : "All of each finding")),
