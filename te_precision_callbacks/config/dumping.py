@@ -19,9 +19,10 @@ from te_precision_callbacks.config.problems import ConfigError, KeyPath, suggest
 from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsGemmItem, DumpTensorsItem, schema_of
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.statistics.table import OF_GEMMS
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.config.planning import LayerPlan, Plan, Section
+    from te_precision_callbacks.config.planning import LayerPlan, NamespacedFeatures, Plan, Section
 
 _MOST_NAMED = 3
 """The most layers that a message names."""
@@ -40,25 +41,31 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
             which the tensor is not looked at; or it needs activation overflow detection, which is off.
     """
     by_name = {section.name: section for section in sections}
-    alike: dict[tuple[str, ...], list[LayerPlan]] = {}
-    for entry in plan.layers:
-        alike.setdefault(entry.sections, []).append(entry)
-    for hit, entries in alike.items():
-        features = entries[0].features.get(NAMESPACE, {}).values()
-        schemas = [options.schema for options in features if isinstance(options, ReadOptions)]
-        layers = [entry.layer.name for entry in entries]
-        for dumps in (schema for schema in schemas if isinstance(schema, DumpTensors)):
-            found = _problem(dumps, schemas, layers, detects_overflow=detects_overflow)
-            if found is not None:
-                keys, problem = found
-                raise ConfigError(f"{_place(by_name, hit, keys)}: {problem}")
+    for is_attention, planned in ((False, plan.layers), (True, plan.attentions)):
+        alike: dict[tuple[str, ...], list[LayerPlan]] = {}
+        for entry in planned:
+            alike.setdefault(entry.sections, []).append(entry)
+        for hit, entries in alike.items():
+            schemas = schemas_of(entries[0].features)
+            layers = [entry.layer.name for entry in entries]
+            for dumps in (schema for schema in schemas if isinstance(schema, DumpTensors)):
+                targets = dumps.targets_of_attention if is_attention else (*dumps.targets, *dumps.of_gemms)
+                found = _problem(targets, schemas, layers, detects_overflow=detects_overflow)
+                if found is not None:
+                    keys, problem = found
+                    raise ConfigError(f"{_place(by_name, hit, keys)}: {problem}")
+
+
+def schemas_of(features: NamespacedFeatures) -> list[FeatureSchema]:
+    """The features of a layer that have schemas."""
+    found = features.get(NAMESPACE, {}).values()
+    return [options.schema for options in found if isinstance(options, ReadOptions)]
 
 
 def _problem(
-    dumps: DumpTensors, schemas: Sequence[FeatureSchema], layers: Sequence[str], *, detects_overflow: bool
+    targets: Sequence[Target[Any]], schemas: Sequence[FeatureSchema], layers: Sequence[str], *, detects_overflow: bool
 ) -> tuple[KeyPath, str] | None:
     """The problem of a condition in layers that have the same features, with its place."""
-    targets: list[Target[Any]] = [*dumps.targets, *dumps.of_gemms]
     for target in sorted(targets, key=lambda target: TENSORS.index(str(target.tensor))):
         known = collected(schemas, str(target.tensor))
         for condition in target.options.when:
@@ -122,10 +129,17 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
     hint = suggestion(wanted.label, list(known), known_as="Collected are")
     if same:
         hint = f" Did you mean {' or '.join(map(repr, same))}?"
+    there = "that layer" if len(layers) == 1 else "those layers"
+    if wanted.statistic.of in OF_GEMMS:
+        remedy = f"Add LogGemmError for {there} and the GEMM that makes the tensor."
+    else:
+        remedy = (
+            "Add the statistic to 'stats' of LogTensorStats, LogFp8TensorStats or LogNvfp4TensorStats for"
+            f" {there} and tensor."
+        )
     return (
         f"the condition {str(condition)!r} of DumpTensors would never hold: its statistic is not collected for"
-        f" {tensor!r} in {_in_words(layers)}. Add the statistic to 'stats' of LogTensorStats, LogFp8TensorStats or"
-        f" LogNvfp4TensorStats for {'that layer' if len(layers) == 1 else 'those layers'} and tensor.{hint}"
+        f" {tensor!r} in {_in_words(layers)}. {remedy}{hint}"
     )
 
 

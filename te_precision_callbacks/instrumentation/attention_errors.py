@@ -6,7 +6,7 @@ statistics are those of GEMMs, of the tensor ``output`` of the attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.layouts import LayoutError, is_quantized
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.config.schemas import LogGemmErrorItem
+from te_precision_callbacks.config.levels import FeatureSchema
+from te_precision_callbacks.config.schemas import LogGemmError, LogGemmErrorItem
 from te_precision_callbacks.coverage.gemm_events import AttentionEvent
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.gemm_error.accumulators import accumulator_of
@@ -59,9 +60,15 @@ class AttentionErrors:
         self._items: Mapping[str, LogGemmErrorItem] = {}
         self._noted: set[str] = set()
 
-    def watch(self, modules: Mapping[int, tuple[str, LogGemmErrorItem]]) -> None:
-        """Set the modules of attention that are measured: id -> name and options."""
-        self._modules, self._items = modules, dict(modules.values())
+    def watch(self, modules: Mapping[int, tuple[str, Sequence[FeatureSchema]]]) -> None:
+        """Set the modules of attention: id -> name, and the features that look at it."""
+        self._modules = {
+            key: (layer, item)
+            for key, (layer, features) in modules.items()
+            for feature in features
+            for item in (feature.of_attention.values() if isinstance(feature, LogGemmError) else ())
+        }
+        self._items = dict(self._modules.values())
         self._noted.clear()
 
     def due(self, iteration: int) -> dict[int, str]:

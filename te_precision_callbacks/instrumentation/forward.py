@@ -28,7 +28,7 @@ from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.config.schemas import LogGemmErrorItem
+from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.coverage.gemm_events import Listener
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
@@ -111,7 +111,7 @@ class ForwardHooks:
         refused: Iterable[int] = (),
         operations: Sequence[NamedOperation] = (),
         fused: Mapping[int, tuple[Schedule, ...]] = MappingProxyType({}),
-        attentions: Mapping[int, tuple[str, LogGemmErrorItem]] = MappingProxyType({}),
+        attentions: Mapping[int, tuple[str, Sequence[FeatureSchema]]] = MappingProxyType({}),
     ) -> None:
         """Set the modules that the session acts on; any other module runs as without a session.
 
@@ -121,7 +121,7 @@ class ForwardHooks:
             operations: the operations of ``te.ops`` with GEMMs.
             fused: the ids of modules that are observed on their fused path -> the steps in which features change their
                 precision.
-            attentions: id of a module of attention whose errors are measured -> its name and the options.
+            attentions: id of a module of attention -> its name, and the features that look at it.
         """
         self._release()
         self.answers.forget_modules()
