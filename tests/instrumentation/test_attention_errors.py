@@ -229,7 +229,7 @@ def step(net: torch.nn.Module, recipe: Any, given: list[torch.Tensor]) -> torch.
 
 
 def session(net: torch.nn.Module, folder: Path, keeper: Keeper, layers: str = "all", **options: Any) -> InspectSession:
-    section = {"s": feature("LogGemmError", [layers, "linear"], **{"gemms": ["fprop"], "freq": 1, **options})}
+    section = {"s": feature("LogGemmError", [layers], **{"gemms": ["fprop"], "freq": 1, **options})}
     return InspectSession(section, model=net, log_dir=folder, sinks=[keeper], strict=True)
 
 
