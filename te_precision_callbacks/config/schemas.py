@@ -406,7 +406,7 @@ dump_what_is_not_finite:
     attention: StrictBool = Field(
         True,
         description="Whether calls of DotProductAttention are written too: the forward with the keys of `fprop`, the"
-        " backward with those of `dgrad`. `layers` selects attention as for LogGemmError.",
+        " backward with those of `dgrad`. `layers` selects attention as for `LogGemmError`.",
     )
 
     @cached_property
