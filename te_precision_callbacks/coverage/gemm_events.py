@@ -10,7 +10,7 @@ Transformer Engine frees operands right after a GEMM and reuses their memory: a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,10 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 
 OUTSIDE = "outside"
 """The layer of a GEMM that no layer of the model runs, such as that of a user's own autograd function."""
+
+
+UNFUSED = "unfused"
+"""The kernel of attention that torch's operators compute."""
 
 
 class GemmOperand(NamedTuple):
@@ -147,6 +151,10 @@ class AttentionEvent:
         scores: what quantizes the gradient of the scores, in a backward, or None.
         sizes: those of the products.
         output: what a forward gave, plain or quantized; None in a backward.
+        gradients: what a backward gave: those of ``query``, ``key`` and ``value``; empty in a forward.
+        auxiliary: what a forward keeps for its backward: the statistics of the softmax first, the state of the random
+            number generator last; empty if it keeps nothing.
+        kernel: what has run it, in words.
         high: ``query``, ``key`` and ``value`` before their quantization, in the format ``o_format`` of a forward; those
             that were quantized before are missing.
         order, kind, recipe, arguments: as of :class:`GemmEvent`; arguments of ``fused_attn_fwd`` and ``fused_attn_bwd``
@@ -168,6 +176,9 @@ class AttentionEvent:
     kind: ForwardKind
     recipe: str
     arguments: Mapping[str, Any]
+    gradients: Sequence[Any] = ()
+    auxiliary: Sequence[Any] = ()
+    kernel: str = ""
 
 
 class AttentionListener(Protocol):

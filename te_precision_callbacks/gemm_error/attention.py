@@ -63,6 +63,8 @@ def attended(call: Call, place: Place, most_bytes: int) -> Attended:
     eps, own = torch.finfo(torch.float32).eps, torch.finfo(scores.dtype).eps
     of_scores = call.accumulator.variance(call.query.shape[3], terms, scores.square())
     of_scores = of_scores + own**2 * call.query.shape[3] * terms + eps**2 * (1 + scores.square() + largest.square())
+    if call.scores is not None:
+        of_scores = of_scores + call.scores.half_step(scores).square() / 3
     of_scores = torch.where(seen, of_scores * s.square(), 0.0)
     output, flushed, rounded, rounding, shifted, squares = _times_values(
         call,
@@ -181,8 +183,16 @@ def sample_of(call: Call, place: Place, result: HeadTensor, most_bytes: int) -> 
     return Sample(place, attended(call, place, most_bytes), run)
 
 
-def judged(call: Call, samples: Sequence[Sample], result: HeadTensor) -> Judged:
+def judged(
+    call: Call, samples: Sequence[Sample], result: HeadTensor, elements: list[torch.Tensor] | None = None
+) -> Judged:
     """Compare what the kernel gave with what its operands give. Nothing waits for the device.
+
+    Args:
+        call: what the kernel was handed.
+        samples: rows of the result.
+        result: what it gave.
+        elements: gets the ratio of each element of each sample, [rows, size of a head].
 
     Rows and columns are those of the result as a matrix, [tokens, heads times size].
     """
@@ -201,6 +211,8 @@ def judged(call: Call, samples: Sequence[Sample], result: HeadTensor) -> Judged:
         for many in zip(*((one.hard, one.sure, one.variance) for one in found), strict=True)
     )
     of_elements = ratio_of(error.square(), torch.minimum(hard + bound(1) * variance.sqrt(), sure).square(), broken)
+    if elements is not None:
+        elements += of_elements
     of_columns = _of_sums(error, hard, sure, variance, (1,))
     # The errors of one row have the rounding of S in common, those of different rows have not.
     whole = _of_sums(error, hard, sure, variance.sum(2, keepdim=True), (0, 1, 2))
