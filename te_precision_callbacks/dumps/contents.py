@@ -347,13 +347,13 @@ def _operand(
     """An operand with its contents, whose tensors are added to ``tensors``; names begin with ``name``."""
     if not isinstance(memory, Stored):
         tensors[f"{name}.values"] = _plain(memory)
-        return dataclasses.replace(operand, values=_described(memory))
+        return dataclasses.replace(operand, values=_described(memory), rounding=None)
     direction, of_direction = _internals(memory, one_object=False)
     names = {key: f"{name}.{key}" for key in of_direction}
     amax = None if direction.amax is None else names[direction.amax]
     direction = dataclasses.replace(direction, data=names[direction.data], scale=names[direction.scale], amax=amax)
     tensors |= {names[key]: tensor for key, tensor in of_direction.items()}
-    rounding = None if quantizer is None else rules_of(quantizer, columnwise=operand.columnwise)
+    rounding = operand.rounding if quantizer is None else rules_of(quantizer, columnwise=operand.columnwise)
     operand = dataclasses.replace(operand, direction=direction, rounding=rounding)
     if high is None:
         return operand

@@ -218,6 +218,7 @@ class Call:
         bias_is_scaled: whether ``scale`` multiplies the bias too.
         accumulator: how the device sums.
         scores: the numbers that the scores are rounded to; None for float32.
+        gradient_of_scores: the same of their gradient, in a backward.
     """
 
     query: HeadTensor
@@ -235,6 +236,7 @@ class Call:
     bias_is_scaled: bool = False
     accumulator: Accumulator = FLOAT32
     scores: Spacing | None = None
+    gradient_of_scores: Spacing | None = None
 
 
 class Place(NamedTuple):

@@ -27,6 +27,7 @@ from te_precision_callbacks.dumps.contents import Dump, attention_record_of
 from te_precision_callbacks.dumps.header import Attention, Operand, Rounded, dtype_name
 from te_precision_callbacks.dumps.wanted import Wanted
 from te_precision_callbacks.gemm_error.attention_operands import HeadTensor
+from te_precision_callbacks.gemm_error.codes import Rules
 from te_precision_callbacks.gemm_error.factors import FactorError
 from te_precision_callbacks.instrumentation.attention_errors import call_of, forms_of, why_not
 from te_precision_callbacks.layers.forwards import ForwardKind
@@ -165,7 +166,8 @@ class AttentionRecords:
                 scales[f"{name}.scale"] = scale
             rounded[name] = Rounded(_name(tensors[like].numbers), None if scale is None else f"{name}.scale")
         described = {
-            name: Operand(name, columnwise=each.part is not None and each.part.columnwise)
+            # Q, K and V of per-tensor FP8 have one scale, which does not follow from one of them.
+            name: Operand(name, each.part is not None and each.part.columnwise, rounding=Rules(scales_follow=False))
             for name, each in tensors.items()
         }
         device = tensors["query"].device

@@ -12,6 +12,7 @@ cannot be read and nothing is wrong in the rest. ``--json`` prints one JSON obje
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from te_precision_callbacks.replay.folder import ReplayedFolder
-    from te_precision_callbacks.replay.gemm import Replayed
+    from te_precision_callbacks.replay.verdict import Replayed
 
 FOUND, NOT_JUDGED = 1, 3
 """Exit codes."""
@@ -110,7 +111,7 @@ def _show(found: ReplayedFolder) -> None:
     if not all(fault.is_confirmed for fault in first.faults):
         terminal.show_text(
             f"Unconfirmed: no real kernel has confirmed the tolerance of {first.header.recipe} on"
-            f" {first.gemm.device}, so this is a warning. docs/gemm-error.md has the tolerances.",
+            f" {first.call.device}, so this is a warning. docs/gemm-error.md has the tolerances.",
             _INDENT,
         )
     for text in first.not_judged if first.faults else ():
@@ -124,7 +125,7 @@ def _show(found: ReplayedFolder) -> None:
     terminal.show(lanes)
     if any(fault.cause == "kernel" for fault in first.faults):
         terminal.show(_worst(first))
-        terminal.show_as_it_is(picture(first.tiles, first.gemm.n, first.gemm.m), _INDENT)
+        terminal.show_as_it_is(picture(first), _INDENT)
     others = [path for path in bad if path != chosen[0]]
     for path in others[:_MOST_FILES]:
         terminal.show_text(bad[path].verdict)
@@ -133,10 +134,11 @@ def _show(found: ReplayedFolder) -> None:
 
 
 def _worst(found: Replayed) -> Any:
-    table = terminal.table("worst rows", "of the tolerance", "worst columns", "of the tolerance ")
+    table = terminal.table(f"worst {found.axes[0]}", "of the tolerance", f"worst {found.axes[1]}", "of the tolerance ")
     rows, columns = (_largest(ratios) for ratios in (found.rows, found.columns))
-    for row, column in zip(rows, columns, strict=False):
-        table.add_row(str(row[0]), f"{row[1]:.3g}", str(column[0]), f"{column[1]:.3g}")
+    for row, column in itertools.zip_longest(rows, columns):
+        cells = (("", "") if each is None else (str(each[0]), f"{each[1]:.3g}") for each in (row, column))
+        table.add_row(*itertools.chain(*cells))
     return table
 
 
@@ -145,13 +147,15 @@ def _largest(ratios: torch.Tensor) -> list[tuple[int, float]]:
     return [(place, float(ratios[place])) for place in order]
 
 
-def picture(tiles: torch.Tensor, n: int, m: int) -> str:
+def picture(found: Replayed) -> str:
     """The result as tiles, a character for the largest error in each, over its tolerance."""
     shades = (
         "".join(next((mark for most, mark in _SHADES if ratio <= most), _WORST) for ratio in row)
-        for row in tiles.tolist()
+        for row in found.tiles.tolist()
     )
-    return "\n".join([f"{n} rows x {m} columns of the result; {_LEGEND}", *shades])
+    of = " of the result" if found.header.gemm is not None else ""
+    extents = f"{len(found.rows)} {found.axes[0]} x {len(found.columns)} {found.axes[1]}{of}"
+    return "\n".join([f"{extents}; {_LEGEND}", *shades])
 
 
 def _as_json(found: ReplayedFolder) -> dict[str, Any]:
@@ -162,14 +166,15 @@ def _as_json(found: ReplayedFolder) -> dict[str, Any]:
             {
                 "path": str(path),
                 "layer": each.header.layer,
-                "gemm": each.gemm.gemm,
-                "expert": each.gemm.expert,
+                "gemm": each.call.gemm,
+                "expert": None if each.header.gemm is None else each.header.gemm.expert,
+                "attention": each.header.attention is not None,
                 "iteration": each.header.iteration,
                 "micro_batch": each.header.micro_batch,
                 "rank": each.header.rank,
-                "order": each.gemm.order,
+                "order": each.call.order,
                 "recipe": each.header.recipe,
-                "device": each.gemm.device,
+                "device": each.call.device,
                 "verdict": each.verdict,
                 "faults": each.faults,
                 "not_judged": each.not_judged,

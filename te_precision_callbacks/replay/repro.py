@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.replay.gemm import Replayed
+from te_precision_callbacks.replay.verdict import Replayed
 
 _FOLDER = importlib.resources.files("te_precision_callbacks.replay")
 _HEADING = '''"""{verdict}
@@ -45,7 +45,7 @@ def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
     body = body[body.index('"""', 3) + 4 :].replace(_DAMAGE, damage.partition("import torch\n")[2].lstrip())
     heading = _HEADING.format(
         verdict=replayed.verdict.replace("\\", "/").replace('"', "'"),
-        device=replayed.gemm.device,
+        device=replayed.call.device,
         versions=", ".join(f"{name} {version}" for name, version in replayed.header.versions.items()),
         data=data.name,
         script=script.name,

@@ -82,20 +82,27 @@ def train(
 
 
 @contextmanager
-def damaged(damage: Callable[[str, list[Any]], Any]) -> Iterator[None]:
-    """Attention whose operands or results are damaged: ``damage`` gets "forward", "backward" or "unfused", and the
-    results."""
+def damaged(
+    damage: Callable[[str, list[Any]], Any] = lambda which, results: None,
+    reads: Callable[[Any, Any], tuple[Any, Any]] = lambda keys, values: (keys, values),
+) -> Iterator[None]:
+    """Attention whose kernel is at fault.
+
+    Args:
+        damage: gets "forward", "backward" or "unfused", and the results.
+        reads: what a forward reads in place of its keys and values.
+    """
     forward, backward, unfused = tex.fused_attn_fwd, tex.fused_attn_bwd, backends.UnfusedDotProductAttention._forward
 
     @functools.wraps(unfused)
-    def _forward(*arguments: Any, **keywords: Any) -> Any:
-        result = unfused(*arguments, **keywords)
+    def _forward(module: Any, cache: Any, query: Any, key: Any, value: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = unfused(module, cache, query, *reads(key, value), *arguments, **keywords)
         with torch.no_grad():
             damage("unfused", [result.view(*result.shape[:-1], HEADS, -1)])
         return result
 
     def fused_attn_fwd(*arguments: Any) -> Any:
-        result = forward(*arguments)
+        result = forward(*arguments[:17], *reads(*arguments[17:19]), *arguments[19:])
         damage("forward", result)
         return result
 
