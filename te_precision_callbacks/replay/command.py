@@ -1,4 +1,4 @@
-"""``te-precision replay``: whether the format, the quantizer or the kernel made the error of a recorded GEMM.
+"""``te-precision replay``: whether the format, the quantizer or the kernel made the error of a GEMM or of attention.
 
 Usage::
 
@@ -38,19 +38,22 @@ _LEGEND = ". rounding   o beyond it   O beyond 3 times   # beyond 10 times"
 
 
 def replay_command(
-    path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="A record of a GEMM, or a folder with records.")],
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="FILE|FOLDER", help="A record of a GEMM or of attention, or a folder with records."),
+    ],
     *,
     repro: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.py",
             help="Write a script for a bug report, and the record beside it. It shows the fault with torch alone, and"
-            " runs the GEMM with Transformer Engine where that is there. Of a folder: of the first GEMM with a fault.",
+            " runs a GEMM with Transformer Engine where that is there. Of a folder: of the first record with a fault.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say whether the format, the quantizer or the kernel made the error of recorded GEMMs."""
+    """Say whether the format, the quantizer or the kernel made the error of recorded GEMMs and attention."""
     from te_precision_callbacks.replay.folder import ReplayedFolder, replay_file, replay_folder
 
     found = replay_folder(path) if path.is_dir() else ReplayedFolder({path: replay_file(path)}, {})
@@ -75,9 +78,8 @@ def _written(found: ReplayedFolder, repro: Path) -> str:
     if shown is None:
         return "No script was written, since no record could be read."
     made = write_repro(repro, *shown)
-    healthy = (
-        "" if shown[1].faults else " No fault was found in this record; the script can run its GEMM on another device."
-    )
+    use = "the script can run its GEMM on another device" if shown[1].header.gemm else "the script compares it again"
+    healthy = "" if shown[1].faults else f" No fault was found in this record; {use}."
     return f"Wrote {made} and {made.with_suffix('.safetensors')}.{healthy}"
 
 
@@ -89,7 +91,7 @@ def _show(found: ReplayedFolder) -> None:
     bad = {path: each for path, each in found.records.items() if each.faults}
     if len(found.records) + len(found.unread) != 1:
         unread = f"; {many(len(found.unread), 'file')} could not be read" if found.unread else ""
-        terminal.show_text(f"{many(len(found.records), 'recorded GEMM')}, {len(bad)} with a fault{unread}.")
+        terminal.show_text(f"{many(len(found.records), _what(found))}, {len(bad)} with a fault{unread}.")
     if found.runs:
         names = ", ".join(map(str, found.runs[:_MOST_RUNS]))
         more = f" and {len(found.runs) - _MOST_RUNS} more" if len(found.runs) > _MOST_RUNS else ""
@@ -131,6 +133,11 @@ def _show(found: ReplayedFolder) -> None:
         terminal.show_text(bad[path].verdict)
     if others[_MOST_FILES:]:
         terminal.show_text(f"and {len(others) - _MOST_FILES} more, which --json has.")
+
+
+def _what(found: ReplayedFolder) -> str:
+    only_gemms = all(each.header.gemm is not None for each in found.records.values())
+    return "recorded GEMM" if only_gemms else "record"
 
 
 def _worst(found: Replayed) -> Any:

@@ -1,4 +1,4 @@
-"""Writes a script that shows the fault of a recorded GEMM with torch, and with Transformer Engine where it is there.
+"""Writes a script that shows the fault of a record with torch, and runs a GEMM with Transformer Engine where that is.
 
 write_repro(Path("repro.py"), record, replayed)     # repro.py and repro.safetensors
 """
@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from te_precision_callbacks.dumps.errors import DumpError
+from te_precision_callbacks.dumps.header import Gemm
 from te_precision_callbacks.replay.verdict import Replayed
 
 _FOLDER = importlib.resources.files("te_precision_callbacks.replay")
@@ -17,10 +18,12 @@ _HEADING = '''"""{verdict}
 
 Recorded on {device} with {versions}.
 Run it beside {data}: python {script}
-It needs torch and safetensors, and no GPU. Where Transformer Engine can be imported, it runs the recorded GEMM with it.
-The exit code is 1 if the fault is there: now, or where the GEMM cannot run, in the record.
+It needs torch and safetensors, and no GPU. {now}
 """
 '''
+_RUNS_NOW = """Where Transformer Engine can be imported, it runs the recorded GEMM with it.
+The exit code is 1 if the fault is there: now, or where the GEMM cannot run, in the record."""
+
 _DAMAGE = "from te_precision_callbacks.replay.damage import damage_in_words\n"
 """What the script has in place of this import: the functions of that module."""
 
@@ -49,6 +52,7 @@ def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
         versions=", ".join(f"{name} {version}" for name, version in replayed.header.versions.items()),
         data=data.name,
         script=script.name,
+        now=_RUNS_NOW if isinstance(replayed.call, Gemm) else "The exit code is 1 if the fault is in the record.",
     )
     try:
         script.parent.mkdir(parents=True, exist_ok=True)

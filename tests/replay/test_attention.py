@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from te_precision_callbacks.cli import app
-from te_precision_callbacks.replay import Replayed, replay_folder
+from te_precision_callbacks.replay import Replayed, replay_folder, shown
 from tests.capability import any_capability
 from tests.dumps.attentions import damaged, train
 from tests.replay import faults
@@ -47,7 +48,8 @@ def test_healthy(tmp_path: Path, case: str) -> None:
     found = replayed(tmp_path, **options)
     passes = 2 if "recipe" in options and "gemms" not in options else 1
     assert [each.call.name for each in found] == ["attention forward", "attention backward"][:passes]
-    for each in found:
+    for path, each in replay_folder(tmp_path).records.items():
+        assert not shown.attention(*shown.read(path))
         assert each.faults == ()
         assert each.gain == pytest.approx(1, abs=0.02)
         lanes = {lane.name: lane.error for lane in each.lanes}
@@ -119,6 +121,7 @@ def test_faults_of_the_forward(tmp_path: Path, fault: str, recipe: str) -> None:
     else:
         product = "in the product PV, since the statistics of the softmax are right"
     assert forward.verdict.endswith(product)
+    assert [shown.attention(*shown.read(path)) for path in replay_folder(tmp_path).records] == [True]
 
 
 def _row_of_dv(which: str, results: list[Any]) -> None:
@@ -145,6 +148,7 @@ def test_faults_of_the_backward(tmp_path: Path, recipe: str, damage: Callable[..
     assert forward.faults == ()
     assert [each.cause for each in backward.faults] == ["kernel"]
     assert all(text in backward.verdict for text in told)
+    assert [shown.attention(*shown.read(path)) for path in replay_folder(tmp_path).records] == [False, True]
 
 
 def test_a_fault_of_the_quantizer(tmp_path: Path) -> None:
@@ -155,7 +159,7 @@ def test_a_fault_of_the_quantizer(tmp_path: Path) -> None:
     }
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with damaged(lambda which, out: codes(out[0])[:, 1, 2].zero_()):
         train(tmp_path / "bad")
     result = CliRunner().invoke(app, ["replay", str(tmp_path / "bad")])
@@ -165,6 +169,13 @@ def test_the_command(tmp_path: Path) -> None:
     drawn = result.output[result.output.index("48 tokens of O x 4 heads") :].splitlines()[1:]
     marked = {column for line in drawn for column, mark in enumerate(line.strip()) if mark == "#"}
     assert marked == {2}
+    script = tmp_path / "repro.py"
+    CliRunner().invoke(app, ["replay", str(tmp_path / "bad"), "--repro", str(script)])
+    assert "attention forward, step 0: kernel: O, head 2" in script.read_text()
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 1
+    assert "  sequence 1, head 2: the whole result: all zeros\n" in capsys.readouterr().out
     train(tmp_path / "dropout", dropout=0.1)
     result = CliRunner().invoke(app, ["replay", str(tmp_path / "dropout")])
     assert result.exit_code == 3
