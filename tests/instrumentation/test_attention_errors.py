@@ -304,6 +304,7 @@ def test_a_fault_of_the_kernel(
     found = [each for each in running.findings if each.rule.startswith("gemm-")]
     assert [(each.rule, each.layers, each.tensor) for each in found] == [(rule, ("core",), "output")]
     assert seen in found[0].seen
+    assert found[0].seen.startswith("the attention forward (scores QK^T, softmax, PV) ")
 
 
 @pytest.mark.parametrize("layers", ["DotProductAttention", "dot_product_attention", "core"])
