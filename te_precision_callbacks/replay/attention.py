@@ -311,7 +311,9 @@ def _where(codes: torch.Tensor, run: torch.Tensor, bad: torch.Tensor, bad_column
         codes, run, bad, bad_columns = (each[sequence, head] for each in (codes, run, bad, bad_columns))
     damage = damage_in_words(codes, run, bad, bad.any(1), bad_columns).replace("the whole result", "all of it")
     gain = float((codes * run).nan_to_num().sum() / codes.square().sum().clamp(min=1e-300))
-    return f"{where}: {damage}" + (f"; {gain:.3g} of what it should be" if accounts_for(gain, codes, run) else "")
+    return f"{where}: {damage}" + (
+        f"; {gain:.3g} of what it should be" if gain and accounts_for(gain, codes, run) else ""
+    )
 
 
 def _product(dump: Dump, call: Call, name: str) -> str:
