@@ -194,6 +194,10 @@ class AttentionListener(Protocol):
         """A forward ends; ``given`` are the arguments of ``DotProductAttention.forward``."""
 
 
+UnfusedListener = Callable[[str, ForwardKind, Callable[[], AttentionEvent]], None]
+"""Is called behind a forward of unfused attention, with the name of the attention, the kind of the forward, and what
+makes its event, as that of fused attention."""
+
 BeforeSum = Callable[[str, GemmName, Any, dict[Any, Any]], Any]
 """Is called before a GEMM adds to its result, with the layer, the GEMM, what is in the result, and what is kept of the
 forward; the event has what it returns."""

@@ -107,6 +107,11 @@ class AttentionRecords:
         except Exception as error:
             self._report("recording the attention of", event.layer, error)
 
+    def note_unfused(self, layer: str, kind: ForwardKind, event: Callable[[], AttentionEvent]) -> None:
+        """Record unfused attention that has run, if it is due."""
+        if self._wanted(layer, _FORWARD, kind) is not None:
+            self.note_attention(event())
+
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
         """A forward ends, which another kernel may have run."""
         if layer not in self._noted and self._wanted(layer, _FORWARD, kind) is not None:

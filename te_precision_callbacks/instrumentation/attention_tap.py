@@ -8,7 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.coverage.gemm_events import UNFUSED, AttentionEvent, AttentionListener, AttentionSizes
+from te_precision_callbacks.coverage.gemm_events import (
+    UNFUSED,
+    AttentionEvent,
+    AttentionListener,
+    AttentionSizes,
+    UnfusedListener,
+)
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.instrumentation.handed import arguments_of_forward, as_fused_attention
 from te_precision_callbacks.instrumentation.running import UNHEARD, Forward, Running
@@ -23,7 +29,7 @@ class AttentionTap:
         report: receives failures of listeners.
         running: what threads run.
         listeners: receive the events of fused attention.
-        unfused: receives those of the forward of unfused attention.
+        unfused: is called behind each forward of unfused attention.
 
     Attributes:
         names: id of a module of attention -> its name.
@@ -35,7 +41,7 @@ class AttentionTap:
         report: Callable[[str, str, Exception], None],
         running: Running,
         listeners: Sequence[AttentionListener],
-        unfused: Callable[[AttentionEvent], None] | None = None,
+        unfused: UnfusedListener | None = None,
     ) -> None:
         self.names: Mapping[int, str] = {}
         self._classify = classify
@@ -108,11 +114,15 @@ class AttentionTap:
             result = upstream(module, *operands, **keywords)
             entered = self._running.here.entered
             if self._unfused is not None and entered is not None and entered is not UNHEARD:
-                try:
+
+                def event() -> AttentionEvent:
                     given = signature.bind(module, *operands, **keywords)
                     given.apply_defaults()
                     as_fused, output = as_fused_attention(module, given.arguments, result)
-                    self._unfused(self._event(entered, as_fused, (output, ())))
+                    return self._event(entered, as_fused, (output, ()))
+
+                try:
+                    self._unfused(entered.layers[0], entered.kind, event)
                 except ObservationError:
                     raise
                 except Exception as error:

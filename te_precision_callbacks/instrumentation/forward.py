@@ -97,7 +97,7 @@ class ForwardHooks:
             enter=self._enter_fused,
             silent=self.products.note_silent,
             attention=(self.products, self._attention_errors, self._attention_records),
-            unfused=self._attention_records.note_attention,
+            unfused=self._attention_records.note_unfused,
         )
         self._seams = Replaced()
         self._has_ranges = False

@@ -44,11 +44,11 @@ from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, class_names
 from te_precision_callbacks.coverage.gemm_events import (
     OUTSIDE,
-    AttentionEvent,
     AttentionListener,
     BeforeSum,
     GemmEvent,
     Listener,
+    UnfusedListener,
 )
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force
 from te_precision_callbacks.instrumentation.attention_tap import AttentionTap
@@ -90,7 +90,7 @@ class GemmTap:
         silent: called with layers, what has run, and whether it was the backward, behind a forward or backward of
             training that has GEMMs and had no event, for example because a separate kernel runs them.
         attention: receive the events of attention.
-        unfused: receives those of the forward of unfused attention.
+        unfused: is called behind each forward of unfused attention.
 
     Attributes:
         operations: the operations of ``te.ops``.
@@ -105,7 +105,7 @@ class GemmTap:
         enter: Callable[[torch.nn.Module, ForwardKind], Collection[tuple[int, str]]] | None = None,
         silent: Callable[[Sequence[str], str, bool], None] | None = None,
         attention: Sequence[AttentionListener] = (),
-        unfused: Callable[[AttentionEvent], None] | None = None,
+        unfused: UnfusedListener | None = None,
     ) -> None:
         self._classify = classify
         self._report = report
