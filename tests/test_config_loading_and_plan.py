@@ -485,3 +485,50 @@ def test_what_is_no_tensor_is_refused(tensors: Any) -> None:
     }
     with pytest.raises(ConfigError, match="is none of them"):
         load_config({"section": section})
+
+
+# ------------------------------------------------------------------ attention
+
+
+CORE = Layer("model.layers.0.self_attention.core_attention", types=("DotProductAttention", "dot_product_attention"))
+SEES = {"transformer_engine": ("LogTensorStats", "LogGemmError", "DumpTensors", "DisableFP8Layer")}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "LogTensorStats": {"tensors": ["activation"], "stats": ["max"]},
+    "LogGemmError": {"gemms": ["fprop"]},
+    "DumpTensors": {"gemms": ["fprop", "dgrad"]},
+    "DisableFP8Layer": {},
+}
+
+
+def planned_with_attention(features: list[str], *layers: str, **more: Any) -> Plan:
+    options = {name: {"enabled": True, **OPTIONS[name], **more} for name in features}
+    selector = {"exact_layer_names": [*layers]} if len(layers) > 1 else {"layer_name_regex_pattern": layers[0]}
+    section = {"enabled": True, "layers": selector, "transformer_engine": options}
+    return load_config({"s": section}).plan(LAYERS, SEES, attentions=[CORE])
+
+
+@pytest.mark.parametrize("name", ["LogGemmError", "DumpTensors"])
+def test_a_section_may_name_attention_alone(name: str) -> None:
+    found = planned_with_attention([name], r".*\.core_attention$")
+    assert [entry.layer for entry in found.attentions] == [CORE]
+    assert list(found.attentions[0].features["transformer_engine"]) == [name]
+    assert (found.layers, found.unmatched) == ((), ())
+    assert [entry.layer.name for entry in planned_with_attention([name], CORE.name, "my_head").attentions] == [
+        CORE.name
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("LogTensorStats", {}), ("DisableFP8Layer", {}), ("LogGemmError", {"gemms": ["wgrad"]})],
+)
+def test_a_feature_that_does_not_look_at_attention(name: str, more: dict[str, Any]) -> None:
+    message = rf"matches only attention, such as '{CORE.name}', at which {name} does not look\. LogGemmError measures"
+    with pytest.raises(ConfigError, match=message):
+        planned_with_attention([name], "core_attention", **more)
+
+
+def test_a_feature_beside_one_that_looks_at_attention_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    found = planned_with_attention(["LogTensorStats", "LogGemmError"], "core_attention")
+    assert list(found.attentions[0].features["transformer_engine"]) == ["LogGemmError"]
+    assert "LogTensorStats does not look" in caplog.text

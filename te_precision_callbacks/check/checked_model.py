@@ -42,7 +42,15 @@ from te_precision_callbacks.instrumentation.attaching import alike_in_words, wit
 from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import in_sentence
-from te_precision_callbacks.layers.naming import Layer, Model, named_operations, named_roots, named_te_modules
+from te_precision_callbacks.layers.naming import (
+    Layer,
+    Model,
+    module_names,
+    named_attention,
+    named_operations,
+    named_roots,
+    named_te_modules,
+)
 from te_precision_callbacks.options import check_value
 from te_precision_callbacks.speed.memory.planned import plan_memory
 from te_precision_callbacks.speed.memory.rows import Memory
@@ -338,7 +346,14 @@ class _Check:
         """The plan without the layers that Transformer Engine's debug path refuses."""
         layers = [layer for named in self._modules for layer in named.layers]
         config = self._config
-        drafted = draft(config.enabled_sections, layers, known_features(), layer_names=config.layer_names)
+        attentions = named_attention(self._model, module_names(self._model))
+        drafted = draft(
+            config.enabled_sections,
+            layers,
+            known_features(),
+            attentions=[layer for named in attentions for layer in named.layers],
+            layer_names=config.layer_names,
+        )
         self._findings += [Finding("config", text) for text in drafted.wrong.texts]
         if self._allow_unmatched:
             self._notes += drafted.missing.texts

@@ -28,7 +28,7 @@ from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.statistics.table import OF_GEMMS
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.config.planning import LayerPlan, Plan, Section
+    from te_precision_callbacks.config.planning import LayerPlan, NamespacedFeatures, Plan, Section
 
 _MOST_NAMED = 3
 """The most layers that a message names."""
@@ -47,24 +47,31 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
             which the tensor is not looked at; or it needs activation overflow detection, which is off.
     """
     by_name = {section.name: section for section in sections}
-    alike: dict[tuple[str, ...], list[LayerPlan]] = {}
-    for entry in plan.layers:
-        alike.setdefault(entry.sections, []).append(entry)
-    for hit, entries in alike.items():
-        features = entries[0].features.get(NAMESPACE, {}).values()
-        schemas = [options.schema for options in features if isinstance(options, ReadOptions)]
-        layers = [entry.layer.name for entry in entries]
-        for dumps in (schema for schema in schemas if isinstance(schema, DumpTensors)):
+    for is_attention, planned in ((False, plan.layers), (True, plan.attentions)):
+        alike: dict[tuple[str, ...], list[LayerPlan]] = {}
+        for entry in planned:
+            alike.setdefault(entry.sections, []).append(entry)
+        for hit, entries in alike.items():
+            schemas = schemas_of(entries[0].features)
+            layers = [entry.layer.name for entry in entries]
             measured = _place(by_name, hit, LogGemmError, ("gemms",))
-            found = _problem(dumps, schemas, layers, measured, detects_overflow=detects_overflow)
-            if found is not None:
-                keys, problem = found
-                place = _place(by_name, hit, DumpTensors, keys) or by_name[hit[0]].place()
-                raise ConfigError(f"{place}: {problem}")
+            for dumps in (schema for schema in schemas if isinstance(schema, DumpTensors)):
+                targets = dumps.targets_of_attention if is_attention else (*dumps.targets, *dumps.of_gemms)
+                found = _problem(targets, schemas, layers, measured, detects_overflow=detects_overflow)
+                if found is not None:
+                    keys, problem = found
+                    place = _place(by_name, hit, DumpTensors, keys) or by_name[hit[0]].place()
+                    raise ConfigError(f"{place}: {problem}")
+
+
+def schemas_of(features: NamespacedFeatures) -> list[FeatureSchema]:
+    """The features of a layer that have schemas."""
+    found = features.get(NAMESPACE, {}).values()
+    return [options.schema for options in found if isinstance(options, ReadOptions)]
 
 
 def _problem(
-    dumps: DumpTensors,
+    targets: Sequence[Target[Any]],
     schemas: Sequence[FeatureSchema],
     layers: Sequence[str],
     measured: str,
@@ -72,7 +79,6 @@ def _problem(
     detects_overflow: bool,
 ) -> tuple[KeyPath, str] | None:
     """The problem of a condition in layers that have the same features, with its place."""
-    targets: list[Target[Any]] = [*dumps.targets, *dumps.of_gemms]
     for target in sorted(targets, key=lambda target: TENSORS.index(str(target.tensor))):
         known = collected(schemas, str(target.tensor))
         for condition in target.options.when:

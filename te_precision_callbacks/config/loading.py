@@ -103,12 +103,20 @@ class Config:
         layers: Sequence[Layer],
         registered: RegisteredFeatures,
         *,
+        attentions: Sequence[Layer] = (),
         allow_unmatched: bool = False,
         layer_names: LayerNames | None = None,
     ) -> Plan:
         """Decide which features act on which of ``layers``; see :func:`te_precision_callbacks.config.planning.plan`."""
         sections, layer_names = self.enabled_sections, layer_names or self.layer_names
-        return plan(sections, layers, registered, allow_unmatched=allow_unmatched, layer_names=layer_names)
+        return plan(
+            sections,
+            layers,
+            registered,
+            attentions=attentions,
+            allow_unmatched=allow_unmatched,
+            layer_names=layer_names,
+        )
 
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None

@@ -337,10 +337,10 @@ gemm_error:
     )
 
     @property
-    def of_attention(self) -> LogGemmErrorItem | None:
-        """The options for attention; None if it is not measured."""
+    def of_attention(self) -> Mapping[str, LogGemmErrorItem]:
+        """As of :class:`FeatureSchema`: the forward alone."""
         items = (target.options for target in self.targets if target.gemm == "fprop")
-        return next(items, None) if self.attention else None
+        return {item.gemm: item for item in items if self.attention}
 
     @cached_property
     def targets(self) -> tuple[Target[LogGemmErrorItem], ...]:
@@ -363,6 +363,10 @@ gemm_error:
 
 class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
     """One tensor of DumpTensors."""
+
+
+_ATTENTION = ("fprop", "dgrad")
+"""The GEMMs whose keys hold for the forward and for the backward of attention."""
 
 
 class DumpTensorsGemmItem(Scheduled, Conditional, OneGemm):
@@ -399,6 +403,12 @@ dump_what_is_not_finite:
           start_end_list: [[120, 125]]
 """
 
+    attention: StrictBool = Field(
+        True,
+        description="Whether calls of DotProductAttention are written too: the forward with the keys of `fprop`, the"
+        " backward with those of `dgrad`. `layers` selects attention as for `LogGemmError`.",
+    )
+
     @cached_property
     def targets(self) -> tuple[Target[DumpTensorsItem], ...]:
         """The listed tensors; none if only GEMMs are listed."""
@@ -414,6 +424,18 @@ dump_what_is_not_finite:
             Target(RESULT[cast(GemmName, gemm)], gemm, DumpTensorsGemmItem.of(nested, gemm=gemm), nested)
             for gemm, nested in self.chosen_gemms.items()
         )
+
+    @property
+    def targets_of_attention(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
+        """The GEMMs whose keys are those of attention, each with the tensor that conditions are on: the output of the
+        forward, which LogGemmError measures."""
+        found = (target for target in self.of_gemms if target.gemm in _ATTENTION)
+        return tuple(replace(target, tensor=RESULT["fprop"]) for target in found) if self.attention else ()
+
+    @property
+    def of_attention(self) -> Mapping[str, DumpTensorsGemmItem]:
+        """As of :class:`FeatureSchema`."""
+        return {target.options.gemm: target.options for target in self.targets_of_attention}
 
     @property
     def every_target(self) -> tuple[Target[Level], ...]:

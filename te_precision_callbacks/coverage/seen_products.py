@@ -21,10 +21,7 @@ from te_precision_callbacks.coverage.precision_audit import format_of, quantizer
 from te_precision_callbacks.coverage.seeing import is_seen_by
 from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct, summed
 from te_precision_callbacks.layers.forwards import ForwardKind
-from te_precision_callbacks.layers.naming import Model, named_roots
-
-_ATTENTION = "DotProductAttention"
-"""Transformer Engine's attention, whose parts, one for each way to compute it, have its name."""
+from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
 
 
 def _in_a_region() -> bool:
@@ -84,7 +81,7 @@ class ModelProducts:
         roots = [root for _, root in named_roots(model) or ()]
         modules = {id(module): module for root in roots for module in root.modules()}
         paths = {key: names[key] for key in modules if key in names}
-        attentions = {id(module): path for path, module in attention_modules(model, names)}
+        attentions = {id(named.module): named.name for named in named_attention(model, names)}
         for key, path in attentions.items():
             paths |= {id(part): path for part in modules[key].modules()}
         self._operations, self.attentions = frozenset(operations), attentions
@@ -289,22 +286,3 @@ class ModelProducts:
 def format_made_by(quantizer: Any, otherwise: str) -> str:
     """The format that attention rounds an inner tensor to; without a quantizer, as in MXFP8, that of an operand."""
     return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)
-
-
-def attention_modules(model: Model, names: Mapping[int, str]) -> list[tuple[str, torch.nn.Module]]:
-    """The modules of Transformer Engine's attention in a model, each with its path.
-
-    Args:
-        model: the model.
-        names: id of a module -> its path.
-    """
-    modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
-    return [(names[id(module)], module) for module in modules if id(module) in names and _is_attention(module)]
-
-
-def _is_attention(module: torch.nn.Module) -> bool:
-    """Whether a module is Transformer Engine's attention, or derived from it, as Megatron's is."""
-    return any(
-        base.__name__ == _ATTENTION and base.__module__.startswith("transformer_engine.")
-        for base in type(module).__mro__
-    )

@@ -75,6 +75,9 @@ def list_command(
         what = [] if header.high_precision is None else [header.high_precision.dtype]
         what += [] if header.quantized is None else [header.quantized.class_name]
         what += [] if header.gemm is None else [f"a GEMM of {header.gemm.n} x {header.gemm.m} x {header.gemm.k}"]
+        if header.attention is not None:
+            queries, keys = header.attention.longest
+            what.append(f"{header.attention.name}, {queries} queries x {keys} keys")
         iteration = "" if header.iteration is None else header.iteration
         cells = (iteration, header.layer, header.tensor, header.micro_batch, header.rank, ", ".join(what))
         table.add_row(*map(terminal.cell, (*cells, f"{entry.size:,}", place)))

@@ -45,6 +45,7 @@ from te_precision_callbacks.dumps.header import (
     HIGH_PRECISION,
     QUANTIZED,
     SCALE_DTYPES,
+    Attention,
     Direction,
     Gemm,
     Header,
@@ -254,28 +255,13 @@ def record_of(
     described: dict[str, Operand] = {}
     for side, (data, high) in operands.items():
         operand = gemm.operands()[side]
+        memory: Stored | torch.Tensor = data
         if kind_is_known(data):
             part = stored(data, columnwise=operand.columnwise)
             if part is None:
                 raise DumpError(f"The {operand.tensor} has no data of the direction that the GEMM reads.")
-            direction, of_direction = _internals(part, one_object=False)
-            names = {key: f"{side}.{key}" for key in of_direction}
-            amax = None if direction.amax is None else names[direction.amax]
-            direction = dataclasses.replace(
-                direction, data=names[direction.data], scale=names[direction.scale], amax=amax
-            )
-            tensors |= {names[key]: tensor for key, tensor in of_direction.items()}
-            quantizer = getattr(data, "_quantizer", None)
-            rounding = None if quantizer is None else rules_of(quantizer, columnwise=operand.columnwise)
-            operand = dataclasses.replace(operand, direction=direction, rounding=rounding)
-        else:
-            tensors[f"{side}.values"] = _plain(data)
-            operand = dataclasses.replace(operand, values=_described(data))
-            high = None
-        if high is not None:
-            tensors[f"{side}.{HIGH_PRECISION}"] = _plain(high)
-            operand = dataclasses.replace(operand, high_precision=_described(high))
-        described[side] = operand
+            memory = part
+        described[side] = _operand(side, operand, memory, high, getattr(data, "_quantizer", None), tensors)
     for name, tensor in (("out", out), ("before", before), ("bias", bias)):
         if tensor is not None:
             tensors[name] = _plain(tensor)
@@ -301,24 +287,99 @@ def record_of(
     return Dump(header, tensors)
 
 
+def attention_record_of(
+    attention: Attention,
+    memory: Mapping[str, tuple[Stored | torch.Tensor, torch.Tensor | None]],
+    others: Mapping[str, torch.Tensor],
+    scales: Mapping[str, torch.Tensor],
+    *,
+    layer: str,
+    iteration: int,
+    micro_batch: int,
+    rank: int,
+    recipe: str,
+) -> Dump:
+    """Describe a call of attention.
+
+    Args:
+        attention: its description, with the operands and results, but without their contents.
+        memory: name of an operand or result -> the tensor as the kernel read or wrote it, and before its quantization,
+            if there is one: [batch, heads, tokens, size].
+        others: the plain tensors beside them.
+        scales: the names and the scales of ``probabilities`` and ``scores``.
+        layer, iteration, micro_batch, rank, recipe: as in :class:`Header`.
+
+    Raises:
+        DumpError: a tensor is of a kind that cannot be dumped.
+    """
+    tensors = {name: _plain(tensor) for name, tensor in others.items()}
+    described = {
+        name: _operand(name, operand, *memory[name], None, tensors) for name, operand in attention.tensors().items()
+    }
+    attention = dataclasses.replace(
+        attention,
+        operands={name: described[name] for name in attention.operands},
+        results={name: described[name] for name in attention.results},
+        others={name: _described(tensor) for name, tensor in tensors.items() if name in others},
+    )
+    header = Header(
+        layer=layer,
+        tensor="attention_backward" if attention.is_backward else "attention_forward",
+        iteration=iteration,
+        micro_batch=micro_batch,
+        rank=rank,
+        recipe=recipe,
+        attention=attention,
+        versions=dict(_versions()),
+        time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+    )
+    return Dump(header, tensors | {name: _plain(scale).reshape(1) for name, scale in scales.items()})
+
+
+def _operand(
+    name: str,
+    operand: Operand,
+    memory: Stored | torch.Tensor,
+    high: torch.Tensor | None,
+    quantizer: Any,
+    tensors: dict[str, torch.Tensor],
+) -> Operand:
+    """An operand with its contents, whose tensors are added to ``tensors``; names begin with ``name``."""
+    if not isinstance(memory, Stored):
+        tensors[f"{name}.values"] = _plain(memory)
+        return dataclasses.replace(operand, values=_described(memory), rounding=None)
+    direction, of_direction = _internals(memory, one_object=False)
+    names = {key: f"{name}.{key}" for key in of_direction}
+    amax = None if direction.amax is None else names[direction.amax]
+    direction = dataclasses.replace(direction, data=names[direction.data], scale=names[direction.scale], amax=amax)
+    tensors |= {names[key]: tensor for key, tensor in of_direction.items()}
+    rounding = operand.rounding if quantizer is None else rules_of(quantizer, columnwise=operand.columnwise)
+    operand = dataclasses.replace(operand, direction=direction, rounding=rounding)
+    if high is None:
+        return operand
+    tensors[f"{name}.{HIGH_PRECISION}"] = _plain(high)
+    return dataclasses.replace(operand, high_precision=_described(high))
+
+
 def _described(tensor: torch.Tensor) -> Plain:
     return Plain(tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
 def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
-    """What a recorded GEMM read: a direction of a quantized tensor, or a plain tensor.
+    """What a recorded GEMM or attention read, or what attention gave: a direction of a quantized tensor, or a plain
+    tensor.
 
     Args:
-        dump: a record of a GEMM.
-        side: "a" or "b".
+        dump: a record of a GEMM or of attention.
+        side: "a" or "b"; or the name of a tensor of attention.
 
     Raises:
-        DumpError: the dump is not a record of a GEMM.
+        DumpError: the dump is not a record.
     """
-    gemm = a_dump(dump).header.gemm
-    if gemm is None:
+    call = a_dump(dump).header.call
+    if call is None:
         raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
-    operand = gemm.operands()[side]
+    operand = call.operands()[side] if isinstance(call, Gemm) else call.tensors()[side]
     if operand.direction is None:
         return dump.tensors[f"{side}.values"]
     return _part(operand.direction, operand.columnwise, dump.tensors)

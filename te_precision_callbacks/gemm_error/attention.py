@@ -49,20 +49,22 @@ class Attended(NamedTuple):
 def output_of(call: Call, place: Place, most_bytes: int) -> torch.Tensor:
     """The sampled rows of the result alone, before its rounding: [rows, size of a head of values]."""
     scores, seen, _ = _scores(call, place, most_bytes)
-    weights, _, total = _softmax(scores, seen)
+    weights, _, total = softmax(scores, seen)
     return _times_values(call, place, most_bytes, [(weights / total, _themselves)])[0]
 
 
 def attended(call: Call, place: Place, most_bytes: int) -> Attended:
     """The sampled rows of the result, and what a healthy kernel may be off."""
     scores, seen, terms = _scores(call, place, most_bytes)
-    weights, largest, total = _softmax(scores, seen)
+    weights, largest, total = softmax(scores, seen)
     weights = call.probabilities.clipped(weights)
     s, half = weights / total, torch.minimum(call.probabilities.half_step(weights), weights) / total
     # Of the scores: what is lost in their sums, and the float32 of the exponents.
     eps, own = torch.finfo(torch.float32).eps, torch.finfo(scores.dtype).eps
     of_scores = call.accumulator.variance(call.query.shape[3], terms, scores.square())
     of_scores = of_scores + own**2 * call.query.shape[3] * terms + eps**2 * (1 + scores.square() + largest.square())
+    if call.scores is not None:
+        of_scores = of_scores + call.scores.half_step(scores).square() / 3
     of_scores = torch.where(seen, of_scores * s.square(), 0.0)
     output, flushed, rounded, rounding, shifted, squares = _times_values(
         call,
@@ -116,7 +118,7 @@ def _scores(call: Call, place: Place, most_bytes: int) -> tuple[torch.Tensor, to
     return found, call.mask.sees(place.rows, keys, place.lengths), torch.cat(terms, 1)
 
 
-def _softmax(scores: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def softmax(scores: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """S before the division by its sum, the largest score, and the sum, which is 1 where no key is seen."""
     scores = scores.masked_fill(~seen, -math.inf)
     largest = scores.amax(1, keepdim=True)
@@ -181,8 +183,16 @@ def sample_of(call: Call, place: Place, result: HeadTensor, most_bytes: int) -> 
     return Sample(place, attended(call, place, most_bytes), run)
 
 
-def judged(call: Call, samples: Sequence[Sample], result: HeadTensor) -> Judged:
+def judged(
+    call: Call, samples: Sequence[Sample], result: HeadTensor, elements: list[torch.Tensor] | None = None
+) -> Judged:
     """Compare what the kernel gave with what its operands give. Nothing waits for the device.
+
+    Args:
+        call: what the kernel was handed.
+        samples: rows of the result.
+        result: what it gave.
+        elements: gets the ratio of each element of each sample, [rows, size of a head].
 
     Rows and columns are those of the result as a matrix, [tokens, heads times size].
     """
@@ -201,9 +211,11 @@ def judged(call: Call, samples: Sequence[Sample], result: HeadTensor) -> Judged:
         for many in zip(*((one.hard, one.sure, one.variance) for one in found), strict=True)
     )
     of_elements = ratio_of(error.square(), torch.minimum(hard + bound(1) * variance.sqrt(), sure).square(), broken)
-    of_columns = _of_sums(error, hard, sure, variance, (1,))
+    if elements is not None:
+        elements += of_elements
+    of_columns = ratio_of_sums(error, hard, sure, variance, (1,))
     # The errors of one row have the rounding of S in common, those of different rows have not.
-    whole = _of_sums(error, hard, sure, variance.sum(2, keepdim=True), (0, 1, 2))
+    whole = ratio_of_sums(error, hard, sure, variance.sum(2, keepdim=True), (0, 1, 2))
     sequences, heads, tokens, size = result.shape
     rows = torch.zeros(sequences * tokens, dtype=torch.float64, device=result.device)
     columns = torch.zeros(heads * size, dtype=torch.float64, device=result.device)
@@ -223,7 +235,7 @@ def judged(call: Call, samples: Sequence[Sample], result: HeadTensor) -> Judged:
     )
 
 
-def _of_sums(
+def ratio_of_sums(
     error: torch.Tensor, hard: torch.Tensor, sure: torch.Tensor, variance: torch.Tensor, over: tuple[int, ...]
 ) -> torch.Tensor:
     """The ratio of the root of a sum of squared errors to its tolerance.

@@ -7,7 +7,7 @@ call.query.rows(place.sequence, place.head, place.rows, torch.float32)      # [r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,10 @@ class HeadTensor:
     """Q, K, V or the result of attention, whose heads are decoded one by one.
 
     Args:
-        tensor: a plain tensor, per-tensor FP8 or MXFP8, whose dimensions are those of ``form``.
-        form: ``bshd``, ``sbhd``, ``bhsd`` or ``thd``.
+        tensor: a plain tensor, per-tensor FP8 or MXFP8, whose dimensions are those of ``form``; or a direction of one,
+            in the format ``bhsd``.
+        form: ``bshd``, ``sbhd``, ``bhsd`` or ``thd``. Sequences that are packed into one may be one sequence of
+            ``bhsd``.
         along_tokens: of MXFP8, whether the blocks lie along the tokens (columnwise), not along the head.
 
     Attributes:
@@ -51,8 +53,10 @@ class HeadTensor:
     def __init__(self, tensor: Any, form: str, *, along_tokens: bool = False) -> None:
         self.form = form
         self.part: Stored | None = None
-        mode = scaling_mode(tensor)
-        if mode is None and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        mode = tensor.mode if isinstance(tensor, Stored) else scaling_mode(tensor)
+        if isinstance(tensor, Stored):
+            self.part, numbers, form = tensor, tensor.as_tensor(tensor.codes), HEADS
+        elif mode is None and type(tensor) in (torch.Tensor, torch.nn.Parameter):
             numbers = tensor.detach()
         elif mode == PER_TENSOR or (mode == MXFP8 and form != "thd"):
             found = tensor if mode == PER_TENSOR else in_heads(tensor, form)
@@ -69,10 +73,27 @@ class HeadTensor:
         self.shape = (sequences, heads, tokens, size)
         self.device = numbers.device
 
+    @property
+    def memory(self) -> Stored | torch.Tensor:
+        """The codes and their scales, or the plain tensor, in the format ``bhsd``."""
+        if self.part is None or self.part.mode == MXFP8:
+            return self._heads if self.part is None else self.part
+        return replace(self.part, codes=self._heads.reshape(-1, self.shape[3]), shape=self.shape)
+
+    @property
+    def numbers(self) -> FloatFormat | torch.dtype:
+        """What its elements are rounded to."""
+        return self._heads.dtype if self.part is None else self.part.element_format
+
+    @property
+    def spacing(self) -> Spacing:
+        """The distance of the numbers that a result is rounded to."""
+        scale = None if self.part is None else torch.reciprocal(self.part.scales.view(()))
+        return Spacing.of(self.numbers, scale)
+
     def rows(self, sequence: int, head: int, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Tokens of a head: [tokens, size]. Of ``thd`` the sequence does not matter, and a place is one in all
-        sequences."""
-        sequence, tokens = (0 if self.form == "thd" else sequence), tokens.clamp(0, self.shape[2] - 1)
+        """Tokens of a head: [tokens, size]. Where sequences are packed into one, a place is one in all of them."""
+        sequence, tokens = min(sequence, self.shape[0] - 1), tokens.clamp(0, self.shape[2] - 1)
         found = self._heads[sequence, head].index_select(0, tokens)
         if self.part is None or self._factors is None:
             return found.to(dtype)
@@ -86,7 +107,7 @@ class HeadTensor:
     def row_of(self, sequence: int, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of tokens in the tensor as a matrix, whose columns are those of all heads."""
         sequences, _, length, _ = self.shape
-        if self.form == "thd":
+        if sequences == 1:
             return tokens
         return tokens * sequences + sequence if self.form == "sbhd" else sequence * length + tokens
 
@@ -196,6 +217,8 @@ class Call:
         bias: added to the scores, [1 or sequences, 1 or heads, queries, keys]; None for none.
         bias_is_scaled: whether ``scale`` multiplies the bias too.
         accumulator: how the device sums.
+        scores: the numbers that the scores are rounded to; None for float32.
+        gradient_of_scores: the same of their gradient, in a backward.
     """
 
     query: HeadTensor
@@ -212,6 +235,8 @@ class Call:
     bias: torch.Tensor | None = None
     bias_is_scaled: bool = False
     accumulator: Accumulator = FLOAT32
+    scores: Spacing | None = None
+    gradient_of_scores: Spacing | None = None
 
 
 class Place(NamedTuple):

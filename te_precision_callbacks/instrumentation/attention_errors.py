@@ -6,7 +6,7 @@ statistics are those of GEMMs, of the tensor ``output`` of the attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.numerics.layouts import LayoutError, is_quantized
+from te_precision_callbacks.base.numerics.layouts import MXFP8, LayoutError, is_quantized, scaling_mode
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.config.schemas import LogGemmErrorItem
-from te_precision_callbacks.coverage.gemm_events import AttentionEvent
+from te_precision_callbacks.config.levels import FeatureSchema
+from te_precision_callbacks.config.schemas import LogGemmError, LogGemmErrorItem
+from te_precision_callbacks.coverage.gemm_events import UNFUSED, AttentionEvent
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.gemm_error.accumulators import accumulator_of
 from te_precision_callbacks.gemm_error.attention import format_error, judged, sample
@@ -59,9 +60,15 @@ class AttentionErrors:
         self._items: Mapping[str, LogGemmErrorItem] = {}
         self._noted: set[str] = set()
 
-    def watch(self, modules: Mapping[int, tuple[str, LogGemmErrorItem]]) -> None:
-        """Set the modules of attention that are measured: id -> name and options."""
-        self._modules, self._items = modules, dict(modules.values())
+    def watch(self, modules: Mapping[int, tuple[str, Sequence[FeatureSchema]]]) -> None:
+        """Set the modules of attention: id -> name, and the features that look at it."""
+        self._modules = {
+            key: (layer, item)
+            for key, (layer, features) in modules.items()
+            for feature in features
+            for item in (feature.of_attention.values() if isinstance(feature, LogGemmError) else ())
+        }
+        self._items = dict(self._modules.values())
         self._noted.clear()
 
     def due(self, iteration: int) -> dict[int, str]:
@@ -138,37 +145,56 @@ class AttentionErrors:
 
 
 def why_not(event: AttentionEvent) -> str:
-    """Why a forward of fused attention cannot be computed again; empty if it can."""
+    """Why attention cannot be computed again; empty if it can."""
     given = event.arguments
-    if given["dropout"] and given["is_training"]:
+    if given["dropout"] and given.get("is_training", True):
         return "its dropout cannot be drawn again"
     if given["softmax_type"] != "vanilla":
         return f"its softmax is {given['softmax_type']}"
     if given["attn_bias_type"] not in ("no_bias", "pre_scale_bias", "post_scale_bias"):
         return f"its bias is {given['attn_bias_type']}"
-    if given["page_table_k"] is not None or given["page_table_v"] is not None:
+    if any(given.get(name) is not None for name in ("page_table_k", "page_table_v")) or given.get("is_paged"):
         return "its keys are in pages"
+    if given.get("fp8"):
+        return "it emulates FP8 in torch's operators"
+    if given.get("softcap"):
+        return "its scores are capped"
+    if event.kernel == UNFUSED and given["attn_bias_type"] != "no_bias":
+        return "its scores and its bias are rounded one after the other"
+    mask = given["attn_mask_type"]
+    if mask == "arbitrary" or ("padding" in mask and given["cu_seqlens_q"] is None):
+        return "its mask is a tensor"
+    if event.backward and given["attn_bias_type"] != "no_bias":
+        return "its backward is not handed its bias"
+    if event.backward and scaling_mode(event.query) == MXFP8:
+        return "the backward of MXFP8 reads its operands in both directions"
     quantizer = event.probabilities
     if quantizer is not None and getattr(quantizer, "scale", None) is None:
         return f"the scale of S is not known: it has a {type(quantizer).__name__}"
     return ""
 
 
-def call_of(event: AttentionEvent, result: HeadTensor) -> Call:
-    """What a kernel of fused attention was handed.
+def forms_of(layout: Any) -> tuple[str, str, str]:
+    """The formats of the three tensors of a layout: ``bshd`` of all, for ``bshd_bs2hd``."""
+    parts = ["".join(filter(str.isalpha, part)) for part in str(layout).split("_")]
+    return parts[0], parts[1 % len(parts)], parts[-1]
 
-    Read from Transformer Engine 2.20.2: ``fused_attn_fwd`` of ``pytorch/cpp_extensions/fused_attn.py``.
+
+def call_of(event: AttentionEvent, result: HeadTensor) -> Call:
+    """What attention was handed.
+
+    Read from Transformer Engine 2.20.2: ``fused_attn_fwd`` and ``fused_attn_bwd`` of
+    ``pytorch/cpp_extensions/fused_attn.py``.
 
     Args:
-        event: the forward.
-        result: what it gave.
+        event: the forward or backward.
+        result: what it gave, or one of the gradients.
 
     Raises:
         FactorError: an operand is of an unknown kind.
     """
     given = event.arguments
-    parts = ["".join(filter(str.isalpha, part)) for part in str(given["qkv_layout"]).split("_")]
-    forms = (parts[0], parts[1 % len(parts)], parts[-1])
+    forms = forms_of(given["qkv_layout"])
     query, key, value = (
         HeadTensor(tensor, form, along_tokens=number == 2)
         for number, (tensor, form) in enumerate(zip((event.query, event.key, event.value), forms, strict=True))
@@ -178,15 +204,10 @@ def call_of(event: AttentionEvent, result: HeadTensor) -> Call:
     bounds: list[Bounds | None] = [None, None]
     if packed or "padding" in mask:
         for number, name in enumerate(("cu_seqlens_q", "cu_seqlens_kv")):
-            padded = given[f"{name}_padded"]
+            padded = given.get(f"{name}_padded")
             places = (given[name] if padded is None else padded) if forms[number] == "thd" else None
             bounds[number] = Bounds(given[name], places)
     quantizer = event.probabilities
-    of_query = event.query.dtype if query.part is None else query.part.element_format
-    if result.part is None:
-        of_result = Spacing.of(event.output.dtype)
-    else:
-        of_result = Spacing.of(result.part.element_format, torch.reciprocal(result.part.scales.view(())))
     capability = torch.cuda.get_device_capability(query.device) if query.device.type == "cuda" else None
     bias_type = given["attn_bias_type"]
     return Call(
@@ -199,11 +220,12 @@ def call_of(event: AttentionEvent, result: HeadTensor) -> Call:
         _mask(mask, given["window_size"], at_the_end=bool(given["bottom_right_diagonal"])),
         bounds[0],
         bounds[1],
-        Spacing.of(of_query, None if quantizer is None else quantizer.scale.view(())),
-        of_result,
-        None if bias_type == "no_bias" else given["attn_bias"],
+        Spacing.of(query.numbers, None if quantizer is None else quantizer.scale.view(())),
+        result.spacing,
+        None if bias_type == "no_bias" else given.get("attn_bias"),
         bias_type == "pre_scale_bias",
         accumulator_of(query.part, split_accumulator=False, capability=capability),
+        Spacing.of(query.numbers) if event.kernel == UNFUSED else None,
     )
 
 

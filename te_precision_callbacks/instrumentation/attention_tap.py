@@ -9,11 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionListener, AttentionSizes
+from te_precision_callbacks.coverage.gemm_events import (
+    UNFUSED,
+    AttentionEvent,
+    AttentionListener,
+    AttentionSizes,
+    UnfusedListener,
+)
 from te_precision_callbacks.coverage.precision_audit import recipe_text
-from te_precision_callbacks.instrumentation.handed import arguments_of_forward
+from te_precision_callbacks.instrumentation.handed import arguments_of_forward, as_fused_attention
 from te_precision_callbacks.instrumentation.running import UNHEARD, Forward, Running
-from te_precision_callbacks.layers.forwards import Classify
+from te_precision_callbacks.layers.forwards import Classify, outside_of_dynamo
 
 
 class AttentionTap:
@@ -23,7 +29,8 @@ class AttentionTap:
         classify: decides the kind of a forward.
         report: receives failures of listeners.
         running: what threads run.
-        listeners: receive the events.
+        listeners: receive the events of fused attention.
+        unfused: is called behind each forward of unfused attention.
 
     Attributes:
         names: id of a module of attention -> its name.
@@ -35,12 +42,14 @@ class AttentionTap:
         report: Callable[[str, str, Exception], None],
         running: Running,
         listeners: Sequence[AttentionListener],
+        unfused: UnfusedListener | None = None,
     ) -> None:
         self.names: Mapping[int, str] = {}
         self._classify = classify
         self._report = report
         self._running = running
         self._listeners = listeners
+        self._unfused = unfused
 
     def hear(self, names: Mapping[int, str]) -> None:
         """Set the modules that are listened to: id -> name."""
@@ -99,13 +108,41 @@ class AttentionTap:
 
         return tapped
 
+    def around_unfused(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of unfused attention, which is reported to those who listen to it."""
+        signature = inspect.signature(upstream)
+
+        @functools.wraps(upstream)
+        @outside_of_dynamo
+        def forward(module: Any, *operands: Any, **keywords: Any) -> Any:
+            result = upstream(module, *operands, **keywords)
+            entered = self._running.here.entered
+            if self._unfused is not None and entered is not None and entered is not UNHEARD:
+
+                def event() -> AttentionEvent:
+                    given = signature.bind(module, *operands, **keywords)
+                    given.apply_defaults()
+                    as_fused, output = as_fused_attention(module, given.arguments, result)
+                    return self._event(entered, as_fused, (output, ()))
+
+                try:
+                    self._unfused(entered.layers[0], entered.kind, event)
+                except ObservationError:
+                    raise
+                except Exception as error:
+                    self._report("looking at the products of", entered.layers[0], error)
+            return result
+
+        return forward
+
     def _event(self, forward: Forward, given: Mapping[str, Any], result: Any) -> AttentionEvent:
         high, forward.high = forward.high or {}, None  # the backward's are not looked at
         query, key, value = given["q"], given["k"], given["v"]
         form = given["qkv_layout"].replace("3", "").replace("2", "").partition("_")[0]
+        backward = "d_o" in given
         return AttentionEvent(
             forward.layers[0],
-            "d_o" in given,
+            backward,
             query,
             key,
             value,
@@ -113,10 +150,21 @@ class AttentionTap:
             given["s_quantizer"],
             given.get("dp_quantizer"),
             AttentionSizes.of(query, key, value, form),
-            None if "d_o" in given else result[0],
+            None if backward else result[0],
             {name: tensor for (_, name), tensor in high.items()},
             next(self._running.numbers),
             forward.kind,
             forward.recipe,
             given,
+            result[:3] if backward else (),
+            given["aux_ctx_tensors"] if backward else result[1] or (),
+            _kernel(given),
         )
+
+
+def _kernel(given: Mapping[str, Any]) -> str:
+    """What has run attention, in words."""
+    from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
+
+    backend = given["fused_attention_backend"]
+    return UNFUSED if backend is None else f"fused, {FusedAttnBackend.cast(backend).name}"

@@ -28,13 +28,14 @@ from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.config.schemas import LogGemmErrorItem
+from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.coverage.gemm_events import Listener
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.answers import Answers, ToldOfForwards
 from te_precision_callbacks.instrumentation.attention_errors import AttentionErrors
+from te_precision_callbacks.instrumentation.attention_records import AttentionRecords
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
@@ -84,6 +85,7 @@ class ForwardHooks:
         self._fused_observation = FusedObservation(engine, failures.report)
         self.gemm_errors = GemmErrors(engine, failures.report)
         self._attention_errors = AttentionErrors(engine, failures.report, self.gemm_errors.tell)
+        self._attention_records = AttentionRecords(failures.report)
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
         self.order = ExecutionOrder()
         running = Running()
@@ -94,7 +96,8 @@ class ForwardHooks:
             running,
             enter=self._enter_fused,
             silent=self.products.note_silent,
-            attention=(self.products, self._attention_errors),
+            attention=(self.products, self._attention_errors, self._attention_records),
+            unfused=self._attention_records.note_unfused,
         )
         self._seams = Replaced()
         self._has_ranges = False
@@ -111,7 +114,7 @@ class ForwardHooks:
         refused: Iterable[int] = (),
         operations: Sequence[NamedOperation] = (),
         fused: Mapping[int, tuple[Schedule, ...]] = MappingProxyType({}),
-        attentions: Mapping[int, tuple[str, LogGemmErrorItem]] = MappingProxyType({}),
+        attentions: Mapping[int, tuple[str, Sequence[FeatureSchema]]] = MappingProxyType({}),
     ) -> None:
         """Set the modules that the session acts on; any other module runs as without a session.
 
@@ -121,7 +124,7 @@ class ForwardHooks:
             operations: the operations of ``te.ops`` with GEMMs.
             fused: the ids of modules that are observed on their fused path -> the steps in which features change their
                 precision.
-            attentions: id of a module of attention whose errors are measured -> its name and the options.
+            attentions: id of a module of attention -> its name, and the features that look at it.
         """
         self._release()
         self.answers.forget_modules()
@@ -129,6 +132,7 @@ class ForwardHooks:
         self._tap.watch(self._watched.layers, operations)
         self.gemm_errors.watch(modules)
         self._attention_errors.watch(attentions)
+        self._attention_records.watch(attentions)
         self._gemm_records.watch(modules)
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
         self.arm()
@@ -159,7 +163,9 @@ class ForwardHooks:
 
         iteration = TEDebugState.get_iteration()
         self._audit.enter(iteration)
-        attentions = {} if self._classify.kept else self._attention_errors.due(iteration)
+        attentions: dict[int, str] = {}
+        if not self._classify.kept:
+            attentions = {**self._attention_errors.due(iteration), **self._attention_records.due(iteration)}
         listeners: tuple[Listener, ...] = ()
         if (self._watched.armed or self._tap.operations.has_new or attentions) and not self._classify.kept:
             listeners = (self.order, self._audit.look, self._fused_observation, self._gemm_records, self.gemm_errors)

@@ -53,6 +53,9 @@ _OLD_SPELLINGS = (
 )
 """Module attributes of TE 2.20, and their names in TE's documentation."""
 
+_ATTENTION = "DotProductAttention"
+"""Transformer Engine's attention, whose parts, one for each way to compute it, have its name."""
+
 _NUMBERED_EXPERTS = re.compile(r"\bexperts_\d+_\d+\b")
 """The experts of a rank in :attr:`Layer.by_number`; a selector without numbers means the experts of all ranks."""
 
@@ -94,7 +97,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class NamedModule:
-    """A Transformer Engine module with observable GEMMs, and its layers.
+    """A Transformer Engine module with observable GEMMs, or attention, and its layers.
 
     Attributes:
         module: the module; its attribute ``name`` is not changed here.
@@ -184,6 +187,27 @@ def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") ->
             name = path or snake_case(_own_class(root))
             names.setdefault(id(place.module), _joined(scope_of(scope, place.path), name))
     return names
+
+
+def named_attention(model: Model, names: Mapping[int, str]) -> list[NamedModule]:
+    """The modules of Transformer Engine's attention in a model, or derived from it, as Megatron's; each a layer, whose
+    products are no GEMMs of Transformer Engine's.
+
+    Args:
+        model: the model.
+        names: id of a module -> its name; modules without one are left out.
+    """
+    modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
+    found = []
+    for module in modules:
+        kinds = [base for base in type(module).__mro__ if base is not torch.nn.Module]
+        if id(module) in names and any(
+            kind.__name__ == _ATTENTION and kind.__module__.startswith("transformer_engine.") for kind in kinds
+        ):
+            name = names[id(module)]
+            layer = Layer(name, (), spellings(kind.__name__ for kind in kinds))
+            found.append(NamedModule(module, name, (layer,)))
+    return found
 
 
 class NamedOperation(NamedTuple):

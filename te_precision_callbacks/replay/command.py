@@ -1,4 +1,4 @@
-"""``te-precision replay``: whether the format, the quantizer or the kernel made the error of a recorded GEMM.
+"""``te-precision replay``: whether the format, the quantizer or the kernel made the error of a GEMM or of attention.
 
 Usage::
 
@@ -12,6 +12,7 @@ cannot be read and nothing is wrong in the rest. ``--json`` prints one JSON obje
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from te_precision_callbacks.replay.folder import ReplayedFolder
-    from te_precision_callbacks.replay.gemm import Replayed
+    from te_precision_callbacks.replay.verdict import Replayed
 
 FOUND, NOT_JUDGED = 1, 3
 """Exit codes."""
@@ -37,20 +38,23 @@ _LEGEND = ". rounding   o beyond it   O beyond 3 times   # beyond 10 times"
 
 
 def replay_command(
-    path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="A record of a GEMM, or a folder with records.")],
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="FILE|FOLDER", help="A record of a GEMM or of attention, or a folder with records."),
+    ],
     *,
     repro: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.py",
             help="Write a script for a bug report, and the record beside it. It shows the fault with torch alone, and"
-            " runs the GEMM with Transformer Engine where that is there. Of a folder: of the first GEMM with a fault."
+            " runs a GEMM with Transformer Engine where that is there. Of a folder: of the first record with a fault."
             " No file is overwritten.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say whether the format, the quantizer or the kernel made the error of recorded GEMMs."""
+    """Say whether the format, the quantizer or the kernel made the error of recorded GEMMs and attention."""
     from te_precision_callbacks.replay.folder import ReplayedFolder, replay_file, replay_folder
     from te_precision_callbacks.replay.repro import check_script
 
@@ -78,9 +82,8 @@ def _written(found: ReplayedFolder, repro: Path) -> str:
     if shown is None:
         return "No script was written, since no record could be read."
     made = write_repro(repro, *shown)
-    healthy = (
-        "" if shown[1].faults else " No fault was found in this record; the script can run its GEMM on another device."
-    )
+    use = "the script can run its GEMM on another device" if shown[1].header.gemm else "the script compares it again"
+    healthy = "" if shown[1].faults else f" No fault was found in this record; {use}."
     return f"Wrote {made} and {made.with_suffix('.safetensors')}.{healthy}"
 
 
@@ -92,14 +95,14 @@ def _show(found: ReplayedFolder) -> None:
     bad = {path: each for path, each in found.records.items() if each.faults}
     if len(found.records) + len(found.unread) != 1:
         unread = f"; {many(len(found.unread), 'file')} could not be read" if found.unread else ""
-        terminal.show_text(f"{many(len(found.records), 'recorded GEMM')}, {len(bad)} with a fault{unread}.")
+        terminal.show_text(f"{many(len(found.records), _what(found))}, {len(bad)} with a fault{unread}.")
     runs = found.runs
     if runs:
-        terminal.show_text(f"The records are of {len(runs)} runs. GEMMs have an order only within a run:")
+        terminal.show_text(f"The records are of {len(runs)} runs. Records have an order only within a run:")
         for name, paths in list(runs.items())[:_MOST_RUNS]:
             of_run = [path for path in paths if path in bad]
             first_bad = f", the first: {of_run[0]}" if of_run else ""
-            counted = f"{many(len(paths), 'recorded GEMM')}, {len(of_run)} with a fault{first_bad}"
+            counted = f"{many(len(paths), _what(found))}, {len(of_run)} with a fault{first_bad}"
             terminal.show_text(f"{name}: {counted}", _INDENT, 2 * _INDENT)
         if len(runs) > _MOST_RUNS:
             terminal.show_text(f"and {len(runs) - _MOST_RUNS} more, which --json has.", _INDENT)
@@ -118,7 +121,7 @@ def _show(found: ReplayedFolder) -> None:
     if not all(fault.is_confirmed for fault in first.faults):
         terminal.show_text(
             f"Unconfirmed: no real kernel has confirmed the tolerance of {first.header.recipe} on"
-            f" {first.gemm.device}, so this is a warning. docs/gemm-error.md has the tolerances.",
+            f" {first.call.device}, so this is a warning. docs/gemm-error.md has the tolerances.",
             _INDENT,
         )
     for text in first.not_judged if first.faults else ():
@@ -132,7 +135,7 @@ def _show(found: ReplayedFolder) -> None:
     terminal.show(lanes)
     if any(fault.cause == "kernel" for fault in first.faults):
         terminal.show(_worst(first))
-        terminal.show_as_it_is(picture(first.tiles, first.gemm.n, first.gemm.m), _INDENT)
+        terminal.show_as_it_is(picture(first), _INDENT)
     others = [path for path in bad if path != chosen[0]]
     for path in others[:_MOST_FILES]:
         terminal.show_text(bad[path].verdict)
@@ -140,11 +143,17 @@ def _show(found: ReplayedFolder) -> None:
         terminal.show_text(f"and {len(others) - _MOST_FILES} more, which --json has.")
 
 
+def _what(found: ReplayedFolder) -> str:
+    only_gemms = all(each.header.gemm is not None for each in found.records.values())
+    return "recorded GEMM" if only_gemms else "record"
+
+
 def _worst(found: Replayed) -> Any:
-    table = terminal.table("worst rows", "of the tolerance", "worst columns", "of the tolerance ")
+    table = terminal.table(f"worst {found.axes[0]}", "of the tolerance", f"worst {found.axes[1]}", "of the tolerance ")
     rows, columns = (_largest(ratios) for ratios in (found.rows, found.columns))
-    for row, column in zip(rows, columns, strict=False):
-        table.add_row(str(row[0]), f"{row[1]:.3g}", str(column[0]), f"{column[1]:.3g}")
+    for row, column in itertools.zip_longest(rows, columns):
+        cells = (("", "") if each is None else (str(each[0]), f"{each[1]:.3g}") for each in (row, column))
+        table.add_row(*itertools.chain(*cells))
     return table
 
 
@@ -153,14 +162,17 @@ def _largest(ratios: torch.Tensor) -> list[tuple[int, float]]:
     return [(place, float(ratios[place])) for place in order]
 
 
-def picture(tiles: torch.Tensor, n: int, m: int) -> str:
+def picture(found: Replayed) -> str:
     """The result as tiles, a character for the largest error in each, over its tolerance."""
     shades = (
         "".join(next((mark for most, mark in _SHADES if ratio <= most), _WORST) for ratio in row)
-        for row in tiles.tolist()
+        for row in found.tiles.tolist()
     )
-    down, across = (_tile(size, max(count, 1)) for size, count in zip((n, m), tiles.shape, strict=True))
-    return "\n".join([f"{n} rows x {m} columns of the result, a character for {down} x {across}; {_LEGEND}", *shades])
+    of = " of the result" if found.header.gemm is not None else ""
+    sizes = len(found.rows), len(found.columns)
+    down, across = (_tile(size, max(count, 1)) for size, count in zip(sizes, found.tiles.shape, strict=True))
+    extents = f"{sizes[0]} {found.axes[0]} x {sizes[1]} {found.axes[1]}{of}"
+    return "\n".join([f"{extents}, a character for {down} x {across}; {_LEGEND}", *shades])
 
 
 def _tile(size: int, count: int) -> str:
@@ -176,14 +188,15 @@ def _as_json(found: ReplayedFolder) -> dict[str, Any]:
             {
                 "path": str(path),
                 "layer": each.header.layer,
-                "gemm": each.gemm.gemm,
-                "expert": each.gemm.expert,
+                "gemm": each.call.gemm,
+                "expert": None if each.header.gemm is None else each.header.gemm.expert,
+                "attention": each.header.attention is not None,
                 "iteration": each.header.iteration,
                 "micro_batch": each.header.micro_batch,
                 "rank": each.header.rank,
-                "order": each.gemm.order,
+                "order": each.call.order,
                 "recipe": each.header.recipe,
-                "device": each.gemm.device,
+                "device": each.call.device,
                 "verdict": each.verdict,
                 "faults": each.faults,
                 "not_judged": each.not_judged,

@@ -43,11 +43,8 @@ def damage_in_words(
     tile = slice(int(rows[0]), int(rows[0]) + height), slice(int(columns[0]), int(columns[0]) + width)
     share = number / (height * width)
     whole = height * width == bad.numel()
-    place = (
-        "the whole result"
-        if whole
-        else f"rows {tile[0].start} to {tile[0].stop - 1}, columns {tile[1].start} to {tile[1].stop - 1}"
-    )
+    spans = (_span(what, part) for what, part in zip(("row", "column"), tile, strict=True))
+    place = "the whole result" if whole else ", ".join(spans)
     if share > 0.5:
         kind = _kind_of(codes[tile], result[tile], bad[tile])
         return f"{place}: {kind}"
@@ -56,6 +53,11 @@ def damage_in_words(
     if len(columns) <= _MOST_NAMED:
         return f"{_named('column', columns, bad.shape[1])}: {number} elements are wrong"
     return f"{number} of {bad.numel()} elements ({100 * number / bad.numel():.2g} %) are wrong, scattered over {place}"
+
+
+def _span(what: str, part: slice) -> str:
+    one = part.stop - part.start == 1
+    return f"{what} {part.start}" if one else f"{what}s {part.start} to {part.stop - 1}"
 
 
 def _kind_of(codes: torch.Tensor, result: torch.Tensor, bad: torch.Tensor) -> str:

@@ -20,22 +20,28 @@ lose. The quantizer is judged by all of its codes and scales (:mod:`te_precision
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from te_precision_callbacks.base.numerics.layouts import Stored
-from te_precision_callbacks.dumps.contents import Dump, a_dump
-from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.header import Gemm, Header
+from te_precision_callbacks.dumps.contents import Dump
+from te_precision_callbacks.dumps.header import Gemm
 from te_precision_callbacks.gemm_error.accumulators import accumulated, accumulator_of
-from te_precision_callbacks.gemm_error.confirmed import is_confirmed
 from te_precision_callbacks.gemm_error.factors import factor_of
 from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, rounding_variance, thin
 from te_precision_callbacks.gemm_error.probes import probes, seed_of
 from te_precision_callbacks.replay.damage import damage_in_words
-from te_precision_callbacks.replay.operands import Codes, Recorded
+from te_precision_callbacks.replay.operands import Recorded
+from te_precision_callbacks.replay.verdict import (
+    Fault,
+    Lane,
+    Replayed,
+    accounts_for,
+    apart,
+    faults_of_codes,
+    kernel_fault,
+    tiles_of,
+)
 
 PROBES = 64
 """The number of probes from each side."""
@@ -46,107 +52,14 @@ MOST_DEVIATIONS = 8.0
 _SAMPLED = 64
 """Rows and columns that the model of the accumulator computes."""
 
-_MOST_BIAS = 6.0
-"""How many standard deviations the bias of stochastic rounding, and the share of zeros, may be off."""
 
-_LEFT = 0.2
-"""A factor that leaves less of an error than this accounts for it."""
-
-Cause = Literal["kernel", "quantizer"]
-
-
-@dataclass(frozen=True)
-class Lane:
-    """A way to compute the product.
-
-    Attributes:
-        name: as in the module's description.
-        difference: by what the next lane differs: format, quantizer, accumulation or kernel; empty for the last.
-        error: the norm of the difference to the next lane over the norm of the next; None where a lane cannot be
-            computed.
-    """
-
-    name: str
-    difference: str
-    error: float | None
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that is wrong with a GEMM.
-
-    Attributes:
-        cause: the kernel, or the quantizer.
-        text: what is wrong, with its place.
-        operand: the operand that the quantizer has made; empty for the kernel.
-        is_confirmed: whether a real kernel has confirmed the tolerance on the GPU, or no tolerance is concerned. If
-            not, the fault is a warning, as of the rules of a run.
-    """
-
-    cause: Cause
-    text: str
-    operand: str = ""
-    is_confirmed: bool = True
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """What the replay of a GEMM has found.
-
-    Attributes:
-        header, gemm: of the record.
-        lanes: the ways to compute the product.
-        faults: what is wrong, the kernel first; none if nothing is.
-        not_judged: what cannot be judged, and why.
-        gain: <result, codes> / |codes|^2, which is 1; None where it is not known.
-        rows, columns: the ratio to the tolerance of each row and column, [n] and [m]; above 1 is wrong.
-        tiles: the largest ratio in each tile of the result, at most 32 x 64 tiles.
-    """
-
-    header: Header
-    gemm: Gemm
-    lanes: tuple[Lane, ...]
-    faults: tuple[Fault, ...]
-    not_judged: tuple[str, ...]
-    gain: float | None
-    rows: torch.Tensor
-    columns: torch.Tensor
-    tiles: torch.Tensor
-
-    @property
-    def name(self) -> str:
-        """The GEMM in words: ``fc1 fprop, step 3``."""
-        header, gemm = self.header, self.gemm
-        expert = "" if gemm.expert is None else f" of expert {gemm.expert}"
-        rank = f", rank {header.rank}" if header.rank else ""
-        micro_batch = f", micro-batch {header.micro_batch}" if header.micro_batch else ""
-        return f"{header.layer} {gemm.gemm}{expert}, step {header.iteration}{micro_batch}{rank}"
-
-    @property
-    def verdict(self) -> str:
-        """The verdict in a line."""
-        if self.faults:
-            first = self.faults[0]
-            return f"{self.name}: {first.cause}{'' if first.is_confirmed else ' (unconfirmed)'}: {first.text}"
-        lane = next((lane for lane in self.lanes if lane.name == "original" and lane.error is not None), None)
-        of_format = "" if lane is None else f"; the format costs {100 * (lane.error or 0):.2f} %"
-        left = f" Not judged: {'; '.join(self.not_judged)}." if self.not_judged else ""
-        return f"{self.name}: nothing is wrong with the kernel and the quantizers{of_format}.{left}"
-
-
-@torch.no_grad()
-def replay(dump: Dump) -> Replayed:
+def replay_gemm(dump: Dump, gemm: Gemm) -> Replayed:
     """Replay a record of a GEMM.
 
     Args:
         dump: the record.
-
-    Raises:
-        DumpError: the dump is not a record of a GEMM.
+        gemm: its description.
     """
-    gemm = a_dump(dump).header.gemm
-    if gemm is None:
-        raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
     left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)
     judge = _Kernel(dump, gemm, left, right)
     faults = judge.faults()
@@ -154,7 +67,7 @@ def replay(dump: Dump) -> Replayed:
     for operand in (left, right):
         checked = operand.checked()
         if checked is not None:
-            faults += _of_codes(operand, checked)
+            faults += faults_of_codes(operand, checked)
         elif isinstance(operand.data, Stored):
             lacks = "the tensor before quantization is" if operand.high is None else "its quantizer is"
             not_judged.append(f"the quantizer of {operand.described.tensor}, since {lacks} not in the record")
@@ -168,7 +81,7 @@ def replay(dump: Dump) -> Replayed:
         judge.gain,
         judge.found.rows,
         judge.found.columns,
-        judge.tiles(),
+        tiles_of(judge.ratios),
     )
 
 
@@ -177,7 +90,7 @@ class _Kernel:
 
     def __init__(self, dump: Dump, gemm: Gemm, left: Recorded, right: Recorded) -> None:
         self.gemm = gemm
-        self._recipe = dump.header.recipe or ""
+        self._header = dump.header
         self.left, self.right = left.decoded(), right.decoded()
         self.accumulator = accumulator_of(
             left.data, right.data, split_accumulator=gemm.split_accumulator, capability=gemm.capability
@@ -231,25 +144,11 @@ class _Kernel:
             return []
         text = damage_in_words(self.codes, self.alone, self.ratios > 1, self.found.rows > 1, self.found.columns > 1)
         gain = f"; the result is {self.gain:.3g} of the product" if self._is_scaled() else ""
-        gpu = "" if self.gemm.capability is None else self.gemm.device
-        return [Fault("kernel", f"{text}{gain}", is_confirmed=is_confirmed(self._recipe, gpu))]
+        return [kernel_fault(self._header, self.gemm, f"{text}{gain}")]
 
     def _is_scaled(self) -> bool:
         """Whether a factor accounts for most of what is wrong with the result."""
-        if self.gain is None:
-            return False
-        apart, left = (float((self.alone - factor * self.codes).norm()) for factor in (1.0, self.gain))
-        return left < _LEFT * apart
-
-    def tiles(self) -> torch.Tensor:
-        """The largest ratio in each of at most 32 x 64 tiles."""
-        ratios = torch.maximum(self.ratios, torch.zeros_like(self.ratios))
-        most = zip(ratios.shape, (32, 64), strict=True)
-        rows, columns = (torch.arange(size) * tiles // max(size, tiles) for size, tiles in most)
-        height, width = (int(where[-1]) + 1 if len(where) else 0 for where in (rows, columns))
-        of_rows = ratios.new_zeros(height, ratios.shape[1])
-        of_rows.scatter_reduce_(0, rows.unsqueeze(1).expand_as(ratios), ratios, "amax")
-        return ratios.new_zeros(height, width).scatter_reduce_(1, columns.expand_as(of_rows), of_rows, "amax")
+        return self.gain is not None and accounts_for(self.gain, self.codes, self.alone)
 
     def sampled(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows and columns that the model of the accumulator computes: the worst ones first."""
@@ -257,27 +156,6 @@ class _Kernel:
             ratios.argsort(descending=True, stable=True)[:_SAMPLED] for ratios in (self.found.rows, self.found.columns)
         )
         return rows, columns
-
-
-def _of_codes(operand: Recorded, checked: Codes) -> list[Fault]:
-    """What is wrong with the codes and scales of an operand."""
-    found = []
-    tensor = operand.described.tensor
-    if checked.wrong_scales:
-        found.append(f"{checked.wrong_scales:.0f} of {checked.scales:.0f} scales are not those of the format")
-    if checked.wrong:
-        found.append(f"{checked.wrong:.0f} of {checked.codes:.0f} codes are not the nearest number of the format")
-    if checked.rounded and not checked.wrong:
-        deviation = checked.bias / math.sqrt(checked.rounded / 4)
-        if abs(deviation) > _MOST_BIAS:
-            way = "towards 0" if deviation < 0 else "away from 0"
-            found.append(
-                f"stochastic rounding has a bias {way}: {checked.bias / checked.rounded:+.3f} of a step on average"
-            )
-        excess = checked.zeros - checked.expected_zeros
-        if excess > _MOST_BIAS * math.sqrt(max(1.0, checked.expected_zeros)):
-            found.append(f"{checked.zeros:.0f} codes are 0, and {checked.expected_zeros:.0f} are expected to be")
-    return [Fault("quantizer", f"{tensor}: {'; '.join(found)}", tensor)] if found else []
 
 
 def _lanes(kernel: _Kernel, left: Recorded, right: Recorded) -> tuple[Lane, ...]:
@@ -292,19 +170,9 @@ def _lanes(kernel: _Kernel, left: Recorded, right: Recorded) -> tuple[Lane, ...]
     summed = alpha * accumulated(kernel.left[rows], kernel.right[columns], kernel.accumulator)
     codes, alone = (whole[rows][:, columns] for whole in (kernel.codes, kernel.alone))
     return (
-        Lane("original", "format", _apart(original, own)),
-        Lane("own quantizer", "quantizer", _apart(own, kernel.codes)),
-        Lane("codes", "accumulation", _apart(codes, summed)),
-        Lane("accumulator", "kernel", _apart(summed, alone)),
+        Lane("original", "format", apart(original, own)),
+        Lane("own quantizer", "quantizer", apart(own, kernel.codes)),
+        Lane("codes", "accumulation", apart(codes, summed)),
+        Lane("accumulator", "kernel", apart(summed, alone)),
         Lane("result", "", None),
     )
-
-
-def _apart(one: torch.Tensor | None, following: torch.Tensor | None) -> float | None:
-    if one is None or following is None:
-        return None
-    use = one.isfinite() & following.isfinite()
-    one, following = torch.where(use, one, 0.0), torch.where(use, following, 0.0)
-    norm = float(one.norm())
-    apart = float((one - following).norm())
-    return apart / norm if norm else (0.0 if apart == 0 else math.inf)

@@ -13,18 +13,16 @@ from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.config.attention import options_of_attention
 from te_precision_callbacks.config.differences import FlatConfig, flat_config
-from te_precision_callbacks.config.dumping import check_conditions
+from te_precision_callbacks.config.dumping import check_conditions, schemas_of
 from te_precision_callbacks.config.idle import idle_in_words
+from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
-from te_precision_callbacks.config.schemas import LogGemmErrorItem
 from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.coverage.history import LayerFacts, kept_by_sections
 from te_precision_callbacks.coverage.parallel import Ranks, placements
 from te_precision_callbacks.coverage.precision_audit import backward_override
-from te_precision_callbacks.coverage.seen_products import attention_modules
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
@@ -34,7 +32,7 @@ from te_precision_callbacks.instrumentation.fused import NotFused, choose, paths
 from te_precision_callbacks.instrumentation.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.folding import in_sentence
-from te_precision_callbacks.layers.naming import Layer, Model, compiled_call, named_roots, spellings
+from te_precision_callbacks.layers.naming import Model, compiled_call, named_roots
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.watched_modules import watched_modules
 from te_precision_callbacks.session.model_changes import ModelChanges
@@ -149,7 +147,7 @@ class ObservedModel:
         goes_on = "with activation overflow detection alone" if watched else "without precision debugging"
         for text in idle_in_words(options.config, planned.sections):
             logger.warning("%s", text)
-        if not self.layers.of_all:
+        if not (self.layers.of_all or planned.plan.attentions):
             logger.warning("%s", without_layers(goes_on, self._front_door))
         self._model = model
         self._observe(planned)
@@ -167,6 +165,7 @@ class ObservedModel:
         plan = config.plan(
             self.layers.of_all,
             registered,
+            attentions=self.layers.attentions_of_all,
             allow_unmatched=self._options.allow_unmatched,
             layer_names=self._options.layer_names,
         )
@@ -200,22 +199,15 @@ class ObservedModel:
         for module in modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(
-            modules, self._refused.modules, self.layers.operations, planned.fused, self._attentions(planned.sections)
-        )
+        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused, self._attentions(plan))
         self.say_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
             logger.info('observe="auto": %s', paths_in_words(len(planned.fused), planned.not_fused))
 
-    def _attentions(self, features: Sequence[NamespacedFeatures]) -> dict[int, tuple[str, LogGemmErrorItem]]:
-        """The modules of attention whose errors are measured, given the features of all sections."""
-        found = attention_modules(self._model, self.layers.paths(self._model))
-        layers = []
-        for name, module in found:
-            kinds = [base.__name__ for base in type(module).__mro__ if base is not torch.nn.Module]
-            layers.append(Layer(name, (), spellings(kinds)))
-        items = options_of_attention(self._options.config.enabled_sections, features, layers)
-        return {id(module): (name, items[name]) for name, module in found if name in items}
+    def _attentions(self, plan: Plan) -> dict[int, tuple[str, Sequence[FeatureSchema]]]:
+        """id of a module of attention of this rank -> its name, and the features that look at it."""
+        found = {entry.layer.name: schemas_of(entry.features) for entry in plan.attentions}
+        return {id(each.module): (each.name, found[each.name]) for each in self.layers.attentions if each.name in found}
 
     # ------------------------------------------------------------------ what changes in it
 

@@ -229,7 +229,7 @@ def step(net: torch.nn.Module, recipe: Any, given: list[torch.Tensor]) -> torch.
 
 
 def session(net: torch.nn.Module, folder: Path, keeper: Keeper, layers: str = "all", **options: Any) -> InspectSession:
-    section = {"s": feature("LogGemmError", [layers, "linear"], **{"gemms": ["fprop"], "freq": 1, **options})}
+    section = {"s": feature("LogGemmError", [layers], **{"gemms": ["fprop"], "freq": 1, **options})}
     return InspectSession(section, model=net, log_dir=folder, sinks=[keeper], strict=True)
 
 
@@ -304,6 +304,7 @@ def test_a_fault_of_the_kernel(
     found = [each for each in running.findings if each.rule.startswith("gemm-")]
     assert [(each.rule, each.layers, each.tensor) for each in found] == [(rule, ("core",), "output")]
     assert seen in found[0].seen
+    assert found[0].seen.startswith("the attention forward (scores QK^T, softmax, PV) ")
 
 
 @pytest.mark.parametrize("layers", ["DotProductAttention", "dot_product_attention", "core"])

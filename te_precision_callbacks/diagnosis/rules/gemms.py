@@ -79,19 +79,33 @@ class Kernel(_OfGemms):
             scaled = np.abs(beside["gemm_gain"] - 1) > GAIN
             alone = (beside["gemm_kernel_rank_first"] == beside["gemm_kernel_rank_last"]) & ranks
             holds = {"gain": bad & scaled & ~alone, "rank": bad & alone, "kernel": bad & ~scaled & ~alone}[self._kind]
-            texts = np.array([_seen(beside, at, ratio, self._kind) for at in range(len(ratio.values))], object)
+            names = numbers.names_of(ratio)
+            texts = np.array(
+                [
+                    f"{_subject(facts, name, tensor)} {_seen(beside, at, ratio, self._kind)}"
+                    for at, name in enumerate(names)
+                ],
+                object,
+            )
             for severity in ("error", "warning"):
-                of_severity = np.array([_severity(facts, name) == severity for name in numbers.names_of(ratio)], bool)
+                of_severity = np.array([_severity(facts, name) == severity for name in names], bool)
                 yield from self._streaks.sightings(
                     numbers,
                     facts,
                     ratio,
                     holds & of_severity,
-                    f"the GEMM {_GEMM[tensor]} {{}}",
+                    "{}",
                     texts,
                     severity=severity,
                     key=severity,
                 )
+
+
+def _subject(facts: Facts, layer: str, tensor: str) -> str:
+    """The GEMM that makes a tensor of a layer; of attention, the forward with both of its products."""
+    if facts.is_attention(layer):
+        return "the attention forward (scores QK^T, softmax, PV)"
+    return f"the GEMM {_GEMM[tensor]}"
 
 
 def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
@@ -177,7 +191,8 @@ class Excess(_OfGemms):
                 facts,
                 column,
                 column.values > EXCESS,
-                f"the error of {_GEMM[column.family.tensor]} is {{:.3g}} times that of its operands",
+                "the error of {} is {:.3g} times that of its operands",
+                np.array([_subject(facts, name, column.family.tensor) for name in numbers.names_of(column)], object),
                 column.values,
             )
 
