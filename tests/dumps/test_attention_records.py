@@ -102,7 +102,7 @@ def test_conditions_on_the_output_hold_for_both_passes(tmp_path: Path, condition
 
 
 def test_what_is_never_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"not collected for 'output' in the layer 'core'. Add LogGemmError"):
+    with pytest.raises(ConfigError, match=r"measure the GEMM of 'output' in the layer 'core'\. Add LogGemmError"):
         train(tmp_path, when="gemm_kernel_ratio > 2")
     with pytest.raises(ConfigError, match="DumpTensors does not look"):
         train(tmp_path, attention=False)
