@@ -11,7 +11,8 @@ result is ``op(B) @ op(A)``. ``pytorch/csrc/extensions/gemm.cpp`` and ``common/g
 
 Operands are read in the direction that the GPU reads, as float32 times the scales of their blocks; products and sums
 are float32, and the scale of a whole tensor multiplies the sums, as in cuBLAS. Two operands of bfloat16 with a result
-of bfloat16 go to torch as they are where the processor multiplies bfloat16, whose products and sums are float32 too.
+of bfloat16 go to torch as they are where the processor multiplies bfloat16, whose products and sums are float32 too;
+there large products of FP8, FP4 and bfloat16 go to ``products.py``.
 FP8 blocks on Hopper are summed block by block, and the scales multiply these sums, which are mostly exact, as described
 for cuBLAS in ``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's repository. The order
 of other sums is torch's, so a result is not bit-equal to a GPU's. Operands that cuBLAS refuses are refused too, as far
