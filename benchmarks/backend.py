@@ -168,6 +168,7 @@ def _row(case: str, dtype: str, capability: str, pairs: Pairs, base: str) -> dic
         "to": base,
         "to_ms": pairs.base(),
         "pairs": len(pairs.ways),
+        "machine": machine(torch.device("cpu")),
     }
 
 

@@ -1,0 +1,314 @@
+"""Measures the figures of README and docs, keeps them in ``benchmarks/figures``, and writes them into the pages.
+
+    python benchmarks/figures.py                  # measures all, about an hour on an idle machine, and writes the pages
+    python benchmarks/figures.py step overflow    # these alone
+    python benchmarks/figures.py --write          # measures nothing: the pages from what is kept
+
+Each benchmark runs in a process of its own with its defaults, and its file is written when it is done, with the machine
+and the commit. A page has a table between ``<!-- figures: NAME -->`` and ``<!-- figures: end -->``, where NAME is a
+function of ``TABLES``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from in_turn import Interval
+from measuring import progress
+
+ROOT = Path(__file__).parent.parent
+KEPT = Path(__file__).parent / "figures"
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "docs" / "reference-backend.md")
+
+_MARKED = re.compile(r"(?P<begin><!-- figures: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- figures: end -->)", re.DOTALL)
+
+Case = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark as the pages show it.
+
+    Attributes:
+        script: beside this one.
+        environment: variables that it runs with.
+    """
+
+    script: str
+    environment: Mapping[str, str]
+
+
+_FREE = {"OMP_WAIT_POLICY": "passive"}
+
+BENCHMARKS = {
+    "stats": Benchmark("stats.py", _FREE),
+    "stats-avx2": Benchmark("stats.py", _FREE | {"ATEN_CPU_CAPABILITY": "avx2"}),
+    "step": Benchmark("step.py", _FREE),
+    "overflow": Benchmark("overflow.py", _FREE),
+    "dumps": Benchmark("dumps.py", _FREE),
+    "backend": Benchmark("backend.py", _FREE),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a benchmark has measured.
+
+    Attributes:
+        cases: as its ``--json`` prints them; intervals are :class:`Interval`.
+        commit: of this repository, with ``, changed`` if files of it had been.
+    """
+
+    cases: Sequence[Case]
+    commit: str
+
+    @property
+    def where(self) -> str:
+        """The machine and the commit, for below a table."""
+        return f"{self.cases[0]['machine']}; commit {self.commit}"
+
+    def case(self, name: str) -> Case:
+        """A case by its name."""
+        return next(case for case in self.cases if case["case"] == name)
+
+
+def measured(name: str) -> None:
+    """Run a benchmark and keep what it prints."""
+    benchmark = BENCHMARKS[name]
+    progress(f"{name}: {benchmark.script}")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(benchmark.script)), "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=os.environ | benchmark.environment,
+    )
+    if done.returncode:
+        sys.exit(f"{benchmark.script} failed with exit code {done.returncode}: see above. {name}.json is as before.")
+    KEPT.mkdir(exist_ok=True)
+    found = {"commit": _commit(), "cases": json.loads(done.stdout)}
+    (KEPT / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    commit, changed = (
+        subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        for arguments in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", "te_precision_callbacks"))
+    )
+    return f"{commit}, changed" if changed else commit
+
+
+def kept(name: str) -> Figures:
+    """What a benchmark has measured last."""
+    found = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
+    return Figures([{key: _read(value) for key, value in case.items()} for case in found["cases"]], found["commit"])
+
+
+def _read(value: Any) -> Any:
+    return Interval(**value) if isinstance(value, dict) and set(value) == {"value", "low", "high"} else value
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def readme() -> str:
+    """What is added to a step, in three rows."""
+    step, overflow = kept("step"), kept("overflow")
+    both = step.case("tensor and FP8 statistics")
+    fused = step.case("fused, tensor and FP8 statistics")
+    found = overflow.case("float32")
+    rows = [
+        (
+            "tensor and FP8 statistics, fused path, without norms and activation functions",
+            _percent(fused["ours_added_percent"]),
+            "",
+        ),
+        (
+            "tensor and FP8 statistics, debug path",
+            _percent(both["ours_added_percent"]),
+            f"{both['te_added_percent'].value:.0f} %",
+        ),
+        (
+            "activation overflow detection, float32",
+            _percent(found["ours_added_percent"]),
+            f"{found['upstream_added_percent'].value:.0f} %",
+        ),
+    ]
+    return _table(("added to a step", "here", "the same in Transformer Engine 2.20 or transformers"), rows)
+
+
+def stats() -> str:
+    """Statistics of a tensor, in reads of it."""
+    wide, narrow = kept("stats"), kept("stats-avx2")
+    rows = [
+        (
+            case["case"],
+            case["ours_ms"],
+            case["ours_reads"],
+            case["claim"],
+            narrow.case(case["case"])["ours_reads"],
+            case["te_ms"],
+            f"{case['ratio']:.0f}",
+            f"{narrow.case(case['case'])['ratio']:.0f}",
+        )
+        for case in wide.cases
+    ]
+    size = " x ".join(map(str, wide.cases[0]["shape"]))
+    header = (
+        f"statistics of a {size} tensor",
+        "here, ms",
+        "in reads of the tensor",
+        "at most",
+        "reads, AVX2",
+        "Transformer Engine, ms",
+        "ratio",
+        "ratio, AVX2",
+    )
+    return _table(header, rows) + _below(wide, narrow)
+
+
+def step() -> str:
+    """What debugging adds to a step."""
+    found = kept("step")
+    rows = [
+        (
+            case["case"],
+            case["none_ms"],
+            case["ours_added_percent"],
+            case["ours_processor_percent"],
+            case.get("claim"),
+            case.get("te_added_percent"),
+            case.get("ours_ns_per_element"),
+            case.get("te_ns_per_element"),
+        )
+        for case in found.cases
+    ]
+    header = (
+        "every step",
+        "without, ms",
+        "here, % of the step",
+        "% of its processor time",
+        "at most",
+        "Transformer Engine, %",
+        "here, ns an element",
+        "Transformer Engine",
+    )
+    return _table(header, rows) + _below(found)
+
+
+def overflow() -> str:
+    """What activation overflow detection adds."""
+    found = kept("overflow")
+    columns = (
+        "none_ms",
+        "ours_added_percent",
+        "ours_processor_percent",
+        "claim",
+        "forward_added_percent",
+        "upstream_added_percent",
+        "ours_host_waits",
+        "upstream_host_waits",
+    )
+    rows = [(case["case"], *(case[column] for column in columns)) for case in found.cases]
+    header = (
+        "dtype",
+        "none, ms",
+        "here, %",
+        "% of processor time",
+        "at most",
+        "forwards alone, %",
+        "transformers, %",
+        "host waits here",
+        "transformers",
+    )
+    return _table(header, rows) + _below(found)
+
+
+def dumps() -> str:
+    """What dumping adds."""
+    found = kept("dumps")
+    columns = ("case", "none_ms", "ours_added_ms", "te_added_ms", "ours_left_ms", "bytes_per_step")
+    rows = [[case[column] for column in columns] for case in found.cases]
+    header = ("dumps.py", "none, ms", "here, ms", "Transformer Engine, ms", "left to write, ms", "bytes a step")
+    return _table(header, rows) + _below(found)
+
+
+def backend() -> str:
+    """A step of each recipe on the reference backend."""
+    found = kept("backend")
+    names = list(dict.fromkeys((case["case"], case["capability"]) for case in found.cases))
+    of = {(case["case"], case["capability"], case["dtype"]): case for case in found.cases}
+    rows = []
+    for name, capability in names:
+        cells: list[object] = []
+        for dtype in ("float32", "bfloat16"):
+            case = of.get((name, capability, dtype))
+            cells += ["", ""] if case is None else [case["step_ms"], case["ratio"] if case["to"] else ""]
+        rows.append((f"`{name}`" if name.endswith("Scaling") else name, capability, *cells))
+    header = ("step", "capability", "float32, ms", "times", "bfloat16, ms", "times")
+    return _table(header, rows) + _below(found)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme": readme,
+    "stats": stats,
+    "step": step,
+    "overflow": overflow,
+    "dumps": dumps,
+    "backend": backend,
+}
+
+
+def _percent(interval: Interval) -> str:
+    return f"{interval.value:.2g} % ({interval.low:.2g} to {interval.high:.2g})"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *([_cell(value) for value in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "" if value is None else str(value)
+
+
+def _below(*of: Figures) -> str:
+    return "\n" + "".join(f"{where}.\n" for where in dict.fromkeys(each.where for each in of))
+
+
+def rendered(text: str) -> str:
+    """A page with the tables of what is kept.
+
+    Raises:
+        KeyError: a mark names no table.
+    """
+    return _MARKED.sub(lambda mark: mark["begin"] + TABLES[mark["name"]]() + mark["end"], text)
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure, of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--write", action="store_true", help="measure nothing")
+    options = parser.parse_args(given)
+    unknown = [name for name in options.names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"There is no benchmark {unknown[0]!r} with figures. There are {', '.join(BENCHMARKS)}.")
+    for name in () if options.write else options.names or BENCHMARKS:
+        measured(name)
+    for page in PAGES:
+        page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
