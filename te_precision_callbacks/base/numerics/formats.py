@@ -55,11 +55,24 @@ class FloatFormat(Bits):
         if self.dtype is None:
             bits = values.view(torch.int32)
             # All numbers where the code changes end in more than 16 zero bits: lower bits only mean "a little more".
-            key = ((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0)
-            return _code_table(self, values.device).index_select(0, key.reshape(-1)).view(values.shape)
+            return self._looked_up(((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0))
         codes = values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
         negative_nan = 0x80 | (self.nan_code or 0)
         return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if _any_nan(values) else codes
+
+    def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The codes of numbers of a signed format, which :meth:`encode` gives too; of FP4 in less time.
+
+        Args:
+            numbers: float32, any shape, each a number of the format.
+
+        Returns:
+            uint8, same shape, one code a byte.
+        """
+        return self.encode(numbers) if self.dtype else self._looked_up((numbers.view(torch.int32) >> 16) & 0xFFFF)
+
+    def _looked_up(self, upper: torch.Tensor) -> torch.Tensor:
+        return _code_table(self, upper.device).index_select(0, upper.reshape(-1)).view(upper.shape)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         """The nearest numbers of a signed format, rounded as by :meth:`encode`; NaN stays NaN.

@@ -95,7 +95,7 @@ def _stochastic_codes(values: torch.Tensor) -> torch.Tensor:
     apart = binade.clamp_(min=1.0).mul_(0.5)
     below = (magnitude / apart).floor_().mul_(apart)
     up = torch.rand_like(magnitude) < magnitude.sub_(below).div_(apart)
-    return E2M1.encode(below.add_(apart.mul_(up)).copysign_(values))
+    return E2M1.codes_of(below.add_(apart.mul_(up)).copysign_(values))
 
 
 def _one_scale(blocks: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
