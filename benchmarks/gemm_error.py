@@ -1,13 +1,14 @@
 """The error of GEMMs, as LogGemmError measures it: how far off its estimates are, what it misses, and false alarms.
 
-    python benchmarks/gemm_error.py [--json] [--trials 1000] [--steps 100] [--healthy 100000]
+    python benchmarks/gemm_error.py [--json] [--trials 1000] [--healthy 100000]
         [--parts trials modules faults healthy cost]
 
 Parts:
   trials   each recipe and GEMM on the reference backend: the error of the kernel and of the format, against whole
            products in float64, in standard deviations of the estimate.
-  modules  the same of the kernel alone, through Transformer Engine's modules in a session: fused and debug path, with a
-           bias, added to main_grad, and of experts; of what the extension is handed.
+  modules  the same through Transformer Engine's modules in a session: fused and debug path, with a bias, added to
+           main_grad, and of experts; of each recipe. The whole products are those of what the extension is handed, and
+           of the module's own input, weights and gradient.
   faults   faults of a kernel in a result of the reference backend: how many are missed, and of how many the rows and
            columns are those of the fault.
   healthy  GEMMs of operands of many kinds, summed by the models of the accumulators, whose error is within rounding.
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from in_turn import Pairs
@@ -163,7 +164,8 @@ def _estimates(case: str, deviations: Sequence[float], ratios: Sequence[float], 
 
 
 class Whole(NamedTuple):
-    """A GEMM that the extension has run, in float64: its product, and the error of the result; [n, m]."""
+    """A GEMM that the extension has run, in float64: the product of its operands, and the error of its result;
+    [n, m]."""
 
     gemm: GemmName
     expert: int
@@ -229,6 +231,31 @@ def module_of(kind: str) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     return module, [parameter.main_grad for parameter in module.parameters()]
 
 
+def exact_products(
+    module: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor
+) -> dict[tuple[GemmName, int], torch.Tensor]:
+    """(GEMM, expert) -> the product of what a module's operands are before quantization, in float64.
+
+    Args:
+        module: of :func:`module_of`.
+        x: its input, [rows, K].
+        gradient: of its output, [rows, M].
+    """
+    named = {name: parameter.detach().double() for name, parameter in module.named_parameters()}
+    activation = x.detach().double()
+    if "layer_norm_weight" in named:
+        norm = named["layer_norm_weight"], named["layer_norm_bias"]
+        activation = torch.nn.functional.layer_norm(activation, (K,), *norm, eps=1e-5).to(BF16).double()
+    weights = [parameter for parameter in named.values() if parameter.ndim == 2]
+    parts = (each.chunk(len(weights)) for each in (activation, gradient.double()))
+    found: dict[tuple[GemmName, int], torch.Tensor] = {}
+    for expert, (weight, ours, theirs) in enumerate(zip(weights, *parts, strict=True)):
+        found["fprop", expert] = ours @ weight.t()
+        found["dgrad", expert] = theirs @ weight
+        found["wgrad", expert] = theirs.t() @ ours
+    return found
+
+
 class Kept(Sink):
     """The statistics of the last step: (expert, tensor, statistic) -> value."""
 
@@ -242,44 +269,70 @@ class Kept(Sink):
         }
 
 
-def modules(steps: int) -> Iterator[dict[str, Any]]:
-    """Estimates of the error of kernels in a session, against whole products."""
-    import transformer_engine.pytorch as te
+def modules(number: int) -> Iterator[dict[str, Any]]:
+    """Estimates of the error of the kernel and of the format in a session, against whole products."""
     from transformer_engine.common import recipe as recipes
+
+    makes = (
+        recipes.DelayedScaling,
+        recipes.Float8CurrentScaling,
+        recipes.Float8BlockScaling,
+        recipes.MXFP8BlockScaling,
+        recipes.NVFP4BlockScaling,
+    )
+    for kind in MODULES:
+        for path in ("fused", "debug"):
+            for make in makes:
+                begin = time.process_time()
+                found, ratios = _in_session(kind, path, make(), number)
+                for lane, deviations in found.items():
+                    yield _estimates(f"{kind}, {path} path, {make.__name__}: {lane}", deviations, ratios, begin)
+
+
+def _in_session(
+    kind: str, path: Literal["fused", "debug"], recipe: Any, number: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Train a module until so many GEMMs are measured.
+
+    Returns:
+        The deviations of the estimates of each lane, and the ratios of the kernel's errors to their tolerances.
+
+    Raises:
+        KeyError: a GEMM lacks a lane.
+    """
+    import transformer_engine.pytorch as te
 
     from te_precision_callbacks.session import InspectSession
 
-    makes = (recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.MXFP8BlockScaling, recipes.NVFP4BlockScaling)
     options = {"enabled": True, "gemms": list(LAYOUTS), "freq": 1}
     section = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {"LogGemmError": options}}
-    for kind in MODULES:
-        for path in ("fused", "debug"):
-            begin, deviations, ratios = time.process_time(), list[float](), list[float]()
-            for make in makes:
-                torch.manual_seed(seed_of(kind, path, make.__name__) % 2**31)
-                (net, main_grads), kept, recipe = module_of(kind), Kept(), make()
-                with (
-                    tempfile.TemporaryDirectory() as folder,
-                    InspectSession({"s": section}, model=net, log_dir=folder, sinks=[kept], observe=path) as session,
-                    whole_gemms() as seen,
-                ):
-                    for _ in range(steps):
-                        seen.clear()
-                        for sums in main_grads:
-                            torch.nn.init.normal_(sums)
-                        x, gradient = torch.randn(2 * N, K), torch.randn(2 * N, M)
-                        more = ([N, N],) if "Grouped" in kind else ()
-                        with te.autocast(enabled=True, recipe=recipe):
-                            out = net(x.to(BF16).requires_grad_(), *more)
-                        out.backward(gradient.to(BF16))
-                        session.step()
-                        for gemm, expert, whole, error in seen:
-                            value = kept.values[expert, RESULT[gemm], "gemm_kernel_error"] ** 2
-                            ratios.append(kept.values[expert, RESULT[gemm], "gemm_kernel_ratio"])
-                            spread = math.sqrt(relative_variance(error) + relative_variance(whole))
-                            expected = float(error.square().sum() / whole.square().sum())
-                            deviations.append((value / expected - 1) / spread)
-            yield _estimates(f"{kind}, {path} path: kernel", deviations, ratios, begin)
+    torch.manual_seed(seed_of(kind, path, type(recipe).__name__) % 2**31)
+    (net, main_grads), kept = module_of(kind), Kept()
+    found: dict[str, list[float]] = {"kernel": [], "format": []}
+    ratios = list[float]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        InspectSession({"s": section}, model=net, log_dir=folder, sinks=[kept], observe=path) as session,
+        whole_gemms() as seen,
+    ):
+        while len(ratios) < number:
+            seen.clear()
+            for sums in main_grads:
+                torch.nn.init.normal_(sums)
+            x, gradient = torch.randn(2 * N, K).to(BF16).requires_grad_(), torch.randn(2 * N, M).to(BF16)
+            with te.autocast(enabled=True, recipe=recipe):
+                out = net(x, *(([N, N],) if "Grouped" in kind else ()))
+            out.backward(gradient)
+            session.step()
+            exact = exact_products(net, x, gradient)
+            for gemm, expert, whole, error in seen:
+                high, tensor = exact[gemm, expert], RESULT[gemm]
+                ratios.append(kept.values[expert, tensor, "gemm_kernel_ratio"])
+                for lane, off, of in (("kernel", error, whole), ("format", whole - high, high)):
+                    spread = math.sqrt(relative_variance(off) + relative_variance(of))
+                    estimate = kept.values[expert, tensor, f"gemm_{lane}_error"] ** 2
+                    found[lane].append((estimate / float(off.square().sum() / of.square().sum()) - 1) / spread)
+    return found, ratios
 
 
 def _elements(out: torch.Tensor) -> None:
@@ -430,7 +483,7 @@ def cost(number: int) -> Iterator[dict[str, Any]]:
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "trials": lambda given: trials(given.trials),
-    "modules": lambda given: modules(given.steps),
+    "modules": lambda given: modules(given.trials),
     "faults": lambda given: faults(given.trials),
     "healthy": lambda given: healthy(given.healthy),
     "cost": lambda given: cost(10),
@@ -441,7 +494,6 @@ def main() -> None:
     """Run the parts."""
     parser = arguments(__doc__)
     parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--healthy", type=int, default=100_000)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     given = parser.parse_args()
