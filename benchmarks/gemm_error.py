@@ -1,7 +1,7 @@
 """The error of GEMMs, as LogGemmError measures it: how far off its estimates are, what it misses, and false alarms.
 
     python benchmarks/gemm_error.py [--json] [--trials 1000] [--healthy 100000]
-        [--parts trials modules faults healthy cost]
+        [--parts trials modules faults healthy cost] [--layers 1 --hidden 768] [--seconds 300]
 
 Parts:
   trials   each recipe and GEMM on the reference backend: the error of the kernel and of the format, against whole
@@ -12,22 +12,31 @@ Parts:
   faults   faults of a kernel in a result of the reference backend: how many are missed, and of how many the rows and
            columns are those of the fault.
   healthy  GEMMs of operands of many kinds, summed by the models of the accumulators, whose error is within rounding.
-  cost     processor time of a training step with all GEMMs measured, beside one without.
+  cost     what a session with LogGemmError adds to a training step of examples/byte_lm.py, as step.py trains it: in a
+           step in which all GEMMs are measured, in another one, and at the default freq; with default options. Its
+           processor time, and the most memory that torch holds in a step. OMP_NUM_THREADS=1 where other work runs:
+           threads that wait for a core use processor time.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from in_turn import Pairs
-from measuring import arguments, report, spent
+import yaml
+from in_turn import Interval, add_arguments
+from measuring import arguments, report
+from step import Run, Training, measure, with_ours, without
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.recipes import round_blocks
@@ -442,43 +451,55 @@ def healthy(number: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def cost(number: int) -> Iterator[dict[str, Any]]:
-    """Processor time of steps with every GEMM measured, and without, in turns."""
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
+SEQUENCE, BATCH = 512, 4
+"""Of the trained model: 2,048 tokens."""
 
-    from te_precision_callbacks.session import InspectSession
 
-    section = {
-        "enabled": True,
-        "layers": {"layer_types": ["all"]},
-        "transformer_engine": {"LogGemmError": {"enabled": True, "gemms": ["fprop", "dgrad", "wgrad"], "freq": 2}},
-    }
-    net = torch.nn.Sequential(*(te.Linear(1024, 1024, params_dtype=BF16) for _ in range(2)))
-    x = torch.randn(1024, 1024, dtype=BF16, requires_grad=True)
-    device = torch.device("cpu")
+def cost(layers: int, hidden: int, seconds: float, least: int) -> Iterator[dict[str, Any]]:
+    """What measuring adds to steps of training."""
+    from te_precision_callbacks.config.schemas import LogGemmErrorItem
 
-    def step() -> None:
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            out = net(x)
-        out.float().square().mean().backward()
-        session.step()
+    training = Training(layers, hidden, SEQUENCE, BATCH, CPU)
+    freq, max_memory = (LogGemmErrorItem.model_fields[key].get_default() for key in ("freq", "max_memory"))
+    every = {"a step in which all GEMMs are measured": 1, "a step in which none is due": freq}
+    runs: dict[str, Run] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, schedule in every.items():
+            options = {"enabled": True, "gemms": list(LAYOUTS), "freq": schedule}
+            section = {
+                "enabled": True,
+                "layers": {"layer_types": ["all"]},
+                "transformer_engine": {"LogGemmError": options},
+            }
+            path = Path(folder) / f"{schedule}.yaml"
+            path.write_text(yaml.safe_dump({"s": section}))
+            runs[name] = functools.partial(with_ours, training.model, path, "auto")
+        due, other = (found.ratio("processor") for found in measure(training, runs, seconds, least).values())
+        added = [
+            100 * (one / freq + rest * (1 - 1 / freq) - 1)
+            for one, rest in zip(dataclasses.astuple(due), dataclasses.astuple(other), strict=True)
+        ]
+        alone, measured = (most_held(training, run) / 2**20 for run in (without, next(iter(runs.values()))))
+    sizes = {"layers": layers, "hidden": hidden, "tokens": SEQUENCE * BATCH, "threads": torch.get_num_threads()}
+    for case, worst in {
+        **dict(zip((f"{name}, as a multiple of one without a session" for name in runs), (due, other), strict=True)),
+        f"added to a training at freq: {freq}, percent": Interval(*added),
+        f"held by torch in a step without, MiB; max_memory is {max_memory}": alone,
+        "the same in a measured step": measured,
+    }.items():
+        yield {"case": f"cost: {case}", "worst": worst, **sizes}
 
-    found = Pairs()
-    with tempfile.TemporaryDirectory() as folder, InspectSession({"s": section}, model=net, log_dir=folder) as session:
-        for _ in range(2):
+
+def most_held(training: Training, run: Run) -> float:
+    """The most bytes of what torch allocates in a step that are held at once, by torch's profiler."""
+    with training.within(run) as step, tempfile.TemporaryDirectory() as folder:
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
             step()
-        for _ in range(number):  # one of two steps is due
-            found.ways.append(spent(step, device))
-            found.bases.append(spent(step, device))
-    ratio = found.ratio("processor")
-    yield {
-        "case": "cost: a step of 1,024^3 GEMMs, all measured, as a multiple of a step without",
-        "number": number,
-        "worst": ratio,
-        "beyond": 100 * (ratio.value - 1) / 500,
-        "seconds": found.way("processor").value / 1e3,
-    }
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return float(max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]"))
 
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
@@ -486,7 +507,7 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = 
     "modules": lambda given: modules(given.trials),
     "faults": lambda given: faults(given.trials),
     "healthy": lambda given: healthy(given.healthy),
-    "cost": lambda given: cost(10),
+    "cost": lambda given: cost(given.layers, given.hidden, given.seconds, given.least),
 }
 
 
@@ -495,6 +516,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--healthy", type=int, default=100_000)
+    parser.add_argument("--layers", type=int, default=1, help="of the model of cost (default: 1)")
+    parser.add_argument("--hidden", type=int, default=768, help="of the model of cost (default: 768)")
+    add_arguments(parser, 300, "cost may take")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     given = parser.parse_args()
     reference.install()
@@ -502,8 +526,8 @@ def main() -> None:
     cases = [case for part in given.parts for case in PARTS[part](given)]
     notes = (
         "worst: the largest deviation in standard deviations (trials, modules), the least (faults) or largest (healthy)"
-        " ratio to the tolerance, the multiple of a step's processor time (cost). beyond: estimates more than 6"
-        " standard deviations off, faults missed, false alarms, percent of training's time at freq: 500. An error of 3"
+        " ratio to the tolerance, what is measured (cost; processor time). beyond: estimates more than 6"
+        " standard deviations off, faults missed, false alarms. An error of 3"
         f" times its tolerance is missed with a probability of {missed(PROBES, 3.0):.1e}."
     )
     report(cases, COLUMNS, notes, as_json=given.json)

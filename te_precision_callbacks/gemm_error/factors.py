@@ -25,8 +25,8 @@ PIECE_BYTES = 64 << 20
 """The memory of a decoded piece, by default."""
 
 _CPU_PIECE_BYTES = 2 << 20
-"""The same on a CPU, at most: its temporaries stay in the cache. Larger ones leave it and are mapped anew each time, and
-a sweep takes up to twice as long."""
+"""The same on a CPU, at most: its temporaries stay in the cache. Larger ones leave it and are mapped anew each time; a
+sweep then takes up to twice as long."""
 
 _ROWS_TOGETHER = 128
 """The rows of the largest block of a format: a piece holds whole blocks."""
