@@ -1,32 +1,42 @@
 """The error of GEMMs, as LogGemmError measures it: how far off its estimates are, what it misses, and false alarms.
 
-    python benchmarks/gemm_error.py [--json] [--trials 1000] [--steps 100] [--healthy 100000]
-        [--parts trials modules faults healthy cost]
+    python benchmarks/gemm_error.py [--json] [--trials 1000] [--healthy 100000]
+        [--parts trials modules faults healthy cost] [--layers 1 --hidden 768] [--seconds 300]
 
 Parts:
   trials   each recipe and GEMM on the reference backend: the error of the kernel and of the format, against whole
            products in float64, in standard deviations of the estimate.
-  modules  the same of the kernel alone, through Transformer Engine's modules in a session: fused and debug path, with a
-           bias, added to main_grad, and of experts; of what the extension is handed.
+  modules  the same through Transformer Engine's modules in a session: fused and debug path, with a bias, added to
+           main_grad, and of experts; of each recipe. The whole products are those of what the extension is handed, and
+           of the module's own input, weights and gradient.
   faults   faults of a kernel in a result of the reference backend: how many are missed, and of how many the rows and
            columns are those of the fault.
   healthy  GEMMs of operands of many kinds, summed by the models of the accumulators, whose error is within rounding.
-  cost     processor time of a training step with all GEMMs measured, beside one without.
+  cost     what a session with LogGemmError adds to a training step of examples/byte_lm.py, as step.py trains it: in a
+           step in which all GEMMs are measured, in another one, and at the default freq; with default options. Its
+           processor time, and the most memory that torch holds in a step. OMP_NUM_THREADS=1 where other work runs:
+           threads that wait for a core use processor time.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
-from in_turn import Pairs
-from measuring import arguments, report, spent
+import yaml
+from in_turn import Interval, add_arguments
+from measuring import arguments, report
+from step import Run, Training, measure, with_ours, without
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.recipes import round_blocks
@@ -163,7 +173,8 @@ def _estimates(case: str, deviations: Sequence[float], ratios: Sequence[float], 
 
 
 class Whole(NamedTuple):
-    """A GEMM that the extension has run, in float64: its product, and the error of the result; [n, m]."""
+    """A GEMM that the extension has run, in float64: the product of its operands, and the error of its result;
+    [n, m]."""
 
     gemm: GemmName
     expert: int
@@ -229,6 +240,31 @@ def module_of(kind: str) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     return module, [parameter.main_grad for parameter in module.parameters()]
 
 
+def exact_products(
+    module: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor
+) -> dict[tuple[GemmName, int], torch.Tensor]:
+    """(GEMM, expert) -> the product of what a module's operands are before quantization, in float64.
+
+    Args:
+        module: of :func:`module_of`.
+        x: its input, [rows, K].
+        gradient: of its output, [rows, M].
+    """
+    named = {name: parameter.detach().double() for name, parameter in module.named_parameters()}
+    activation = x.detach().double()
+    if "layer_norm_weight" in named:
+        norm = named["layer_norm_weight"], named["layer_norm_bias"]
+        activation = torch.nn.functional.layer_norm(activation, (K,), *norm, eps=1e-5).to(BF16).double()
+    weights = [parameter for parameter in named.values() if parameter.ndim == 2]
+    parts = (each.chunk(len(weights)) for each in (activation, gradient.double()))
+    found: dict[tuple[GemmName, int], torch.Tensor] = {}
+    for expert, (weight, ours, theirs) in enumerate(zip(weights, *parts, strict=True)):
+        found["fprop", expert] = ours @ weight.t()
+        found["dgrad", expert] = theirs @ weight
+        found["wgrad", expert] = theirs.t() @ ours
+    return found
+
+
 class Kept(Sink):
     """The statistics of the last step: (expert, tensor, statistic) -> value."""
 
@@ -242,44 +278,70 @@ class Kept(Sink):
         }
 
 
-def modules(steps: int) -> Iterator[dict[str, Any]]:
-    """Estimates of the error of kernels in a session, against whole products."""
-    import transformer_engine.pytorch as te
+def modules(number: int) -> Iterator[dict[str, Any]]:
+    """Estimates of the error of the kernel and of the format in a session, against whole products."""
     from transformer_engine.common import recipe as recipes
+
+    makes = (
+        recipes.DelayedScaling,
+        recipes.Float8CurrentScaling,
+        recipes.Float8BlockScaling,
+        recipes.MXFP8BlockScaling,
+        recipes.NVFP4BlockScaling,
+    )
+    for kind in MODULES:
+        for path in ("fused", "debug"):
+            for make in makes:
+                begin = time.process_time()
+                found, ratios = _in_session(kind, path, make(), number)
+                for lane, deviations in found.items():
+                    yield _estimates(f"{kind}, {path} path, {make.__name__}: {lane}", deviations, ratios, begin)
+
+
+def _in_session(
+    kind: str, path: Literal["fused", "debug"], recipe: Any, number: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Train a module until so many GEMMs are measured.
+
+    Returns:
+        The deviations of the estimates of each lane, and the ratios of the kernel's errors to their tolerances.
+
+    Raises:
+        KeyError: a GEMM lacks a lane.
+    """
+    import transformer_engine.pytorch as te
 
     from te_precision_callbacks.session import InspectSession
 
-    makes = (recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.MXFP8BlockScaling, recipes.NVFP4BlockScaling)
     options = {"enabled": True, "gemms": list(LAYOUTS), "freq": 1}
     section = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {"LogGemmError": options}}
-    for kind in MODULES:
-        for path in ("fused", "debug"):
-            begin, deviations, ratios = time.process_time(), list[float](), list[float]()
-            for make in makes:
-                torch.manual_seed(seed_of(kind, path, make.__name__) % 2**31)
-                (net, main_grads), kept, recipe = module_of(kind), Kept(), make()
-                with (
-                    tempfile.TemporaryDirectory() as folder,
-                    InspectSession({"s": section}, model=net, log_dir=folder, sinks=[kept], observe=path) as session,
-                    whole_gemms() as seen,
-                ):
-                    for _ in range(steps):
-                        seen.clear()
-                        for sums in main_grads:
-                            torch.nn.init.normal_(sums)
-                        x, gradient = torch.randn(2 * N, K), torch.randn(2 * N, M)
-                        more = ([N, N],) if "Grouped" in kind else ()
-                        with te.autocast(enabled=True, recipe=recipe):
-                            out = net(x.to(BF16).requires_grad_(), *more)
-                        out.backward(gradient.to(BF16))
-                        session.step()
-                        for gemm, expert, whole, error in seen:
-                            value = kept.values[expert, RESULT[gemm], "gemm_kernel_error"] ** 2
-                            ratios.append(kept.values[expert, RESULT[gemm], "gemm_kernel_ratio"])
-                            spread = math.sqrt(relative_variance(error) + relative_variance(whole))
-                            expected = float(error.square().sum() / whole.square().sum())
-                            deviations.append((value / expected - 1) / spread)
-            yield _estimates(f"{kind}, {path} path: kernel", deviations, ratios, begin)
+    torch.manual_seed(seed_of(kind, path, type(recipe).__name__) % 2**31)
+    (net, main_grads), kept = module_of(kind), Kept()
+    found: dict[str, list[float]] = {"kernel": [], "format": []}
+    ratios = list[float]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        InspectSession({"s": section}, model=net, log_dir=folder, sinks=[kept], observe=path) as session,
+        whole_gemms() as seen,
+    ):
+        while len(ratios) < number:
+            seen.clear()
+            for sums in main_grads:
+                torch.nn.init.normal_(sums)
+            x, gradient = torch.randn(2 * N, K).to(BF16).requires_grad_(), torch.randn(2 * N, M).to(BF16)
+            with te.autocast(enabled=True, recipe=recipe):
+                out = net(x, *(([N, N],) if "Grouped" in kind else ()))
+            out.backward(gradient)
+            session.step()
+            exact = exact_products(net, x, gradient)
+            for gemm, expert, whole, error in seen:
+                high, tensor = exact[gemm, expert], RESULT[gemm]
+                ratios.append(kept.values[expert, tensor, "gemm_kernel_ratio"])
+                for lane, off, of in (("kernel", error, whole), ("format", whole - high, high)):
+                    spread = math.sqrt(relative_variance(off) + relative_variance(of))
+                    estimate = kept.values[expert, tensor, f"gemm_{lane}_error"] ** 2
+                    found[lane].append((estimate / float(off.square().sum() / of.square().sum()) - 1) / spread)
+    return found, ratios
 
 
 def _elements(out: torch.Tensor) -> None:
@@ -389,51 +451,63 @@ def healthy(number: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def cost(number: int) -> Iterator[dict[str, Any]]:
-    """Processor time of steps with every GEMM measured, and without, in turns."""
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
+SEQUENCE, BATCH = 512, 4
+"""Of the trained model: 2,048 tokens."""
 
-    from te_precision_callbacks.session import InspectSession
 
-    section = {
-        "enabled": True,
-        "layers": {"layer_types": ["all"]},
-        "transformer_engine": {"LogGemmError": {"enabled": True, "gemms": ["fprop", "dgrad", "wgrad"], "freq": 2}},
-    }
-    net = torch.nn.Sequential(*(te.Linear(1024, 1024, params_dtype=BF16) for _ in range(2)))
-    x = torch.randn(1024, 1024, dtype=BF16, requires_grad=True)
-    device = torch.device("cpu")
+def cost(layers: int, hidden: int, seconds: float, least: int) -> Iterator[dict[str, Any]]:
+    """What measuring adds to steps of training."""
+    from te_precision_callbacks.config.schemas import LogGemmErrorItem
 
-    def step() -> None:
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            out = net(x)
-        out.float().square().mean().backward()
-        session.step()
+    training = Training(layers, hidden, SEQUENCE, BATCH, CPU)
+    freq, max_memory = (LogGemmErrorItem.model_fields[key].get_default() for key in ("freq", "max_memory"))
+    every = {"a step in which all GEMMs are measured": 1, "a step in which none is due": freq}
+    runs: dict[str, Run] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, schedule in every.items():
+            options = {"enabled": True, "gemms": list(LAYOUTS), "freq": schedule}
+            section = {
+                "enabled": True,
+                "layers": {"layer_types": ["all"]},
+                "transformer_engine": {"LogGemmError": options},
+            }
+            path = Path(folder) / f"{schedule}.yaml"
+            path.write_text(yaml.safe_dump({"s": section}))
+            runs[name] = functools.partial(with_ours, training.model, path, "auto")
+        due, other = (found.ratio("processor") for found in measure(training, runs, seconds, least).values())
+        added = [
+            100 * (one / freq + rest * (1 - 1 / freq) - 1)
+            for one, rest in zip(dataclasses.astuple(due), dataclasses.astuple(other), strict=True)
+        ]
+        alone, measured = (most_held(training, run) / 2**20 for run in (without, next(iter(runs.values()))))
+    sizes = {"layers": layers, "hidden": hidden, "tokens": SEQUENCE * BATCH, "threads": torch.get_num_threads()}
+    for case, worst in {
+        **dict(zip((f"{name}, as a multiple of one without a session" for name in runs), (due, other), strict=True)),
+        f"added to a training at freq: {freq}, percent": Interval(*added),
+        f"held by torch in a step without, MiB; max_memory is {max_memory}": alone,
+        "the same in a measured step": measured,
+    }.items():
+        yield {"case": f"cost: {case}", "worst": worst, **sizes}
 
-    found = Pairs()
-    with tempfile.TemporaryDirectory() as folder, InspectSession({"s": section}, model=net, log_dir=folder) as session:
-        for _ in range(2):
+
+def most_held(training: Training, run: Run) -> float:
+    """The most bytes of what torch allocates in a step that are held at once, by torch's profiler."""
+    with training.within(run) as step, tempfile.TemporaryDirectory() as folder:
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
             step()
-        for _ in range(number):  # one of two steps is due
-            found.ways.append(spent(step, device))
-            found.bases.append(spent(step, device))
-    ratio = found.ratio("processor")
-    yield {
-        "case": "cost: a step of 1,024^3 GEMMs, all measured, as a multiple of a step without",
-        "number": number,
-        "worst": ratio,
-        "beyond": 100 * (ratio.value - 1) / 500,
-        "seconds": found.way("processor").value / 1e3,
-    }
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return float(max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]"))
 
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "trials": lambda given: trials(given.trials),
-    "modules": lambda given: modules(given.steps),
+    "modules": lambda given: modules(given.trials),
     "faults": lambda given: faults(given.trials),
     "healthy": lambda given: healthy(given.healthy),
-    "cost": lambda given: cost(10),
+    "cost": lambda given: cost(given.layers, given.hidden, given.seconds, given.least),
 }
 
 
@@ -441,8 +515,10 @@ def main() -> None:
     """Run the parts."""
     parser = arguments(__doc__)
     parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--healthy", type=int, default=100_000)
+    parser.add_argument("--layers", type=int, default=1, help="of the model of cost (default: 1)")
+    parser.add_argument("--hidden", type=int, default=768, help="of the model of cost (default: 768)")
+    add_arguments(parser, 300, "cost may take")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     given = parser.parse_args()
     reference.install()
@@ -450,8 +526,8 @@ def main() -> None:
     cases = [case for part in given.parts for case in PARTS[part](given)]
     notes = (
         "worst: the largest deviation in standard deviations (trials, modules), the least (faults) or largest (healthy)"
-        " ratio to the tolerance, the multiple of a step's processor time (cost). beyond: estimates more than 6"
-        " standard deviations off, faults missed, false alarms, percent of training's time at freq: 500. An error of 3"
+        " ratio to the tolerance, what is measured (cost; processor time). beyond: estimates more than 6"
+        " standard deviations off, faults missed, false alarms. An error of 3"
         f" times its tolerance is missed with a probability of {missed(PROBES, 3.0):.1e}."
     )
     report(cases, COLUMNS, notes, as_json=given.json)

@@ -179,7 +179,7 @@ def _scales(
     part: Stored, matrix: torch.Tensor, exact: torch.Tensor, rules: Rules, rows: slice, columns: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if part.mode == PER_TENSOR:
-        amax = matrix.abs().amax().float().reshape(1)
+        amax = torch.stack(torch.aminmax(matrix)).abs().amax().float().reshape(1)  # without a copy of the tensor
         wanted = torch.reciprocal(_fp8_scale(amax, part, rules, FLOAT32_MAX))
         return _compared(part.scales.reshape(1), wanted, 1e-5)
     block = (max(part.block),) * 2 if rules.square else part.block

@@ -24,6 +24,10 @@ from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, s
 PIECE_BYTES = 64 << 20
 """The memory of a decoded piece, by default."""
 
+_CPU_PIECE_BYTES = 2 << 20
+"""The same on a CPU, at most: its temporaries stay in the cache. Larger ones leave it and are mapped anew each time; a
+sweep then takes up to twice as long."""
+
 _ROWS_TOGETHER = 128
 """The rows of the largest block of a format: a piece holds whole blocks."""
 
@@ -55,7 +59,7 @@ class Factor:
     Attributes:
         memory: a plain matrix of any float type, or one direction of a quantized tensor.
         turned: whether the rows in memory are the columns of M.
-        piece_bytes: the memory of a decoded piece. A piece has at least 128 rows.
+        piece_bytes: the memory of a decoded piece, at most. A piece has at least 128 rows.
     """
 
     memory: torch.Tensor | Stored
@@ -94,7 +98,8 @@ class Factor:
     def pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
         """The rows in memory, piece by piece, each with its place: [rows of the piece, columns in memory]."""
         rows, columns = self._memory_shape
-        step = max(1, self.piece_bytes // (dtype.itemsize * max(1, columns) * _ROWS_TOGETHER)) * _ROWS_TOGETHER
+        most = min(self.piece_bytes, _CPU_PIECE_BYTES) if self.device.type == "cpu" else self.piece_bytes
+        step = max(1, most // (dtype.itemsize * max(1, columns) * _ROWS_TOGETHER)) * _ROWS_TOGETHER
         factors = self.memory.factors() if isinstance(self.memory, Stored) else None
         for first in range(0, rows, step):
             place = slice(first, min(first + step, rows))
