@@ -271,6 +271,9 @@ def test_each_cause_against_whole_attention(recipe: str, tmp_path: Path, keeper:
     assert 0.02 < value["gemm_format_error_a"] < 0.04
     assert 0.02 < value["gemm_format_error_b"] < 0.04
     assert value["gemm_excess"] == pytest.approx(1, abs=0.2)
+    for name in "ab":
+        assert value[f"gemm_wrong_codes_{name}%"] == 0
+        assert value[f"gemm_wrong_scales_{name}%"] == 0
     assert not running.not_measured
     assert not running.findings
 
@@ -305,6 +308,71 @@ def test_a_fault_of_the_kernel(
     assert [(each.rule, each.layers, each.tensor) for each in found] == [(rule, ("core",), "output")]
     assert seen in found[0].seen
     assert found[0].seen.startswith("the attention forward (scores QK^T, softmax, PV) ")
+
+
+def rounded_towards_zero(query: Any, key: Any, value: Any) -> None:
+    (key._data if hasattr(key, "_data") else key._rowwise_data).bitwise_and_(0xFE)
+
+
+def scaled_twice(query: Any, key: Any, value: Any) -> None:
+    if hasattr(query, "_scale_inv"):
+        query._scale_inv = 2 * query._scale_inv
+    else:
+        query._rowwise_scale_inv.add_(1)  # E8M0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fault", "seen"),
+    [
+        *((name, rounded_towards_zero, "operand A of the attention forward") for name in RECIPES),
+        *((name, scaled_twice, "operand B of the attention forward") for name in RECIPES),
+    ],
+)
+def test_a_fault_of_the_quantizer(
+    recipe: str,
+    fault: Callable[..., None],
+    seen: str,
+    tmp_path: Path,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of K in its codes, of Q in its scales. The scale of delayed scaling does not follow from the tensor."""
+    make, capability = RECIPES[recipe]
+    stand_for(capability)
+    upstream = backends.combine_and_quantize
+
+    def combine_and_quantize(*arguments: Any, **keywords: Any) -> Any:
+        found = upstream(*arguments, **keywords)
+        fault(*found[:3])
+        return found
+
+    monkeypatch.setattr(backends, "combine_and_quantize", combine_and_quantize)
+    net = Net()
+    with session(net, tmp_path, keeper) as running:
+        step(net, make(), operands())
+        running.step()
+    value, wrong = values(keeper), "b" if fault is scaled_twice else "a"
+    assert value[f"gemm_wrong_codes_{wrong}%"] > 10
+    has_wrong_scales = fault is scaled_twice and "delayed" not in recipe
+    # In MXFP8 either of two scales is right where an amax is just at a power of two.
+    assert value[f"gemm_wrong_scales_{wrong}%"] == pytest.approx(100 * has_wrong_scales, abs=1)
+    assert value[f"gemm_wrong_codes_{'ab'.replace(wrong, '')}%"] == 0
+    found = [each for each in running.findings if each.rule == "gemm-quantizer"]
+    assert len(found) == 1 + has_wrong_scales  # of the codes, and of the scales
+    for each in found:
+        assert (each.layers, each.tensor) == (("core",), "output")
+        assert each.seen.startswith(seen)
+
+
+def test_queries_keys_and_values_share_the_scale_of_the_largest(tmp_path: Path, keeper: Keeper) -> None:
+    """Under current scaling; one that follows from the queries alone would be wrong."""
+    stand_for((10, 0))
+    net, (q, k, v) = Net(), operands()
+    with session(net, tmp_path, keeper) as running:
+        step(net, CURRENT(), [q, k, (8 * v.detach()).requires_grad_()])
+        running.step()
+    value = values(keeper)
+    assert value["gemm_wrong_scales_a%"] == value["gemm_wrong_scales_b%"] == 0
 
 
 @pytest.mark.parametrize("layers", ["DotProductAttention", "dot_product_attention", "core"])
