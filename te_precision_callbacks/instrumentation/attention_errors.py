@@ -133,10 +133,10 @@ class AttentionErrors:
                 return
             found = judged(call, samples, result)
             self._engine.add(event.layer, _OUTPUT, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
-            high = [event.high.get(name) for name in ("query", "key", "value")]
+            high = [event.high[name] for name in ("query", "key", "value") if name in event.high]
             if not is_quantized(event.query):
                 return
-            if any(tensor is None for tensor in high):
+            if len(high) < 3:
                 reason = "the format and the quantizer: its operands were quantized before it"
                 self._tell(event.layer, ATTENTION, reason)
                 return

@@ -13,6 +13,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch import Float8CurrentScalingQuantizer, Float8Tensor
 from transformer_engine.pytorch.attention.dot_product_attention import backends
 from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 from transformer_engine.pytorch.cpp_extensions import fused_attn
@@ -364,15 +365,43 @@ def test_a_fault_of_the_quantizer(
         assert each.seen.startswith(seen)
 
 
-def test_queries_keys_and_values_share_the_scale_of_the_largest(tmp_path: Path, keeper: Keeper) -> None:
-    """Under current scaling; one that follows from the queries alone would be wrong."""
+@pytest.mark.parametrize(
+    ("recipe", "dimension"),
+    [("current", None), ("current", 2), ("current", 3), ("mxfp8", 3)],
+    ids=["current", "current, sb3hd", "current, sbh3d", "mxfp8, sbh3d"],
+)
+def test_the_largest_of_queries_keys_and_values_sets_the_scale(
+    recipe: str, dimension: int | None, tmp_path: Path, keeper: Keeper
+) -> None:
+    """Under current scaling; one that follows from the queries, or from the keys and values, alone would be wrong.
+    Packed operands of MXFP8 are quantized in another order of their dimensions than they came in."""
     stand_for((10, 0))
-    net, (q, k, v) = Net(), operands()
+    net, (q, k, v) = Net(), [each.detach() for each in operands()]
     with session(net, tmp_path, keeper) as running:
-        step(net, CURRENT(), [q, k, (8 * v.detach()).requires_grad_()])
+        for given in ([8 * q, k, v], [q, k, 8 * v]):
+            tensors = given if dimension is None else torch.stack(given, dimension).unbind(dimension)
+            step(net, RECIPES[recipe][0](), [each.requires_grad_() for each in tensors])
+            running.step()
+    names = [f"gemm_wrong_{what}_{name}%" for what in ("codes", "scales") for name in "ab"]
+    for at in range(2):
+        assert {name: values(keeper, at)[name] for name in names} == dict.fromkeys(names, 0)
+
+
+def test_operands_that_were_quantized_before(tmp_path: Path, keeper: Keeper) -> None:
+    """As ``fp8_mha`` hands them to attention: the kernel is judged, and what is missing is said."""
+    stand_for((10, 0))
+    net, quantizer = Net(), Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device="cpu")
+    whole_of_three = quantizer(torch.stack([each.detach() for each in operands()]))
+    given = [Float8Tensor.make_like(whole_of_three, data=each) for each in whole_of_three._data.unbind()]
+    with session(net, tmp_path, keeper) as running:
+        with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)):
+            net.core(*given, attn_mask_type="causal")
         running.step()
     value = values(keeper)
-    assert value["gemm_wrong_scales_a%"] == value["gemm_wrong_scales_b%"] == 0
+    assert value["gemm_kernel_ratio"] < 1
+    assert not {"gemm_format_error", "gemm_wrong_codes_a%", "gemm_wrong_codes_b%"} & set(value)
+    reason = running.not_measured["core", "attention"]
+    assert reason == "the format and the quantizer: its operands were quantized before it"
 
 
 @pytest.mark.parametrize("layers", ["DotProductAttention", "dot_product_attention", "core"])
