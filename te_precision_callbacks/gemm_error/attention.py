@@ -2,6 +2,7 @@
 
     samples = sample(call, result, seed, most_bytes)     # rows of the result, computed again from its operands
     judged(call, samples, result)                        # the kernel's error, and the rows and columns beyond it
+    check_operands(call, exact, samples, rules, seed, amax)          # of A and B: codes and scales that are wrong
 
 A row of the result needs one query, and all keys and values of a head. ``O = S V`` with ``S = softmax(scale Q K^T)``
 over the keys that the query sees is computed again for the sampled rows, and compared element by element. So all that
@@ -21,8 +22,10 @@ from typing import NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.gemm_error.attention_operands import Call, HeadTensor, Place, sampled
 from te_precision_callbacks.gemm_error.chances import FALSE_ALARM, bound
+from te_precision_callbacks.gemm_error.codes import CodeCheck, Rules, check_codes
 from te_precision_callbacks.gemm_error.judging import FormatError, Judged, ratio_of, squares_of_difference
 from te_precision_callbacks.gemm_error.probes import thin_dtype
 
@@ -285,3 +288,31 @@ def format_error(
         totals += torch.stack([*parts, *of_keys, *squares_of_difference(*both)])
     output, *rest = totals
     return output, FormatError(*rest)
+
+
+def check_operands(
+    call: Call, exact: Call, samples: Sequence[Sample], rules: Rules, seed: int, amax: torch.Tensor | None
+) -> tuple[CodeCheck, CodeCheck]:
+    """Check codes and scales of the operands, in a window of each sampled head.
+
+    Args:
+        call, exact, samples: as of :func:`format_error`; the operands of ``call`` are quantized.
+        rules: those of their quantizer.
+        seed: chooses the windows.
+        amax: that of all three operands; None if they have no scale in common.
+
+    Returns:
+        What was found in A, the keys and values, and in B, the queries.
+    """
+
+    def checked(coded: HeadTensor, original: HeadTensor, heads: Sequence[int]) -> Iterator[CodeCheck]:
+        for number, (head, (place, *_)) in enumerate(zip(heads, samples, strict=True)):
+            part, high = (each.head(place.sequence, head) for each in (coded, original))
+            if isinstance(part, Stored) and isinstance(high, torch.Tensor):
+                yield check_codes(part, high, rules, seed + number, amax)  # each head has the next window
+
+    of_keys, of_queries = [_head_of_keys(call, place) for place, *_ in samples], [place.head for place, *_ in samples]
+    of_a = [*checked(call.key, exact.key, of_keys), *checked(call.value, exact.value, of_keys)]
+    of_b = checked(call.query, exact.query, of_queries)
+    in_all = [CodeCheck(*(torch.stack(each).sum() for each in zip(*found, strict=True))) for found in (of_a, of_b)]
+    return in_all[0], in_all[1]

@@ -14,7 +14,7 @@ import torch
 
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.base.numerics.heads import HEADS, in_heads, to_heads
-from te_precision_callbacks.base.numerics.layouts import MXFP8, PER_TENSOR, Stored, scaling_mode, stored
+from te_precision_callbacks.base.numerics.layouts import MXFP8, PER_TENSOR, ScaleMemory, Stored, scaling_mode, stored
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, Accumulator
 from te_precision_callbacks.gemm_error.factors import FactorError
 from te_precision_callbacks.gemm_error.probes import thin_dtype
@@ -103,6 +103,20 @@ class HeadTensor:
             first = (sequence * self.shape[1] + head) * self.shape[2]
             factors = factors.index_select(0, (first + tokens) // height).repeat_interleave(width, 1)
         return (self.part.element_format.decode(found) * factors).to(dtype)
+
+    def head(self, sequence: int, head: int) -> Stored | torch.Tensor:
+        """All tokens of a head, as :meth:`rows`: a view of the codes with their scales, or of the plain tensor."""
+        sequences, heads, tokens, _ = self.shape
+        sequence = min(sequence, sequences - 1)
+        codes, part = self._heads[sequence, head], self.part
+        if part is None:
+            return codes
+        shape = (codes.shape[0], codes.shape[1])
+        if part.mode == PER_TENSOR:
+            return replace(part, codes=codes, transposed=False, block=shape, shape=shape)
+        first, height = (sequence * heads + head) * tokens, part.block[0]  # a head has whole blocks
+        scales = part.scales[first // height : (first + tokens) // height]
+        return replace(part, codes=codes, scale_memory=ScaleMemory(scales), shape=shape)
 
     def row_of(self, sequence: int, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of tokens in the tensor as a matrix, whose columns are those of all heads."""

@@ -11,6 +11,7 @@ format's rule gives for the block's amax (:mod:`te_precision_callbacks.base.nume
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,7 +103,9 @@ class CodeCheck(NamedTuple):
     wrong_scales: torch.Tensor
 
 
-def check_codes(part: Stored, high: torch.Tensor, rules: Rules, seed: int) -> CodeCheck:
+def check_codes(
+    part: Stored, high: torch.Tensor, rules: Rules, seed: int, amax: torch.Tensor | None = None
+) -> CodeCheck:
     """Check the codes and scales of a window of a quantized tensor.
 
     Args:
@@ -110,6 +113,8 @@ def check_codes(part: Stored, high: torch.Tensor, rules: Rules, seed: int) -> Co
         high: the tensor before quantization, of any float type and as many elements; leading dimensions are merged.
         rules: the quantizer's.
         seed: chooses the window.
+        amax: per-tensor scaling only: the :func:`amax_of` all tensors that share the scale; None if it is of ``high``
+            alone.
     """
     rows, columns = (
         _chosen(extent, window, seed >> shift)
@@ -130,8 +135,16 @@ def check_codes(part: Stored, high: torch.Tensor, rules: Rules, seed: int) -> Co
     spread = blocks.spread(factors, block, (exact.shape[0], exact.shape[1])).double()
     y = exact.double() / spread
     found = _codes(decoded, y, part.element_format, stochastic=rules.stochastic)
-    scales = _scales(part, matrix, exact, rules, rows, columns) if rules.scales_follow else _counted(y[:0] == 0)
+    follow = rules.scales_follow
+    scales = _scales(part, matrix, exact, rules, rows, columns, amax) if follow else _counted(y[:0] == 0)
     return CodeCheck(*found, *scales)
+
+
+def amax_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The largest absolute value of some tensors: float32, without a dimension and without a copy of a tensor."""
+    # aminmax reads the tensor once, but copies one that has gaps in memory.
+    extremes = [torch.aminmax(each) if each.is_contiguous() else (each.amin(), each.amax()) for each in tensors]
+    return torch.stack([extreme.float() for both in extremes for extreme in both]).abs().amax()
 
 
 def _chosen(extent: int, window: int, seed: int) -> slice:
@@ -176,10 +189,16 @@ def _codes(
 
 
 def _scales(
-    part: Stored, matrix: torch.Tensor, exact: torch.Tensor, rules: Rules, rows: slice, columns: slice
+    part: Stored,
+    matrix: torch.Tensor,
+    exact: torch.Tensor,
+    rules: Rules,
+    rows: slice,
+    columns: slice,
+    amax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if part.mode == PER_TENSOR:
-        amax = torch.stack(torch.aminmax(matrix)).abs().amax().float().reshape(1)  # without a copy of the tensor
+        amax = (amax_of([matrix]) if amax is None else amax).reshape(1)
         wanted = torch.reciprocal(_fp8_scale(amax, part, rules, FLOAT32_MAX))
         return _compared(part.scales.reshape(1), wanted, 1e-5)
     block = (max(part.block),) * 2 if rules.square else part.block

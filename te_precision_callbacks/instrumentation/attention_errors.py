@@ -14,16 +14,17 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.numerics.layouts import MXFP8, LayoutError, is_quantized, scaling_mode
+from te_precision_callbacks.base.numerics.layouts import MXFP8, PER_TENSOR, LayoutError, is_quantized, scaling_mode
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.config.schemas import LogGemmError, LogGemmErrorItem
 from te_precision_callbacks.coverage.gemm_events import UNFUSED, AttentionEvent
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.gemm_error.accumulators import accumulator_of
-from te_precision_callbacks.gemm_error.attention import format_error, judged, sample
+from te_precision_callbacks.gemm_error.attention import check_operands, format_error, judged, sample
 from te_precision_callbacks.gemm_error.attention_operands import Bounds, Call, HeadTensor, Mask, Spacing, bytes_of_query
-from te_precision_callbacks.gemm_error.columns import format_columns, kernel_columns
+from te_precision_callbacks.gemm_error.codes import amax_of, rules_of
+from te_precision_callbacks.gemm_error.columns import code_columns, format_columns, kernel_columns
 from te_precision_callbacks.gemm_error.factors import FactorError
 from te_precision_callbacks.gemm_error.probes import seed_of
 from te_precision_callbacks.instrumentation.gemm_errors import quiet
@@ -132,16 +133,25 @@ class AttentionErrors:
                 return
             found = judged(call, samples, result)
             self._engine.add(event.layer, _OUTPUT, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
-            high = [event.high.get(name) for name in ("query", "key", "value")]
+            high = [event.high[name] for name in ("query", "key", "value") if name in event.high]
             if not is_quantized(event.query):
                 return
-            if any(tensor is None for tensor in high):
-                self._tell(event.layer, ATTENTION, "the format: its operands were quantized before it")
+            if len(high) < 3:
+                reason = "the format and the quantizer: its operands were quantized before it"
+                self._tell(event.layer, ATTENTION, reason)
                 return
             query, key, value = (HeadTensor(tensor, form) for tensor in high)
             exact = replace(call, query=query, key=key, value=value)
             counted = format_columns(*format_error(call, exact, samples, item.max_memory)) * found.counts
             self._engine.add(event.layer, _OUTPUT, iteration, Of.GEMM_FORMAT, counted)
+            # Q, K and V are quantized with one quantizer; per tensor with one scale, of the largest of all three
+            # (combine_and_quantize of pytorch/attention/dot_product_attention/utils.py, TE 2.20.2).
+            rules = rules_of(event.query._quantizer, columnwise=False)
+            amax = amax_of(high) if rules.scales_follow and scaling_mode(event.query) == PER_TENSOR else None
+            seed = seed_of(iteration, event.layer, ATTENTION, "window")
+            of_operands = check_operands(call, exact, samples, rules, seed, amax)
+            for of, check in zip((Of.GEMM_CODES_A, Of.GEMM_CODES_B), of_operands, strict=True):
+                self._engine.add(event.layer, _OUTPUT, iteration, of, code_columns(check))
 
 
 def why_not(event: AttentionEvent) -> str:

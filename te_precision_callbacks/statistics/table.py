@@ -47,8 +47,8 @@ class Of(Enum):
     EXPONENTS = "the exponents of the tensor"
     GEMM = "the GEMM that makes the tensor"
     GEMM_FORMAT = "the GEMM that makes the tensor, and its operands in high precision"
-    GEMM_CODES_A = "the operand A of the GEMM that makes the tensor"
-    GEMM_CODES_B = "the operand B of the GEMM that makes the tensor"
+    GEMM_CODES_A = "the operand A of the GEMM that makes the tensor; of attention K and V"
+    GEMM_CODES_B = "the operand B of the GEMM that makes the tensor; of attention Q"
 
     __hash__ = object.__hash__  # Enum's own is a function in Python, and this is hashed for each watched tensor
 
@@ -464,7 +464,7 @@ def _of_gemms() -> Iterable[Statistic]:
         )
         yield codes(
             f"gemm_wrong_scales_{name}%",
-            "100 * (scales that do not follow from their block's amax) / scales, in a window",
+            "100 * (scales that do not follow from the amax of what they scale) / scales, in a window",
             _PERCENT,
             _share("wrong_scales", of="scales"),
         )

@@ -691,7 +691,7 @@ TILE = {
         (TILE, "gemm-kernel", "128 rows from 256 to 383, 64 columns from 0 to 63"),
         ({**TILE, "gemm_gain": 0.5}, "gemm-gain", "GEMM dgrad gives 0.5 times"),
         ({**TILE, "gemm_kernel_rank_last": 3.0}, "gemm-one-rank", "on rank 3 alone"),
-        ({"gemm_wrong_codes_a%": 40.0}, "gemm-quantizer", "operand A of dgrad: 40 % of the codes"),
+        ({"gemm_wrong_codes_a%": 40.0}, "gemm-quantizer", "operand A of the GEMM dgrad: 40 % of the codes"),
         ({"gemm_wrong_scales_b%": 100.0}, "gemm-quantizer", "100 % of the scales"),
         ({"gemm_rounding_bias_b": -0.4}, "gemm-quantizer", "a bias of -0.4"),
         ({"gemm_excess": 30.0}, "gemm-excess", "30 times that of its operands"),

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformer_engine_torch as tex
+from transformer_engine.pytorch import Float8CurrentScalingQuantizer, MXFP8Quantizer
 
 from te_precision_callbacks.base.numerics.formats import E4M3
+from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.gemm_error.attention import judged, sample, sample_of
 from te_precision_callbacks.gemm_error.attention_operands import (
     MOST_ROWS,
@@ -67,6 +70,31 @@ def drawn(kind: str, tokens: int, seed: int, heads: int = HEADS) -> list[torch.T
     elif kind == "an outlier key":
         k[:, :, 3] *= 8
     return [E4M3.round(each) for each in (q, k, v)]
+
+
+PER_TENSOR = Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device="cpu")
+ALONG_HEADS = MXFP8Quantizer(tex.DType.kFloat8E4M3, columnwise=False)
+ALONG_TOKENS = MXFP8Quantizer(tex.DType.kFloat8E4M3, rowwise=False)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "form"),
+    [*((PER_TENSOR, form) for form in ("bshd", "sbhd", "thd")), (ALONG_HEADS, "bhsd"), (ALONG_TOKENS, "bhsd")],
+    ids=["bshd", "sbhd", "thd", "bhsd along heads", "bhsd along tokens"],
+)
+def test_a_head_with_its_scales_is_all_of_its_rows(quantizer: Any, form: str) -> None:
+    tokens = 64
+    extents = {"b": BATCH, "h": HEADS, "s": tokens, "d": SIZE, "t": tokens}
+    high = torch.randn([extents[each] for each in form], generator=torch.Generator().manual_seed(0)).to(BF16)
+    operand = HeadTensor(quantizer(high), form, along_tokens=quantizer is ALONG_TOKENS)
+    for sequence, head in ((0, 1), (1, 2)):
+        part = operand.head(sequence, head)
+        assert isinstance(part, Stored)
+        expected = operand.rows(sequence, head, torch.arange(tokens), torch.float32)
+        assert torch.equal(part.dequantized(), expected)
+        of_high = HeadTensor(high, form).head(sequence, head)
+        assert isinstance(of_high, torch.Tensor)
+        torch.testing.assert_close(expected, of_high.float(), rtol=0.07, atol=0.02)
 
 
 def call_of(

@@ -13,6 +13,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch import Float8CurrentScalingQuantizer, Float8Tensor
 from transformer_engine.pytorch.attention.dot_product_attention import backends
 from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 from transformer_engine.pytorch.cpp_extensions import fused_attn
@@ -271,6 +272,9 @@ def test_each_cause_against_whole_attention(recipe: str, tmp_path: Path, keeper:
     assert 0.02 < value["gemm_format_error_a"] < 0.04
     assert 0.02 < value["gemm_format_error_b"] < 0.04
     assert value["gemm_excess"] == pytest.approx(1, abs=0.2)
+    for name in "ab":
+        assert value[f"gemm_wrong_codes_{name}%"] == 0
+        assert value[f"gemm_wrong_scales_{name}%"] == 0
     assert not running.not_measured
     assert not running.findings
 
@@ -305,6 +309,99 @@ def test_a_fault_of_the_kernel(
     assert [(each.rule, each.layers, each.tensor) for each in found] == [(rule, ("core",), "output")]
     assert seen in found[0].seen
     assert found[0].seen.startswith("the attention forward (scores QK^T, softmax, PV) ")
+
+
+def rounded_towards_zero(query: Any, key: Any, value: Any) -> None:
+    (key._data if hasattr(key, "_data") else key._rowwise_data).bitwise_and_(0xFE)
+
+
+def scaled_twice(query: Any, key: Any, value: Any) -> None:
+    if hasattr(query, "_scale_inv"):
+        query._scale_inv = 2 * query._scale_inv
+    else:
+        query._rowwise_scale_inv.add_(1)  # E8M0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fault", "seen"),
+    [
+        *((name, rounded_towards_zero, "operand A of the attention forward") for name in RECIPES),
+        *((name, scaled_twice, "operand B of the attention forward") for name in RECIPES),
+    ],
+)
+def test_a_fault_of_the_quantizer(
+    recipe: str,
+    fault: Callable[..., None],
+    seen: str,
+    tmp_path: Path,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of K in its codes, of Q in its scales. The scale of delayed scaling does not follow from the tensor."""
+    make, capability = RECIPES[recipe]
+    stand_for(capability)
+    upstream = backends.combine_and_quantize
+
+    def combine_and_quantize(*arguments: Any, **keywords: Any) -> Any:
+        found = upstream(*arguments, **keywords)
+        fault(*found[:3])
+        return found
+
+    monkeypatch.setattr(backends, "combine_and_quantize", combine_and_quantize)
+    net = Net()
+    with session(net, tmp_path, keeper) as running:
+        step(net, make(), operands())
+        running.step()
+    value, wrong = values(keeper), "b" if fault is scaled_twice else "a"
+    assert value[f"gemm_wrong_codes_{wrong}%"] > 10
+    has_wrong_scales = fault is scaled_twice and "delayed" not in recipe
+    # In MXFP8 either of two scales is right where an amax is just at a power of two.
+    assert value[f"gemm_wrong_scales_{wrong}%"] == pytest.approx(100 * has_wrong_scales, abs=1)
+    assert value[f"gemm_wrong_codes_{'ab'.replace(wrong, '')}%"] == 0
+    found = [each for each in running.findings if each.rule == "gemm-quantizer"]
+    assert len(found) == 1 + has_wrong_scales  # of the codes, and of the scales
+    for each in found:
+        assert (each.layers, each.tensor) == (("core",), "output")
+        assert each.seen.startswith(seen)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dimension"),
+    [("current", None), ("current", 2), ("current", 3), ("mxfp8", 3)],
+    ids=["current", "current, sb3hd", "current, sbh3d", "mxfp8, sbh3d"],
+)
+def test_the_largest_of_queries_keys_and_values_sets_the_scale(
+    recipe: str, dimension: int | None, tmp_path: Path, keeper: Keeper
+) -> None:
+    """Under current scaling; one that follows from the queries, or from the keys and values, alone would be wrong.
+    Packed operands of MXFP8 are quantized in another order of their dimensions than they came in."""
+    stand_for((10, 0))
+    net, (q, k, v) = Net(), [each.detach() for each in operands()]
+    with session(net, tmp_path, keeper) as running:
+        for given in ([8 * q, k, v], [q, k, 8 * v]):
+            tensors = given if dimension is None else torch.stack(given, dimension).unbind(dimension)
+            step(net, RECIPES[recipe][0](), [each.requires_grad_() for each in tensors])
+            running.step()
+    names = [f"gemm_wrong_{what}_{name}%" for what in ("codes", "scales") for name in "ab"]
+    for at in range(2):
+        assert {name: values(keeper, at)[name] for name in names} == dict.fromkeys(names, 0)
+
+
+def test_operands_that_were_quantized_before(tmp_path: Path, keeper: Keeper) -> None:
+    """As ``fp8_mha`` hands them to attention: the kernel is judged, and what is missing is said."""
+    stand_for((10, 0))
+    net, quantizer = Net(), Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device="cpu")
+    whole_of_three = quantizer(torch.stack([each.detach() for each in operands()]))
+    given = [Float8Tensor.make_like(whole_of_three, data=each) for each in whole_of_three._data.unbind()]
+    with session(net, tmp_path, keeper) as running:
+        with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)):
+            net.core(*given, attn_mask_type="causal")
+        running.step()
+    value = values(keeper)
+    assert value["gemm_kernel_ratio"] < 1
+    assert not {"gemm_format_error", "gemm_wrong_codes_a%", "gemm_wrong_codes_b%"} & set(value)
+    reason = running.not_measured["core", "attention"]
+    assert reason == "the format and the quantizer: its operands were quantized before it"
 
 
 @pytest.mark.parametrize("layers", ["DotProductAttention", "dot_product_attention", "core"])

@@ -108,6 +108,11 @@ def _subject(facts: Facts, layer: str, tensor: str) -> str:
     return f"the GEMM {_GEMM[tensor]}"
 
 
+def _subjects(facts: Facts, numbers: StepNumbers, column: Column) -> npt.NDArray[np.object_]:
+    """The same of all layers of a column."""
+    return np.array([_subject(facts, name, column.family.tensor) for name in numbers.names_of(column)], object)
+
+
 def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
     """The other statistics of the same GEMMs."""
     names = ("gemm_gain", "gemm_kernel_error", "gemm_kernel_rows", "gemm_kernel_columns")
@@ -168,7 +173,8 @@ class Quantizer(_OfGemms):
                         facts,
                         column,
                         np.abs(column.values) > most,
-                        f"operand {operand.upper()} of {_GEMM[column.family.tensor]}: {text}",
+                        f"operand {operand.upper()} of {{}}: {text}",
+                        _subjects(facts, numbers, column),
                         column.values,
                         key=statistic,
                     )
@@ -192,7 +198,7 @@ class Excess(_OfGemms):
                 column,
                 column.values > EXCESS,
                 "the error of {} is {:.3g} times that of its operands",
-                np.array([_subject(facts, name, column.family.tensor) for name in numbers.names_of(column)], object),
+                _subjects(facts, numbers, column),
                 column.values,
             )
 
