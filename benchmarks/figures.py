@@ -143,7 +143,8 @@ def readme() -> str:
             f"{found['upstream_added_percent'].value:.0f} %",
         ),
     ]
-    return _table(("added to a step", "here", "the same in Transformer Engine 2.20 or transformers"), rows)
+    header = ("added to a step", "here", "the same in Transformer Engine 2.20 or transformers")
+    return _table(header, rows) + _below(step, overflow)
 
 
 def stats() -> str:
