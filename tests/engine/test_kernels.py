@@ -159,6 +159,25 @@ def test_special_values(measure: Measure, assert_same: Same, name: str) -> None:
     assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
 
 
+CUBES = normal(8192).abs() ** 3
+"""Of one sign, but with so much spread that float does for their sums."""
+
+OF_ONE_SIGN = {
+    "above 0": CUBES,
+    "below 0": -CUBES,
+    "above 0, and -0": torch.where(torch.arange(8192) % 7 == 3, -0.0, CUBES),
+    "below 0, and 0": torch.where(torch.arange(8192) % 7 == 3, 0.0, -CUBES),
+    "a few of the other sign": torch.where(torch.arange(8192) % 1000 == 3, -CUBES, CUBES),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OF_ONE_SIGN)
+def test_extremes_of_numbers_of_one_sign(measure: Measure, assert_same: Same, dtype: torch.dtype, name: str) -> None:
+    values = OF_ONE_SIGN[name].to(dtype)
+    assert_same(measure(values), exact.columns(values))
+
+
 def test_nothing() -> None:
     for values in (torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.bfloat16)):
         sums, maxima = kernels.measure(values, histogram=True)
@@ -327,6 +346,18 @@ def test_every_code_is_decoded_as_torch_does(measure: Measure, assert_same: Same
         values = normal(len(codes)).to(torch.float32 if e5m2 else torch.bfloat16)
         found = measure(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2)
         assert_same(found, exact.columns(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
+def test_codes_of_other_numbers(measure: Measure, assert_same: Same, dtype: torch.dtype, e5m2: bool) -> None:
+    """0 has a code that is not 0, and the other way round."""
+    values = torch.where(torch.arange(8192) % 2 == 0, 0.0, normal(8192)).to(dtype)
+    codes = torch.where(torch.arange(8192) % 3 == 0, 0x80 * (torch.arange(8192) % 2), torch.arange(8192) % 0x70)
+    given = codes.to(torch.uint8), torch.tensor([0.01])
+    expected = exact.columns(values, *given, e5m2=e5m2)
+    assert_same(measure(values, *given, e5m2=e5m2), expected)
+    assert 8192 / 6 < expected["underflows"] + 1 < 8192 / 4
 
 
 @pytest.mark.slow

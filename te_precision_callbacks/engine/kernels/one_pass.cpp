@@ -35,7 +35,7 @@
 
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 constexpr int kLanes = 16;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
@@ -56,6 +56,8 @@ typedef double Doubles __attribute__((vector_size(4 * kLanes)));  // of half as 
 typedef int64_t Longs __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
 typedef int16_t SignedShorts __attribute__((vector_size(2 * kLanes)));
+typedef uint16_t TwiceShorts __attribute__((vector_size(4 * kLanes)));
+typedef int16_t SignedTwiceShorts __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 typedef uint8_t TwiceBytes __attribute__((vector_size(2 * kLanes)));
 
@@ -66,7 +68,7 @@ constexpr uint32_t kNone = 0xffffffff;
 
 // What holds of each lane of Ints, and the lanes of which it has held. AVX-512 has masks of bits, whose bits are counted
 // beside the vectors; else each lane is 0 or -1.
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 typedef __mmask16 Mask;
 typedef int64_t Count;
 inline Mask is_less(Ints a, Ints b) { return _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b); }
@@ -92,13 +94,42 @@ inline Mask first_alone(Mask a, Mask b) { return a & ~b; }
 inline void add_to(Count& count, Mask mask) { count -= mask; }
 #endif
 
+// The larger and the smaller number, b where one is nan. GCC 12 would often take a comparison and a choice.
+#if defined(__AVX512BW__)
+inline Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+inline Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
+inline Units smaller(Units a, Units b) { return (Units)_mm512_min_epu32((__m512i)a, (__m512i)b); }
+inline TwiceShorts smaller(TwiceShorts a, TwiceShorts b) { return (TwiceShorts)_mm512_min_epu16((__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
+inline Floats larger(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+inline Floats smaller(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
+inline Units smaller(Units a, Units b) { return (Units)_mm256_min_epu32((__m256i)a, (__m256i)b); }
+inline TwiceShorts smaller(TwiceShorts a, TwiceShorts b) { return (TwiceShorts)_mm256_min_epu16((__m256i)a, (__m256i)b); }
+#else
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+inline Units smaller(Units a, Units b) { return a < b ? a : b; }
+inline TwiceShorts smaller(TwiceShorts a, TwiceShorts b) { return a < b ? a : b; }
+#endif
+
+// a - b, and 0 where b is larger.
+inline TwiceShorts less(TwiceShorts a, TwiceShorts b) {
+#if defined(__AVX512BW__)
+  return (TwiceShorts)_mm512_subs_epu16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (TwiceShorts)_mm256_subs_epu16((__m256i)a, (__m256i)b);
+#else
+  return a > b ? a - b : TwiceShorts{};
+#endif
+}
+
 // The two halves of a vector as doubles. GCC 12 would convert quarters and put them together.
 struct Halves {
   Doubles half[2];
 };
 
 inline Halves as_doubles(Floats x) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1));
   return {{(Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x)), (Doubles)_mm512_cvtps_pd(high)}};
 #elif defined(__AVX2__)
@@ -114,7 +145,7 @@ inline Halves as_doubles(Floats x) {
 // sum + x * x. The square of a float is exact in a double, so that one rounding or two give the same sum; that of a
 // difference of floats is not, and is rounded once where the processor can.
 inline Doubles plus_square(Doubles sum, Doubles x) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   return (Doubles)_mm512_fmadd_pd((__m512d)x, (__m512d)x, (__m512d)sum);
 #elif defined(__FMA__)
   return (Doubles)_mm256_fmadd_pd((__m256d)x, (__m256d)x, (__m256d)sum);
@@ -125,7 +156,7 @@ inline Doubles plus_square(Doubles sum, Doubles x) {
 
 // a * b + c, rounded once where the processor can.
 inline Floats fused(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -173,7 +204,7 @@ inline T bits_of(From from) {
 
 // Unsigned numbers of two bytes, and of one, as ints. GCC 12 takes the general way number by number.
 inline Ints load_shorts(const void* at) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
 #elif defined(__AVX2__)
   return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
@@ -185,7 +216,7 @@ inline Ints load_shorts(const void* at) {
 }
 
 inline Ints load_bytes(const void* at) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
 #elif defined(__AVX2__)
   return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(at)));
@@ -203,7 +234,7 @@ inline Ints load_ints(const void* at) {
 }
 
 inline Shorts bytes_as_shorts(const uint8_t* at) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   return (Shorts)_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
 #elif defined(__AVX2__)
   return (Shorts)_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
@@ -211,6 +242,16 @@ inline Shorts bytes_as_shorts(const uint8_t* at) {
   Bytes bytes;
   std::memcpy(&bytes, at, sizeof(bytes));
   return __builtin_convertvector(bytes, Shorts);
+#endif
+}
+
+inline TwiceShorts as_shorts(TwiceBytes bytes) {
+#if defined(__AVX512BW__)
+  return (TwiceShorts)_mm512_cvtepu8_epi16((__m256i)bytes);
+#elif defined(__AVX2__)
+  return (TwiceShorts)_mm256_cvtepu8_epi16((__m128i)bytes);
+#else
+  return __builtin_convertvector(bytes, TwiceShorts);
 #endif
 }
 
@@ -226,7 +267,7 @@ inline Ints magnitude_as_float(Ints magnitude) {
 
 // float16 as floats, exactly.
 inline Floats from_float16(Shorts numbers) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   return (Floats)_mm512_cvtph_ps((__m256i)numbers);
 #elif defined(__AVX2__) && defined(__F16C__)
   return (Floats)_mm256_cvtph_ps((__m128i)numbers);
@@ -257,6 +298,7 @@ struct BFloat16 {
     const Ints both = load_ints(at);
     return {bits_of<Floats>(both << 16), bits_of<Floats>(both & static_cast<int32_t>(0xffff0000))};
   }
+  static inline float as_float(uint16_t bits) { return bits_of<float>(static_cast<uint32_t>(bits) << 16); }
 };
 
 struct Float16 {
@@ -268,6 +310,7 @@ struct Float16 {
     return from_float16(numbers);
   }
   static inline Pair load_pair(const char* at) { return {load(at), load(at + sizeof(Shorts))}; }
+  static inline float as_float(uint16_t bits) { return from_float16(Shorts{} + bits)[0]; }
 };
 
 // decode: a code as a float. as_float16: codes in the upper bytes of shorts as float16, kFromFloat16 times too small; codes
@@ -303,12 +346,13 @@ inline Doubles magnitude_of(Doubles x) { return bits_of<Doubles>(bits_of<Longs>(
 
 template <typename V>
 inline double total(V lanes) {
-  double sum = 0;
+  constexpr bool kCounts = std::is_integral<std::remove_reference_t<decltype(lanes[0])>>::value;
+  std::conditional_t<kCounts, int64_t, double> sum = 0;
   for (unsigned i = 0; i < sizeof(V) / sizeof(lanes[0]); ++i) sum += lanes[i];
-  return sum;
+  return static_cast<double>(sum);
 }
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 inline double total(Count count) { return static_cast<double>(count); }
 #endif
 
@@ -396,6 +440,78 @@ inline void add_lanes(Doubles& sum, Floats lanes) {
   sum += wide.half[0] + wide.half[1];
 }
 
+// The extremes of a block, the numbers that are not 0, and those of which a code became 0.
+template <int kBytes>
+struct Counted;
+
+template <>
+struct Counted<4> {
+  Floats max = Floats{} - kInfinity, min = Floats{} + kInfinity;
+  Units smallest = Units{} + kNone, is_not_0[2], nonzeros{}, underflows{};
+
+  inline void add(const char*, Pair x, Pair magnitude) {
+    max = larger(x.second, larger(x.first, max));
+    min = smaller(x.second, smaller(x.first, min));
+    const Units bits[2] = {bits_of<Units>(magnitude.first), bits_of<Units>(magnitude.second)};
+    for (int half = 0; half < 2; ++half) {
+      smallest = smaller(bits[half] - 1, smallest);
+      is_not_0[half] = smaller(bits[half], Units{} + 1);
+      nonzeros += is_not_0[half];
+    }
+  }
+
+  inline void compare(TwiceBytes, Pair quantized) {
+    underflows += (Units)or_zero(is_zero(quantized.first), (Ints)is_not_0[0]);
+    underflows += (Units)or_zero(is_zero(quantized.second), (Ints)is_not_0[1]);
+  }
+
+  template <typename Values>
+  void end(Sums& found) const {
+    set_extremes(found, max, min, smallest);
+  }
+};
+
+// Of numbers of 16 bits, as integers: those above 0 have the order of the numbers, those below 0 the opposite one, and as
+// unsigned integers are larger than all above.
+template <>
+struct Counted<2> {
+  SignedTwiceShorts signed_max = SignedTwiceShorts{} + std::numeric_limits<int16_t>::min();
+  TwiceShorts unsigned_max{}, unsigned_min = TwiceShorts{} + kLast, smallest = TwiceShorts{} + kLast;
+  TwiceShorts is_not_0, nonzeros{}, underflows{};  // a lane has no more numbers than it can count
+
+  static constexpr uint16_t kLast = 0xffff;
+
+  inline void add(const char* from, Pair, Pair) {
+    TwiceShorts bits;
+    std::memcpy(&bits, from, sizeof(bits));
+    const TwiceShorts magnitude = bits & 0x7fff;
+    const SignedTwiceShorts with_sign = (SignedTwiceShorts)bits;
+    signed_max = with_sign > signed_max ? with_sign : signed_max;
+    unsigned_max = bits > unsigned_max ? bits : unsigned_max;
+    unsigned_min = smaller(bits, unsigned_min);
+    smallest = smaller(magnitude - 1, smallest);
+    is_not_0 = smaller(magnitude, TwiceShorts{} + 1);
+    nonzeros += is_not_0;
+  }
+
+  inline void compare(TwiceBytes code_magnitude, Pair) { underflows += less(is_not_0, as_shorts(code_magnitude)); }
+
+  template <typename Values>
+  void end(Sums& found) const {
+    int16_t signed_most = signed_max[0];
+    uint16_t most = unsigned_max[0], least = unsigned_min[0], least_magnitude = smallest[0];
+    for (int i = 1; i < 2 * kLanes; ++i) {
+      if (signed_max[i] > signed_most) signed_most = signed_max[i];
+      if (unsigned_max[i] > most) most = unsigned_max[i];
+      if (unsigned_min[i] < least) least = unsigned_min[i];
+      if (smallest[i] < least_magnitude) least_magnitude = smallest[i];
+    }
+    found.max = Values::as_float(signed_most < 0 ? least : static_cast<uint16_t>(signed_most));
+    found.negated_min = -Values::as_float(most & 0x8000 ? most : least);
+    if (least_magnitude != kLast) found.smallest = bits_of<uint32_t>(Values::as_float(least_magnitude + 1)) - 1;
+  }
+};
+
 template <typename Values>
 double count_above(float limit, const char* values) {
   Ints above{};
@@ -409,9 +525,7 @@ double count_above(float limit, const char* values) {
 template <typename Values, typename Codes>
 __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* codes, float scale_inv, Sums& found) {
   constexpr bool kCompares = !std::is_same<Codes, None>::value;
-  Ints zeros{}, underflows{};
-  Units smallest = Units{} + kNone;
-  Floats max = Floats{} - kInfinity, min = Floats{} + kInfinity;
+  Counted<Values::kBytes> counted;
   Doubles sum{}, square_sum{}, abs_sum{}, error_square_sum{};
   TwiceBytes largest_code{};
   float factor = scale_inv;
@@ -423,18 +537,10 @@ __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* 
       __builtin_prefetch(from + kAhead);
       if (Values::kBytes == 4) __builtin_prefetch(from + kAhead + sizeof(Floats));
       const Pair x = Values::load_pair(from);
-      const Floats first = magnitude_of(x.first), second = magnitude_of(x.second);
-      max = x.first > max ? x.first : max;
-      max = x.second > max ? x.second : max;
-      min = x.first < min ? x.first : min;
-      min = x.second < min ? x.second : min;
-      const Units first_last_if_zero = bits_of<Units>(first) - 1, second_last_if_zero = bits_of<Units>(second) - 1;
-      smallest = first_last_if_zero < smallest ? first_last_if_zero : smallest;
-      smallest = second_last_if_zero < smallest ? second_last_if_zero : smallest;
-      zeros -= bits_of<Ints>(first) == 0;
-      zeros -= bits_of<Ints>(second) == 0;
+      const Pair magnitude = {magnitude_of(x.first), magnitude_of(x.second)};
+      counted.add(from, x, magnitude);
       part = part + x.first + x.second;
-      abs_part = abs_part + first + second;
+      abs_part = abs_part + magnitude.first + magnitude.second;
       square_part = fused(x.second, x.second, fused(x.first, x.first, square_part));
       if constexpr (kCompares) {
         __builtin_prefetch(codes + at + kAhead);
@@ -450,11 +556,10 @@ __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* 
           first_code = bytes_as_shorts(codes + at) << 8;
           second_code = bytes_as_shorts(codes + at + kLanes) << 8;
         }
-        const Floats first_quantized = from_float16(Codes::as_float16(first_code)) * factor;
-        const Floats second_quantized = from_float16(Codes::as_float16(second_code)) * factor;
-        underflows -= (first_quantized == 0.0f) & (bits_of<Ints>(first) != 0);
-        underflows -= (second_quantized == 0.0f) & (bits_of<Ints>(second) != 0);
-        const Floats first_error = x.first - first_quantized, second_error = x.second - second_quantized;
+        const Pair quantized = {from_float16(Codes::as_float16(first_code)) * factor,
+                                from_float16(Codes::as_float16(second_code)) * factor};
+        counted.compare(code_magnitude, quantized);
+        const Floats first_error = x.first - quantized.first, second_error = x.second - quantized.second;
         error_square_part = fused(first_error, first_error, error_square_part);
         error_square_part = fused(second_error, second_error, error_square_part);
       }
@@ -466,16 +571,16 @@ __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* 
   }
   found = kNothing;
   found.finite = kBlock;
-  found.zeros = total(zeros);
+  found.zeros = kBlock - total(counted.nonzeros);
   found.sum = total(sum);
   found.square_sum = total(square_sum);
   found.abs_sum = total(abs_sum);
-  set_extremes(found, max, min, smallest);
+  counted.template end<Values>(found);
   const float amax = found.max > found.negated_min ? found.max : found.negated_min;
   bool do_sums = found.square_sum < kInfinity && (amax == 0.0f || amax >= power_of_two(-44)) &&
                  found.sum * found.sum <= 0.4 * kBlock * found.square_sum;
   if constexpr (kCompares) {
-    found.underflows = total(underflows);
+    found.underflows = total(counted.underflows);
     found.error_square_sum = total(error_square_sum);
     for (int i = 0; i < 2 * kLanes; ++i) do_sums &= largest_code[i] <= Codes::kLargestCode;
     do_sums &= found.error_square_sum >= power_of_two(-90) && found.error_square_sum < kInfinity;
