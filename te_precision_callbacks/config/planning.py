@@ -232,7 +232,7 @@ def draft(
                 name = attentions[attended[0]].name
                 if blind and looking[number]:
                     idle.add(_attention_message(section, name, blind))
-                elif not looking[number] and layers:
+                elif not looking[number] and (layers or not section.selector.selects_all):
                     unmatched.append(section)
                     missing.add(_attention_message(section, name, blind) + _AS_WARNING)
             elif not selected and layers:

@@ -45,27 +45,26 @@ class GemmRecords:
         self._operands = operands
         self._report = report
         self._notices = Notices()
+        self._layers: frozenset[str] = frozenset()
         self._wanted: dict[str, Mapping[str, Wanted]] = {}
-        self._api: Any = None
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         """Set the modules whose GEMMs there are."""
-        self._wanted = {layer.name: {} for named in modules for layer in named.layers}
-        self._api = None
+        self._layers = frozenset(layer.name for named in modules for layer in named.layers)
+        self._wanted.clear()
 
     def _due(self, layer: str, gemm: str) -> tuple[Wanted, int] | None:
         """The options of a GEMM that is recorded, and the iteration."""
-        import nvdlfw_inspect.api as debug_api
+        of_layer = self._wanted.get(layer)
+        if of_layer is None:
+            of_layer = self._wanted[layer] = options_of_gemms(layer, Wanted) if layer in self._layers else {}
+        wanted = of_layer.get(gemm)
+        if wanted is None:
+            return None
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        if layer not in self._wanted:
-            return None
-        if self._api is not debug_api.transformer_engine:
-            self._api = debug_api.transformer_engine
-            self._wanted = {each: options_of_gemms(each, Wanted) for each in self._wanted}
-        wanted = self._wanted[layer].get(gemm)
         iteration = int(TEDebugState.get_iteration())
-        return None if wanted is None or not wanted.schedule.at(iteration)[0] else (wanted, iteration)
+        return (wanted, iteration) if wanted.schedule.at(iteration)[0] else None
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> None:
         """Keep a copy of what a GEMM is about to add to."""
@@ -87,6 +86,8 @@ class GemmRecords:
             self._report("recording the GEMM of", f"{event.layer} {event.gemm}", error)
 
     def _record(self, event: GemmEvent, before: torch.Tensor | None, wanted: Wanted, iteration: int) -> None:
+        import nvdlfw_inspect.api as debug_api
+
         reason = why_not_seen(event) or (
             "what it adds to was not seen" if event.arguments.get("accumulate") and before is None else ""
         )
@@ -102,8 +103,9 @@ class GemmRecords:
         result = RESULT[event.gemm]
         seen = Watched(event.layer, result, iteration, result_of(event))
         record = functools.partial(self._described, event, before, iteration)
-        collected = functools.partial(self._api.collected, event.layer, result)
-        self._api.observation.recorder.note(seen, wanted, collected, record)
+        api = debug_api.transformer_engine
+        collected = functools.partial(api.collected, event.layer, result)
+        api.observation.recorder.note(seen, wanted, collected, record)
 
     def _described(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
         out = result_of(event)
