@@ -128,7 +128,7 @@ def readme() -> str:
     found = overflow.case("float32")
     rows = [
         (
-            "tensor and FP8 statistics, fused path, without norms and activation functions",
+            "tensor and FP8 statistics, fused path",
             _percent(fused["ours_added_percent"]),
             "",
         ),
