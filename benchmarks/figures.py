@@ -175,68 +175,46 @@ def stats() -> str:
 
 def step() -> str:
     """What debugging adds to a step."""
-    found = kept("step")
-    rows = [
-        (
-            case["case"],
-            case["none_ms"],
-            case["ours_added_percent"],
-            case["ours_processor_percent"],
-            case.get("claim"),
-            case.get("te_added_percent"),
-            case.get("ours_ns_per_element"),
-            case.get("te_ns_per_element"),
-        )
-        for case in found.cases
-    ]
-    header = (
-        "every step",
-        "without, ms",
-        "here, % of the step",
-        "% of its processor time",
-        "at most",
-        "Transformer Engine, %",
-        "here, ns an element",
-        "Transformer Engine",
-    )
-    return _table(header, rows) + _below(found)
+    columns = {
+        "every step": "case",
+        "without, ms": "none_ms",
+        "here, % of the step": "ours_added_percent",
+        "% of its processor time": "ours_processor_percent",
+        "at most": "claim",
+        "Transformer Engine, %": "te_added_percent",
+        "here, ns an element": "ours_ns_per_element",
+        "Transformer Engine": "te_ns_per_element",
+    }
+    return _cases(kept("step"), columns)
 
 
 def overflow() -> str:
     """What activation overflow detection adds."""
-    found = kept("overflow")
-    columns = (
-        "none_ms",
-        "ours_added_percent",
-        "ours_processor_percent",
-        "claim",
-        "forward_added_percent",
-        "upstream_added_percent",
-        "ours_host_waits",
-        "upstream_host_waits",
-    )
-    rows = [(case["case"], *(case[column] for column in columns)) for case in found.cases]
-    header = (
-        "dtype",
-        "none, ms",
-        "here, %",
-        "% of processor time",
-        "at most",
-        "forwards alone, %",
-        "transformers, %",
-        "host waits here",
-        "transformers",
-    )
-    return _table(header, rows) + _below(found)
+    columns = {
+        "dtype": "case",
+        "none, ms": "none_ms",
+        "here, %": "ours_added_percent",
+        "% of processor time": "ours_processor_percent",
+        "at most": "claim",
+        "forwards alone, %": "forward_added_percent",
+        "transformers, %": "upstream_added_percent",
+        "host waits here": "ours_host_waits",
+        "transformers": "upstream_host_waits",
+    }
+    return _cases(kept("overflow"), columns)
 
 
 def dumps() -> str:
     """What dumping adds."""
-    found = kept("dumps")
-    columns = ("case", "none_ms", "ours_added_ms", "te_added_ms", "ours_left_ms", "bytes_per_step")
-    rows = [[case[column] for column in columns] for case in found.cases]
-    header = ("dumps.py", "none, ms", "here, ms", "Transformer Engine, ms", "left to write, ms", "bytes a step")
-    return _table(header, rows) + _below(found)
+    columns = {
+        "dumps.py": "case",
+        "none, ms": "none_ms",
+        "here, ms": "ours_added_ms",
+        "Transformer Engine, ms": "te_added_ms",
+        "left to write, ms": "ours_left_ms",
+        "bytes a step": "bytes_per_step",
+    }
+    return _cases(kept("dumps"), columns)
 
 
 def backend() -> str:
@@ -267,6 +245,12 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def _percent(interval: Interval) -> str:
     return f"{interval.value:.2g} % ({interval.low:.2g} to {interval.high:.2g})"
+
+
+def _cases(found: Figures, columns: Mapping[str, str]) -> str:
+    """A row for each case; ``columns`` has what stands above a number, and its name in the case."""
+    rows = ([case.get(column) for column in columns.values()] for case in found.cases)
+    return _table(tuple(columns), rows) + _below(found)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

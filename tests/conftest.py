@@ -205,6 +205,7 @@ def _target(descriptor: str) -> str:
 def nothing_left_behind() -> Iterator[None]:
     """Every test leaves the process as it found it."""
     # The first import of these is not a change that a session makes.
+    import transformer_engine.debug.features.api  # noqa: F401
     from transformer_engine.pytorch import distributed
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
