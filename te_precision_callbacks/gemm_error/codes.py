@@ -113,7 +113,7 @@ def check_codes(
         high: the tensor before quantization, of any float type and as many elements; leading dimensions are merged.
         rules: the quantizer's.
         seed: chooses the window.
-        amax: per-tensor scaling only: the :func:`amax_of` all tensors that share the scale; None if it is of ``high``
+        amax: per-tensor scaling only: :func:`amax_of_all` tensors that share the scale; None if it is of ``high``
             alone.
     """
     rows, columns = (
@@ -140,7 +140,7 @@ def check_codes(
     return CodeCheck(*found, *scales)
 
 
-def amax_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def amax_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The largest absolute value of some tensors: float32, without a dimension and without a copy of a tensor."""
     # aminmax reads the tensor once, but copies one that has gaps in memory.
     extremes = [torch.aminmax(each) if each.is_contiguous() else (each.amin(), each.amax()) for each in tensors]
@@ -198,7 +198,7 @@ def _scales(
     amax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if part.mode == PER_TENSOR:
-        amax = (amax_of([matrix]) if amax is None else amax).reshape(1)
+        amax = (amax_of_all([matrix]) if amax is None else amax).reshape(1)
         wanted = torch.reciprocal(_fp8_scale(amax, part, rules, FLOAT32_MAX))
         return _compared(part.scales.reshape(1), wanted, 1e-5)
     block = (max(part.block),) * 2 if rules.square else part.block

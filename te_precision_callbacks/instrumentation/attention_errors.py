@@ -23,7 +23,7 @@ from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.gemm_error.accumulators import accumulator_of
 from te_precision_callbacks.gemm_error.attention import check_operands, format_error, judged, sample
 from te_precision_callbacks.gemm_error.attention_operands import Bounds, Call, HeadTensor, Mask, Spacing, bytes_of_query
-from te_precision_callbacks.gemm_error.codes import amax_of, rules_of
+from te_precision_callbacks.gemm_error.codes import amax_of_all, rules_of
 from te_precision_callbacks.gemm_error.columns import code_columns, format_columns, kernel_columns
 from te_precision_callbacks.gemm_error.factors import FactorError
 from te_precision_callbacks.gemm_error.probes import seed_of
@@ -147,7 +147,7 @@ class AttentionErrors:
             # Q, K and V are quantized with one quantizer; per tensor with one scale, of the largest of all three
             # (combine_and_quantize of pytorch/attention/dot_product_attention/utils.py, TE 2.20.2).
             rules = rules_of(event.query._quantizer, columnwise=False)
-            amax = amax_of(high) if rules.scales_follow and scaling_mode(event.query) == PER_TENSOR else None
+            amax = amax_of_all(high) if rules.scales_follow and scaling_mode(event.query) == PER_TENSOR else None
             seed = seed_of(iteration, event.layer, ATTENTION, "window")
             of_operands = check_operands(call, exact, samples, rules, seed, amax)
             for of, check in zip((Of.GEMM_CODES_A, Of.GEMM_CODES_B), of_operands, strict=True):
