@@ -24,17 +24,21 @@ class CppFunction:
         argtypes: the types of its arguments, of ctypes.
         what: plain torch does without it, for the warning.
         times: how much slower that is at most, in words.
+        flags: of the compiler, after torch's own.
 
     Attributes:
         function: once it is compiled.
         failed: whether it cannot be compiled.
     """
 
-    def __init__(self, file: Path, name: str, argtypes: Sequence[Any], *, what: str, times: str) -> None:
+    def __init__(
+        self, file: Path, name: str, argtypes: Sequence[Any], *, what: str, times: str, flags: Sequence[str] = ()
+    ) -> None:
         self._source = file
         self._name = name
         self._argtypes = argtypes
         self._said = what, times
+        self._flags = tuple(flags)
         self.function: Any = None
         self.failed = False
 
@@ -53,7 +57,7 @@ class CppFunction:
         """Compile it, unless torch has it in its cache (2.13, ``_inductor/codecache.py``).
 
         Args:
-            flags: of the compiler, after torch's own, which are for the processor at hand.
+            flags: of the compiler, after torch's own, which are for the processor at hand, and those of the file.
 
         For code that is written with torch's own vectors, torch would first try which ones the processor has.
         """
@@ -62,7 +66,7 @@ class CppFunction:
         known = inspect.signature(CppCodeCache.load_async).parameters
         library = CppCodeCache.load(
             self._source.read_text(encoding="utf-8"),
-            extra_flags=flags,
+            extra_flags=(*self._flags, *flags),
             **({"needs_vec_isa": False} if "needs_vec_isa" in known else {}),
         )
         function = getattr(library, self._name)

@@ -4,9 +4,8 @@ Usage::
 
     blocks = in_blocks(as_matrix(tensor), (1, 32))  # [blocks, elements]
     from_blocks(blocks, (1, 32), (rows, columns))  # the matrix again
-    amaxes = block_amaxes(matrix, (128, 128))  # [rows / 128, columns / 128], rounded up
-    spread(amaxes, (128, 128), matrix.shape)  # one for each element
-    times_blocks(matrix, amaxes, (128, 128))  # each element times its block's
+    spread(factors, (128, 128), matrix.shape)  # [rows / 128, columns / 128], rounded up: one for each element
+    times_blocks(matrix, factors, (128, 128))  # each element times its block's
 
 A block is given by its rows and columns.
 """
@@ -89,22 +88,3 @@ def times_blocks(matrix: torch.Tensor, of_blocks: torch.Tensor, block: tuple[int
         return matrix * spread(of_blocks, block, matrix.shape)
     tiles = matrix.reshape(rows // height, height, columns // width, width)
     return (tiles * of_blocks[:, None, :, None]).view(matrix.shape)
-
-
-def block_amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest magnitude in each block; NaN is skipped, infinity is not.
-
-    Waits for the device, to know whether there is any NaN.
-
-    Args:
-        matrix: any float type, [rows, columns].
-        block: rows and columns of a block; the last ones may be partial.
-
-    Returns:
-        the same type, [rows of blocks, columns of blocks]; 0 for a block that is NaN throughout.
-    """
-    tiles = tiled(matrix.abs(), block)
-    amaxes = tiles.amax((1, 3))
-    if bool(amaxes.isnan().any()):
-        amaxes = tiles.masked_fill(tiles.isnan(), 0.0).amax((1, 3))
-    return amaxes

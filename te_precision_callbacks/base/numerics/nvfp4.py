@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
+from te_precision_callbacks.base.numerics.conversions import block_amaxes, encoded
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
 from te_precision_callbacks.base.numerics.layouts import packed
 from te_precision_callbacks.base.numerics.scaling import nvfp4_block_scales, nvfp4_encode_scale, nvfp4_multiplier
@@ -71,57 +72,48 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Rules) -> tuple[t
         E2M1 codes, uint8, [rows, columns / 2], two a byte; and E4M3 codes of the scales, uint8, [rows, columns / 16].
     """
     rows, columns = matrix.shape
+    matrix = matrix.contiguous()  # as a whole: torch transposes that in tiles, and parts number by number
     codes = matrix.new_empty((rows, columns // 2), dtype=torch.uint8)
     scales = matrix.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
     encode_scale = nvfp4_encode_scale(amax.view(-1, 1), rules.largest_scale, nan_spreads=rules.nan_spreads)
     step = -(-max(1, _ELEMENTS_AT_ONCE // columns) // BLOCK) * BLOCK
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        blocks = matrix[part].contiguous().float().view(-1, columns // BLOCK, BLOCK)
         each = slice(None) if amax.numel() == 1 else part
         if rules.better_of_two is None:
-            found, scale = _one_scale(blocks, encode_scale[each], rules)
+            codes[part], scales[part] = _one_scale(matrix[part], encode_scale[each], rules)
         else:
-            found, scale = _better_of_two_scales(blocks, amax.view(-1, 1)[each], encode_scale[each], rules)
-        codes[part] = packed(found.view(-1, columns))
-        scales[part] = scale
+            of_tensor = amax.view(-1, 1)[each], encode_scale[each]
+            codes[part], scales[part] = _better_of_two_scales(matrix[part], *of_tensor, rules)
     return codes, scales
 
 
-def _stochastic_codes(values: torch.Tensor) -> torch.Tensor:
-    magnitude = values.abs().clamp(max=E2M1.max)
-    # Numbers are 0.5 apart below 2, 1 below 4, 2 above: half of the power of two below the magnitude.
-    binade = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
-    apart = binade.clamp_(min=1.0).mul_(0.5)
-    below = (magnitude / apart).floor_().mul_(apart)
-    up = torch.rand_like(magnitude) < magnitude.sub_(below).div_(apart)
-    return E2M1.codes_of(below.add_(apart.mul_(up)).copysign_(values))
-
-
-def _one_scale(blocks: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = E4M3.encode(nvfp4_block_scales(_block_amax(blocks, rules), encode_scale))
-    values = blocks * _multiplier(scales, encode_scale, rules)
-    return (_stochastic_codes(values) if rules.stochastic else E2M1.encode(values)), scales
+def _one_scale(rows: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = E4M3.encode(nvfp4_block_scales(_block_amax(rows, rules), encode_scale))
+    random = torch.rand(rows.shape, device=rows.device) if rules.stochastic else None
+    return encoded(rows, _multiplier(scales, encode_scale, rules), (1, BLOCK), E2M1, random), scales
 
 
 def _better_of_two_scales(
-    blocks: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Rules
+    rows: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """4over6: each block's largest element becomes 6, or 4 if that makes the block's error smaller."""
-    base = _block_amax(blocks, rules)
+    blocks = rows.float().view(len(rows), -1, BLOCK)
+    base = _block_amax(rows, rules)
     base = base / torch.full_like(base, E2M1.max) * encode_scale
     scales_6, scales_4 = E4M3.encode(base), E4M3.encode(base * 1.5)
     codes_6, error_6 = _candidate(blocks, scales_6, amax, encode_scale, rules)
     codes_4, error_4 = _candidate(blocks, scales_4, amax, encode_scale, rules)
     take_4 = error_4 < error_6
-    return torch.where(take_4.unsqueeze(-1), codes_4, codes_6), torch.where(take_4, scales_4, scales_6)
+    codes = torch.where(take_4.unsqueeze(-1), codes_4, codes_6)
+    return packed(codes.view(rows.shape)), torch.where(take_4, scales_4, scales_6)
 
 
 def _candidate(
     blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes under one choice of scales, and the error of each block: float32, summed in the kernel's order."""
-    codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules))
+    codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules).unsqueeze(-1))
     scale = E4M3.decode(scale_codes)
     # In the order of the sum, so that each term is contiguous over all blocks.
     back = E2M1.decode(codes).movedim(-1, 0) * scale
@@ -146,16 +138,12 @@ def _candidate(
 
 
 def _multiplier(scale_codes: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> torch.Tensor:
-    """The multiplier of each block's elements: [rows, blocks, 1]."""
-    return nvfp4_multiplier(E4M3.decode(scale_codes), encode_scale, nan_spreads=rules.nan_spreads).unsqueeze(-1)
+    """The multiplier of each block's elements: [rows, blocks]."""
+    return nvfp4_multiplier(E4M3.decode(scale_codes), encode_scale, nan_spreads=rules.nan_spreads)
 
 
-def _block_amax(blocks: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _block_amax(rows: torch.Tensor, rules: Rules) -> torch.Tensor:
     """The largest magnitude of each block: float32, [rows, blocks]; the same for all rows of a square block."""
-    amax = blocks.abs().amax(dim=-1)
-    if not rules.nan_spreads and bool(amax.isnan().any()):
-        amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(dim=-1)
-    if rules.square:
-        squares = amax.view(-1, BLOCK, amax.shape[-1]).amax(dim=1, keepdim=True)
-        amax = squares.expand(-1, BLOCK, -1).reshape(amax.shape)
-    return amax
+    side = BLOCK if rules.square else 1
+    amaxes = block_amaxes(rows, (side, BLOCK), nan_spreads=rules.nan_spreads)
+    return amaxes.repeat_interleave(side, 0) if rules.square else amaxes

@@ -21,11 +21,19 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.numerics.conversions import encoded
 from te_precision_callbacks.base.numerics.gemm_shapes import takes_any_layout
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
-from te_precision_callbacks.reference.extension.buffers import build, empty, is_noop, overwrite, transposed_shape
+from te_precision_callbacks.reference.extension.buffers import (
+    build,
+    empty,
+    is_noop,
+    matrix_shape,
+    overwrite,
+    transposed_shape,
+)
 from te_precision_callbacks.reference.extension.casting import Casting
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.target import capability
@@ -104,7 +112,8 @@ class _PerTensorScaling(Casting):
                 "Columnwise-only per-tensor FP8 quantization is not implemented, neither here nor in the compiled "
                 "extension: give the quantizer rowwise usage as well."
             )
-        codes = fp8_format(quantizer.dtype).encode(source.float() * scale)
+        shape = matrix_shape(source.shape)
+        codes = encoded(source.reshape(shape), scale.view(1, 1), shape, fp8_format(quantizer.dtype)).view(source.shape)
         overwrite(out._data, codes.view(out._data.shape))
         if out._transpose is not None:
             overwrite(out._transpose, transposed(codes).view(out._transpose.shape))

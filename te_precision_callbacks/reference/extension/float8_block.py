@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import block_amaxes, times_blocks
+from te_precision_callbacks.base.numerics.conversions import block_amaxes, encoded
 from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D
 from te_precision_callbacks.base.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
@@ -113,7 +113,7 @@ class BlockScaling(Casting):
             raise ReferenceBackendError(f"The {type(quantizer).__name__} has neither rowwise nor columnwise usage.")
         if is_noop(noop):
             return
-        matrix = source.float().reshape(matrix_shape(source.shape))
+        matrix = source.reshape(matrix_shape(source.shape))
         for columnwise, data, scales in written(out):
             is_2d = out._is_2D_scaled
             block = (BLOCK, BLOCK) if is_2d else (BLOCK, 1) if columnwise else (1, BLOCK)
@@ -137,7 +137,7 @@ def _quantized(
         epsilon=quantizer.amax_epsilon,
         largest_scale=largest,
     )
-    return fmt.encode(times_blocks(matrix, scale, block)), torch.reciprocal(scale)
+    return encoded(matrix, scale, block, fmt), torch.reciprocal(scale)
 
 
 def scale_shape(shape: Sequence[int], columnwise: bool, is_2d: bool) -> tuple[int, int]:

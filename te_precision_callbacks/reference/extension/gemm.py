@@ -27,6 +27,7 @@ from typing import Any, SupportsInt
 import torch
 
 from te_precision_callbacks.base.numerics import gemm_shapes, layouts
+from te_precision_callbacks.base.numerics.conversions import decoded
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
 from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
@@ -36,7 +37,7 @@ from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.dtypes import torch_dtype
 from te_precision_callbacks.reference.extension.enums import DType
 from te_precision_callbacks.reference.extension.operands import FP8_BLOCKS, Operand, logical_shape, operand
-from te_precision_callbacks.reference.extension.products import multiplies_bfloat16, product
+from te_precision_callbacks.reference.extension.products import multiplies_bfloat16, product, takes
 from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
 from te_precision_callbacks.reference.target import capability
 
@@ -273,10 +274,13 @@ def _product_of_bfloat16(a: Operand, transa: bool, b: Operand, transb: bool, bia
 
 
 def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -> torch.Tensor:
-    left, right = b.values.t() if transb else b.values, a.values if transa else a.values.t()
-    value = product(left, right) if a.is_exact_in_bfloat16 and b.is_exact_in_bfloat16 else None
+    (rows, depth), columns = _matrix_shape(b, not transb), _matrix_shape(a, transa)[0]
+    in_bfloat16 = a.is_exact_in_bfloat16 and b.is_exact_in_bfloat16 and takes(rows, columns, depth, a.source.device)
+    left, right = (b.in_bfloat16, a.in_bfloat16) if in_bfloat16 else (b.values, a.values)
+    left, right = left.t() if transb else left, right if transa else right.t()
+    value = product(left, right) if in_bfloat16 else None
     if value is None:
-        value = torch.matmul(left, right.t())
+        value = torch.matmul(left.float(), right.float().t())
     if a.part is not None and b.part is not None and a.mode == layouts.NVFP4:
         return value.mul_(_nvfp4_alpha(a.part, b.part, alpha))
     # One after the other: the product of two small scales could fall below float32's range.
@@ -306,18 +310,22 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     """
     if a.part is None or b.part is None:
         raise ReferenceBackendError("FP8 blocks are multiplied with FP8 blocks.")
-    rows, columns = a.part.elements(), b.part.elements()
+    (of_rows, depth), of_columns, length = a.part.matrix_shape, b.part.matrix_shape[0], a.part.block[1]
     scales_a, scales_b = (part.scales.repeat_interleave(part.block[0], 0) for part in (a.part, b.part))
-    scales_a, scales_b = scales_a[: rows.shape[0]].t().unsqueeze(1), scales_b[: columns.shape[0]].t().unsqueeze(2)
+    scales_a, scales_b = scales_a[:of_rows].t().unsqueeze(1), scales_b[:of_columns].t().unsqueeze(2)
     if b.mode == layouts.BLOCK_2D:
         first, second = scales_a, scales_b
     else:
         first, second = scales_b, scales_a
-    length = a.part.block[1]
-    factors = scales_b.squeeze(2), scales_a.squeeze(1)
-    found = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)
-    if found is not None:
-        return found.mul_(alpha) if alpha != 1.0 else found
+    in_bfloat16 = takes(of_columns, of_rows, depth, a.source.device)
+    dtype = torch.bfloat16 if in_bfloat16 else torch.float32
+    rows, columns = (decoded(part.codes, part.element_format, None, part.block, dtype) for part in (a.part, b.part))
+    if in_bfloat16:
+        factors = scales_b.squeeze(2), scales_a.squeeze(1)
+        found = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)
+        if found is not None:
+            return found.mul_(alpha) if alpha != 1.0 else found
+        rows, columns = rows.float(), columns.float()
     total = rows.new_zeros(columns.shape[0], rows.shape[0])
     rounds_once = _are_exact_factors(first, second)
     for index in range(first.shape[0]):
@@ -347,6 +355,12 @@ def _are_exact_factors(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _column_sum(b: Operand) -> torch.Tensor:
     total = b.values.sum(dim=0)
     return total if b.scale_inv is None else total * b.scale_inv
+
+
+def _matrix_shape(operand: Operand, summed_last: bool) -> tuple[int, int]:
+    """The sides that stays in the result and that is summed."""
+    rows, columns = operand.matrix_shape
+    return (rows, columns) if summed_last else (columns, rows)
 
 
 def _rows(shape: Sequence[int]) -> int:

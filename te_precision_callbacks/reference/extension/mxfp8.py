@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import block_amaxes, times_blocks
+from te_precision_callbacks.base.numerics.conversions import block_amaxes, encoded
 from te_precision_callbacks.base.numerics.layouts import MXFP8, SWIZZLE_COLUMNS, SWIZZLE_ROWS
 from te_precision_callbacks.base.numerics.scaling import e8m0_codes, mxfp8_scale_inv
 from te_precision_callbacks.reference.errors import ReferenceBackendError
@@ -103,7 +103,7 @@ class BlockScaling(Casting):
         if source.numel() == 0 or is_noop(noop):
             return
         fmt = fp8_format(out._fp8_dtype)
-        matrix = source.float().reshape(matrix_shape(source.shape))
+        matrix = source.reshape(matrix_shape(source.shape))
         for columnwise, data, scales in written(out):
             block = (BLOCK, 1) if columnwise else (1, BLOCK)
             square = quantizer.with_2d_quantization
@@ -114,7 +114,7 @@ class BlockScaling(Casting):
                 if square:
                     # Repeated for each row, or for each column, of a block.
                     scale_inv = scale_inv.repeat_interleave(BLOCK, 1 if columnwise else 0)
-                overwrite(into, fmt.encode(times_blocks(part, torch.reciprocal(scale_inv), block)))
+                overwrite(into, encoded(part, torch.reciprocal(scale_inv), block, fmt))
                 scales_inv.append(scale_inv)
             scale_inv = torch.cat(scales_inv)
             swizzled = bool(out._with_gemm_swizzled_scales)

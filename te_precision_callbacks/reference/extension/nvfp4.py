@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import block_amaxes
+from te_precision_callbacks.base.numerics.conversions import block_amaxes
 from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
 from te_precision_callbacks.base.numerics.layouts import (
     NVFP4,
@@ -228,7 +228,7 @@ def _measure(
 
 
 def _row_amaxes(matrix: torch.Tensor) -> torch.Tensor:
-    return block_amaxes(matrix, (1, matrix.shape[1])).view(-1).float()
+    return block_amaxes(matrix, (1, matrix.shape[1])).view(-1)
 
 
 def _reduce(quantizer: Any, out: Any) -> None:

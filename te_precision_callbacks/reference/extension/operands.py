@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics import layouts
-from te_precision_callbacks.base.numerics.blocks import times_blocks
+from te_precision_callbacks.base.numerics.conversions import decoded
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
@@ -49,12 +49,12 @@ class Operand:
     @functools.cached_property
     def values(self) -> torch.Tensor:
         """float32, [rows, columns]: multiplied by the scales of blocks, not yet by the scale of the whole tensor."""
-        if self.part is None:
-            return self.source.float()
-        values = self.part.elements()
-        if self.mode != layouts.PER_TENSOR:
-            values = times_blocks(values, self.part.block_scales(), self.part.block)
-        return values.t() if self.part.transposed else values
+        return self.source.float() if self.part is None else _decoded(self.part, torch.float32)
+
+    @functools.cached_property
+    def in_bfloat16(self) -> torch.Tensor:
+        """:attr:`values` as bfloat16, where :attr:`is_exact_in_bfloat16`."""
+        return self.source if self.part is None else _decoded(self.part, torch.bfloat16)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -149,6 +149,12 @@ def dequantized(tensor: Any) -> torch.Tensor:
 def logical_shape(tensor: Any) -> tuple[int, ...]:
     """The logical shape of a tensor."""
     return layouts.logical_shape(tensor) if is_quantized(tensor) else tuple(_plain(tensor).shape)
+
+
+def _decoded(part: Stored, dtype: torch.dtype) -> torch.Tensor:
+    factors = None if part.mode == layouts.PER_TENSOR else part.block_scales()
+    values = decoded(part.codes, part.element_format, factors, part.block, dtype)
+    return values.t() if part.transposed else values
 
 
 def _has_layout_for_gemm(part: Stored, rowwise: bool) -> bool:

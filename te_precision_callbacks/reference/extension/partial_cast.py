@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import block_amaxes
+from te_precision_callbacks.base.numerics.conversions import block_amaxes
 from te_precision_callbacks.base.numerics.formats import E4M3, E8M0
 from te_precision_callbacks.base.numerics.scaling import e8m0_codes, mxfp8_scale_inv
 from te_precision_callbacks.reference.errors import ReferenceBackendError

@@ -22,23 +22,16 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // A matrix whose first dimension stays in the result and whose second one is summed.
 struct Matrix {
-  const void* at;
-  int of_float32;  // else bfloat16
+  const uint16_t* at;
   int64_t stride, summed_stride;
 
-  // The bits as bfloat16; a float32 whose lower half is zero has these in its upper half.
-  inline uint32_t bits(int64_t index, int64_t summed) const {
-    const int64_t place = index * stride + summed * summed_stride;
-    return of_float32 ? static_cast<const uint32_t*>(at)[place] >> 16 : static_cast<const uint16_t*>(at)[place];
-  }
+  inline uint32_t bits(int64_t index, int64_t summed) const { return at[index * stride + summed * summed_stride]; }
 };
 
 // Lays out `count` lines from `first` on as pairs, to[pair * pair_stride + line * line_stride]; lines up to `filled` are
 // filled with zeros, and so is the partner of the last number if there is none.
-template <bool kFloat32>
-void lay_out(const Matrix& from, int64_t first, int64_t count, int64_t filled, int64_t depth, uint32_t* to,
+void lay_out(const Matrix& matrix, int64_t first, int64_t count, int64_t filled, int64_t depth, uint32_t* to,
              int64_t line_stride, int64_t pair_stride) {
-  const Matrix matrix{from.at, kFloat32, from.stride, from.summed_stride};
   const int64_t pairs = (depth + 1) / 2, whole = depth / 2;
   const auto pair = [&](int64_t line, int64_t index) {
     return matrix.bits(first + line, 2 * index) | matrix.bits(first + line, 2 * index + 1) << 16;
@@ -68,11 +61,6 @@ void lay_out(const Matrix& from, int64_t first, int64_t count, int64_t filled, i
       to[whole * pair_stride + line * line_stride] = matrix.bits(first + line, depth - 1);
   for (int64_t line = count; line < filled; ++line)
     for (int64_t index = 0; index < pairs; ++index) to[index * pair_stride + line * line_stride] = 0;
-}
-
-void lay_out(const Matrix& from, int64_t first, int64_t count, int64_t filled, int64_t depth, uint32_t* to,
-             int64_t line_stride, int64_t pair_stride) {
-  (from.of_float32 ? lay_out<true> : lay_out<false>)(from, first, count, filled, depth, to, line_stride, pair_stride);
 }
 
 // The factors of the sums of a block, by row and by column; none if null.
@@ -126,7 +114,7 @@ constexpr Tile kTiles[] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>}
 #endif
 
 // out = left @ right^T, both with the summed dimension second, times the factors of the blocks if there are any.
-//   *_float32     whether a matrix is float32, whose lower halves are zero, or bfloat16
+//   left, right   bfloat16
 //   *_stride      numbers from one row to the next; *_summed from one summed number to the next
 //   out           float32, [rows, columns], without gaps
 //   depth         numbers that are summed for each; block: how many from zero, an even number
@@ -135,12 +123,12 @@ constexpr Tile kTiles[] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>}
 //   threads       at most so many work on it
 //   done          becomes 1; stays as it is where the processor has no such instruction
 extern "C" __attribute__((visibility("default"))) void te_precision_product(
-    const void* left, int left_float32, int64_t left_stride, int64_t left_summed, const void* right, int right_float32,
-    int64_t right_stride, int64_t right_summed, float* out, int64_t rows, int64_t columns, int64_t depth, int64_t block,
-    const float* of_rows, const float* of_columns, int rows_first, int threads, int* done) {
+    const uint16_t* left, int64_t left_stride, int64_t left_summed, const uint16_t* right, int64_t right_stride,
+    int64_t right_summed, float* out, int64_t rows, int64_t columns, int64_t depth, int64_t block, const float* of_rows,
+    const float* of_columns, int rows_first, int threads, int* done) {
 #ifdef __AVX512BF16__
-  const Matrix lefts{left, left_float32, left_stride, left_summed};
-  const Matrix rights{right, right_float32, right_stride, right_summed};
+  const Matrix lefts{left, left_stride, left_summed};
+  const Matrix rights{right, right_stride, right_summed};
   const int64_t pairs = (depth + 1) / 2, panels = (columns + kColumns - 1) / kColumns;
   const int64_t tasks = (rows + kTask - 1) / kTask;
   const std::unique_ptr<uint32_t[]> pairs_of_rows(new uint32_t[rows * pairs]);

@@ -27,7 +27,7 @@ PRODUCT = CppFunction(
     Path(__file__).with_name("product.cpp"),
     "te_precision_product",
     (
-        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64) * 2,
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64) * 2,
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
     ),
@@ -43,6 +43,12 @@ def multiplies_bfloat16() -> bool:
     return any(ask is not None and ask() for ask in asked)
 
 
+def takes(rows: int, columns: int, depth: int, device: torch.device) -> bool:
+    """Whether a product of these sizes is one for :func:`product`, so that its operands are wanted as bfloat16."""
+    large = device.type == "cpu" and rows * columns * depth >= SMALLEST
+    return large and multiplies_bfloat16() and PRODUCT.is_compiled()
+
+
 def product(
     left: torch.Tensor,
     right: torch.Tensor,
@@ -54,28 +60,22 @@ def product(
     """``left @ right.t()``, where each sum of a block is multiplied by two factors if there are any.
 
     Args:
-        left: [rows, depth], bfloat16, or float32 numbers that bfloat16 holds. Those below 2^-126 count as 0.
-        right: [columns, depth], likewise.
+        left: bfloat16, [rows, depth]; numbers below 2^-126 count as 0.
+        right: bfloat16, [columns, depth], likewise.
         block: numbers that are summed from zero: an even number.
         factors: float32, [blocks, rows] and [blocks, columns].
         rows_first: a sum is multiplied by the row's factor and rounded; the product of that with the column's factor is
             added to the sums before, and the result rounded once. Otherwise the column's factor comes first.
 
     Returns:
-        float32, [rows, columns]; None where torch has to: the product is small, the CPU has no such instructions, or
-        there is no compiler.
+        float32, [rows, columns]; None where the compiler does not know the processor's instructions.
     """
     (rows, depth), columns = left.shape, right.shape[0]
-    if left.device.type != "cpu" or rows * columns * depth < SMALLEST or not multiplies_bfloat16():
-        return None
-    if not PRODUCT.is_compiled():
-        return None
     out = torch.empty(rows, columns, dtype=torch.float32)
     done = ctypes.c_int(0)
     of_rows, of_columns = (None, None) if factors is None else (each.contiguous() for each in factors)
     PRODUCT.function(
-        *(left.data_ptr(), left.dtype == torch.float32, *left.stride()),
-        *(right.data_ptr(), right.dtype == torch.float32, *right.stride()),
+        *(left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride()),
         *(out.data_ptr(), rows, columns, depth, block),
         None if of_rows is None else of_rows.data_ptr(),
         None if of_columns is None else of_columns.data_ptr(),

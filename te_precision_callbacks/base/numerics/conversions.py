@@ -1,0 +1,157 @@
+"""Large matrices on a CPU to codes of FP8 and FP4 and back, in C++ (``conversions.cpp``).
+
+Usage::
+
+    amaxes = block_amaxes(matrix, (1, 32))
+    codes = encoded(matrix, factors, (1, 32), E4M3)
+    numbers = decoded(codes, E4M3, factors, (1, 32), torch.bfloat16)
+
+Each goes through the matrix once, where plain torch does so five times or more; small matrices, other devices, and a
+machine without a C++ compiler take plain torch, which gives the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from te_precision_callbacks.base.compiling import CppFunction
+from te_precision_callbacks.base.numerics import blocks
+from te_precision_callbacks.base.numerics.formats import E2M1, FloatFormat, table
+from te_precision_callbacks.base.numerics.layouts import packed, unpacked
+
+SMALLEST = 1 << 15
+"""Numbers of a matrix from which it takes this way."""
+
+_SIZES = (ctypes.c_int64,) * 4
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+
+
+def _function(name: str, *argtypes: type) -> CppFunction:
+    file = Path(__file__).with_name("conversions.cpp")
+    what = "The reference backend converts to FP8 and FP4 and back in several passes"
+    vectorized = ["-ftree-loop-vectorize"]  # which torch forbids
+    return CppFunction(file, f"te_precision_{name}", argtypes, what=what, times="ten", flags=vectorized)
+
+
+BLOCK_AMAXES = _function("block_amaxes", _POINTER, _INT, *_SIZES, _INT, _POINTER, _INT)
+ENCODE = _function("encode", _POINTER, _INT, *_SIZES, _POINTER, _POINTER, _INT, _POINTER, _INT)
+DECODE = _function("decode", _POINTER, *_SIZES, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT)
+
+
+def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: bool = False) -> torch.Tensor:
+    """The largest magnitude in each block.
+
+    Plain torch waits for the device, to know whether there is any NaN, unless NaN spreads.
+
+    Args:
+        matrix: any float type, [rows, columns].
+        block: rows and columns of a block; the last ones may be partial.
+        nan_spreads: whether a block with NaN has NaN; else NaN is skipped, and a block that is NaN throughout has 0.
+
+    Returns:
+        float32, [rows of blocks, columns of blocks].
+    """
+    if _takes(matrix, BLOCK_AMAXES):
+        source = _readable(matrix)
+        out = torch.empty(blocks.number(matrix.shape, block))
+        BLOCK_AMAXES.function(*_read(source), *block, nan_spreads, out.data_ptr(), torch.get_num_threads())
+        return out
+    tiles = blocks.tiled(matrix.abs(), block)
+    amaxes = tiles.amax((1, 3))
+    if not nan_spreads and bool(amaxes.isnan().any()):
+        amaxes = tiles.masked_fill(tiles.isnan(), 0.0).amax((1, 3))
+    return amaxes.float()
+
+
+def encoded(
+    matrix: torch.Tensor,
+    factors: torch.Tensor,
+    block: tuple[int, int],
+    fmt: FloatFormat,
+    random: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The codes of numbers times the factors of their blocks, rounded as :meth:`FloatFormat.encode` does, or at random.
+
+    Args:
+        matrix: any float type, [rows, columns].
+        factors: float32, [rows of blocks, columns of blocks].
+        block: rows and columns of a block; the last ones may be partial.
+        fmt: E4M3, E5M2 or E2M1; this one for an even number of columns alone, and of a block's.
+        random: float32, [rows, columns], at least 0 and below 1, for E2M1 alone: a number is rounded up where its
+            distance from the next smaller number, in units of the gap that it lies in, is more than this.
+
+    Returns:
+        uint8, [rows, columns]; of E2M1 two codes a byte, [rows, columns / 2].
+    """
+    if _takes(matrix, ENCODE):
+        source, of_blocks = _readable(matrix), factors.contiguous()
+        drawn = None if random is None else random.contiguous()
+        out = torch.empty(matrix.shape[0], matrix.shape[1] * fmt.bits // 8, dtype=torch.uint8)
+        ENCODE.function(
+            *(*_read(source), *block, of_blocks.data_ptr(), None if drawn is None else drawn.data_ptr()),
+            *(fmt.mantissa_bits, out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+    values = blocks.times_blocks(matrix.float(), factors, block)
+    codes = fmt.encode(values) if random is None else _stochastic_codes(values, random)
+    return packed(codes) if fmt.bits == 4 else codes
+
+
+def decoded(
+    codes: torch.Tensor,
+    fmt: FloatFormat,
+    factors: torch.Tensor | None,
+    block: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The numbers of codes, times the factors of their blocks if there are any.
+
+    Args:
+        codes: as :func:`encoded` returns them.
+        fmt: their format.
+        factors: float32, [rows of blocks, columns of blocks].
+        block: rows and columns of a block; the last ones may be partial.
+        dtype: float32, or bfloat16, which has to hold the products.
+
+    Returns:
+        [rows, columns].
+    """
+    if _takes(codes, DECODE):
+        source, numbers = codes.contiguous(), table(fmt, codes.device)
+        of_blocks = None if factors is None else factors.contiguous()
+        out = torch.empty(codes.shape[0], codes.shape[1] * 8 // fmt.bits, dtype=dtype)
+        DECODE.function(
+            *(source.data_ptr(), *out.shape, *block, fmt.bits, numbers.data_ptr()),
+            None if of_blocks is None else of_blocks.data_ptr(),
+            *(out.data_ptr(), dtype == torch.float32, torch.get_num_threads()),
+        )
+        return out
+    values = fmt.decode(unpacked(codes) if fmt.bits == 4 else codes)
+    return (values if factors is None else blocks.times_blocks(values, factors, block)).to(dtype)
+
+
+def _stochastic_codes(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    magnitude = values.abs().clamp(max=E2M1.max)
+    # Numbers are 0.5 apart below 2, 1 below 4, 2 above: half of the power of two below the magnitude.
+    binade = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
+    apart = binade.clamp_(min=1.0).mul_(0.5)
+    below = (magnitude / apart).floor_().mul_(apart)
+    up = random < magnitude.sub_(below).div_(apart)
+    return E2M1.codes_of(below.add_(apart.mul_(up)).copysign_(values))
+
+
+def _takes(matrix: torch.Tensor, function: CppFunction) -> bool:
+    return matrix.device.type == "cpu" and matrix.numel() >= SMALLEST and function.is_compiled()
+
+
+def _readable(matrix: torch.Tensor) -> torch.Tensor:
+    """Without gaps, and of a type that the code reads."""
+    return (matrix if matrix.dtype in (torch.float32, torch.bfloat16) else matrix.float()).contiguous()
+
+
+def _read(matrix: torch.Tensor) -> tuple[int, ...]:
+    """The first arguments of what reads a matrix."""
+    return matrix.data_ptr(), matrix.dtype == torch.float32, *matrix.shape

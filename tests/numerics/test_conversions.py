@@ -1,0 +1,84 @@
+"""Conversions to codes of FP8 and FP4 and back, in one pass, are plain torch's bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+import torch
+
+from te_precision_callbacks.base.numerics import conversions
+from te_precision_callbacks.base.numerics.conversions import block_amaxes, decoded, encoded
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
+
+BLOCKS = [(1, 16), (16, 16), (1, 32), (32, 1), (32, 32), (1, 128), (128, 1), (128, 128), (286, 264), (1, 264), (7, 24)]
+SHAPE = (286, 264)
+"""No multiple of most blocks."""
+
+
+def every_kind(dtype: torch.dtype) -> torch.Tensor:
+    """All numbers of bfloat16: infinity, NaN, zeros and subnormals; and what lies half way between two codes."""
+    numbers = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
+    codes = torch.tensor([E4M3.value(code) for code in range(127)])
+    half_way = (codes[1:] + codes[:-1]) / 2 * 2.0 ** torch.arange(-40, 40).view(-1, 1)
+    found = torch.cat([numbers, half_way.flatten()])
+    rows, columns = SHAPE
+    return found[torch.randperm(len(found))[: rows * columns]].view(SHAPE).to(dtype)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+def matrix(request: pytest.FixtureRequest) -> torch.Tensor:
+    torch.manual_seed(0)
+    return every_kind(request.param)
+
+
+def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversions, "SMALLEST", 1 << 40)
+
+
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Also of NaN, whose other bits mean nothing."""
+    return first.dtype == second.dtype and torch.equal(first.isnan(), second.isnan()) and torch.equal(
+        first.nan_to_num(nan=0.0).contiguous().view(torch.uint8), second.nan_to_num(nan=0.0).contiguous().view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_largest_magnitudes(matrix: torch.Tensor, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix[3] = torch.nan
+    fast = [block_amaxes(matrix, block, nan_spreads=spreads) for spreads in (False, True)]
+    assert conversions.BLOCK_AMAXES.function is not None
+    plainly(monkeypatch)
+    assert all(map(same, fast, [block_amaxes(matrix, block, nan_spreads=spreads) for spreads in (False, True)]))
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=lambda fmt: fmt.name)
+def test_codes(
+    matrix: torch.Tensor, fmt: FloatFormat, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fmt.bits == 4 and block[1] % 2:
+        pytest.skip("two codes a byte")
+    factors = 2.0 ** torch.randint(-12, 12, conversions.blocks.number(SHAPE, block))
+    factors[0, 0] = 1.37
+    random = torch.rand(SHAPE) if fmt is E2M1 else None
+    fast = [encoded(matrix, factors, block, fmt), encoded(matrix, factors, block, fmt, random)]
+    assert conversions.ENCODE.function is not None
+    plainly(monkeypatch)
+    assert torch.equal(fast[0], encoded(matrix, factors, block, fmt))
+    assert torch.equal(fast[1], encoded(matrix, factors, block, fmt, random))
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize(("fmt", "dtype"), itertools.product([E4M3, E5M2, E2M1], [torch.float32, torch.bfloat16]))
+def test_numbers(
+    fmt: FloatFormat, dtype: torch.dtype, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = torch.randint(256, (SHAPE[0], SHAPE[1] * fmt.bits // 8), dtype=torch.uint8)
+    factors = 2.0 ** torch.randint(-12, 12, conversions.blocks.number(SHAPE, block))
+    monkeypatch.setattr(conversions, "SMALLEST", 1)
+    fast = [decoded(codes, fmt, of_blocks, block, dtype) for of_blocks in (None, factors)]
+    assert conversions.DECODE.function is not None
+    plainly(monkeypatch)
+    assert all(map(same, fast, [decoded(codes, fmt, of_blocks, block, dtype) for of_blocks in (None, factors)]))
