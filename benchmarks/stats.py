@@ -238,7 +238,7 @@ def _keep_to_the_vectors_of_torch() -> None:
     """Hold the pass, and what torch compiles, to AVX2 too where torch's own operations are held to it."""
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
         torch._inductor.config.cpp.simdlen = 256
-        native.ONE_PASS.function = native.ONE_PASS.loaded(("-march=haswell",))
+        native.ONE_PASS.functions = native.ONE_PASS.loaded(("-march=haswell",))
 
 
 def main(given: list[str] | None = None) -> None:

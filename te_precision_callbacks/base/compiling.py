@@ -8,52 +8,66 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
-class CppFunction:
-    """A function of a file of C++.
+class CppFile:
+    """Functions of a file of C++, which return nothing.
 
     Args:
         file: the file.
-        name: of the function, which returns nothing.
-        argtypes: the types of its arguments, of ctypes.
-        what: plain torch does without it, for the warning.
+        functions: name -> the types of its arguments, of ctypes.
+        what: plain torch does without them, for the warning.
         times: how much slower that is at most, in words.
+        pays_from: elements that plain torch takes before the file is compiled.
         flags: of the compiler, after torch's own.
 
     Attributes:
-        function: once it is compiled.
-        failed: whether it cannot be compiled.
+        functions: by name, once they are compiled; else empty.
+        failed: whether they cannot be compiled.
+        pays_from: see above.
+        in_plain_torch: elements that plain torch has taken although a function could have.
     """
 
     def __init__(
-        self, file: Path, name: str, argtypes: Sequence[Any], *, what: str, times: str, flags: Sequence[str] = ()
+        self,
+        file: Path,
+        functions: Mapping[str, Sequence[Any]],
+        *,
+        what: str,
+        times: str,
+        pays_from: int = 0,
+        flags: Sequence[str] = (),
     ) -> None:
         self._source = file
-        self._name = name
-        self._argtypes = argtypes
+        self._argtypes = functions
         self._said = what, times
         self._flags = tuple(flags)
-        self.function: Any = None
+        self.functions: dict[str, Any] = {}
         self.failed = False
+        self.pays_from = pays_from
+        self.in_plain_torch = 0
+
+    def is_taken(self) -> bool:
+        """Whether the functions are taken: compiling pays by now and has not failed."""
+        return not self.failed and self.in_plain_torch >= self.pays_from and self.is_compiled()
 
     def is_compiled(self) -> bool:
         """Compile it, if that has not been tried."""
-        if self.function is None and not self.failed:
+        if not self.functions and not self.failed:
             try:
-                self.function = self.loaded()
+                self.functions = self.loaded()
             except Exception as error:
                 self.failed = True
                 what, times = self._said
                 say_not_compiled(logger, what, times, error)
-        return self.function is not None
+        return bool(self.functions)
 
-    def loaded(self, flags: Sequence[str] = ()) -> Any:
+    def loaded(self, flags: Sequence[str] = ()) -> dict[str, Any]:
         """Compile it, unless torch has it in its cache (2.13, ``_inductor/codecache.py``).
 
         Args:
@@ -69,10 +83,23 @@ class CppFunction:
             extra_flags=(*self._flags, *flags),
             **({"needs_vec_isa": False} if "needs_vec_isa" in known else {}),
         )
-        function = getattr(library, self._name)
-        function.restype = None
-        function.argtypes = list(self._argtypes)
-        return function
+        functions = {name: getattr(library, name) for name in self._argtypes}
+        for name, function in functions.items():
+            function.restype = None
+            function.argtypes = list(self._argtypes[name])
+        return functions
+
+
+class CppFunction(CppFile):
+    """The one function of a file; the arguments are those of :class:`CppFile`, with its name and types."""
+
+    def __init__(self, file: Path, name: str, argtypes: Sequence[Any], **about: Any) -> None:
+        super().__init__(file, {name: argtypes}, **about)
+
+    @property
+    def function(self) -> Any:
+        """The function, once it is compiled; else None."""
+        return next(iter(self.functions.values()), None)
 
 
 def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:

@@ -43,7 +43,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which pass is tested."""
     way = str(request.param)
     if way != "eager":
-        monkeypatch.setattr(native.ONE_PASS, "function", native.ONE_PASS.loaded(PROCESSORS[way]))
+        monkeypatch.setattr(native.ONE_PASS, "functions", native.ONE_PASS.loaded(PROCESSORS[way]))
     return way
 
 
@@ -405,7 +405,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiled, "_kernels", {})
     monkeypatch.setattr(compiled, "_failed", False)
     monkeypatch.setattr(native.ONE_PASS, "failed", False)
-    monkeypatch.setattr(native.ONE_PASS, "function", None)
+    monkeypatch.setattr(native.ONE_PASS, "functions", {})
     compiled._has_compiler.cache_clear()
     yield
     compiled._has_compiler.cache_clear()

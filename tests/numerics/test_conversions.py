@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -27,6 +26,12 @@ def every_kind(dtype: torch.dtype) -> torch.Tensor:
     return found[torch.randperm(len(found))[: rows * columns]].view(SHAPE).to(dtype)
 
 
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversions.FILE, "pays_from", 0)
+    assert conversions.FILE.is_compiled()
+
+
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
 def matrix(request: pytest.FixtureRequest) -> torch.Tensor:
     torch.manual_seed(0)
@@ -38,33 +43,28 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Also of NaN, whose other bits mean nothing."""
-    return first.dtype == second.dtype and torch.equal(first.isnan(), second.isnan()) and torch.equal(
-        first.nan_to_num(nan=0.0).contiguous().view(torch.uint8), second.nan_to_num(nan=0.0).contiguous().view(torch.uint8)
-    )
+    """Also of NaN, whose other bits mean nothing, and of the signs of zeros."""
+    bits = [each.masked_fill(each.isnan(), 0.0).contiguous().view(torch.uint8) for each in (first, second)]
+    return first.dtype == second.dtype and torch.equal(first.isnan(), second.isnan()) and torch.equal(*bits)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_largest_magnitudes(matrix: torch.Tensor, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     matrix[3] = torch.nan
     fast = [block_amaxes(matrix, block, nan_spreads=spreads) for spreads in (False, True)]
-    assert conversions.BLOCK_AMAXES.function is not None
     plainly(monkeypatch)
     assert all(map(same, fast, [block_amaxes(matrix, block, nan_spreads=spreads) for spreads in (False, True)]))
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=lambda fmt: fmt.name)
-def test_codes(
-    matrix: torch.Tensor, fmt: FloatFormat, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes(matrix: torch.Tensor, fmt: FloatFormat, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     if fmt.bits == 4 and block[1] % 2:
         pytest.skip("two codes a byte")
     factors = 2.0 ** torch.randint(-12, 12, conversions.blocks.number(SHAPE, block))
     factors[0, 0] = 1.37
     random = torch.rand(SHAPE) if fmt is E2M1 else None
     fast = [encoded(matrix, factors, block, fmt), encoded(matrix, factors, block, fmt, random)]
-    assert conversions.ENCODE.function is not None
     plainly(monkeypatch)
     assert torch.equal(fast[0], encoded(matrix, factors, block, fmt))
     assert torch.equal(fast[1], encoded(matrix, factors, block, fmt, random))
@@ -72,13 +72,44 @@ def test_codes(
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize(("fmt", "dtype"), itertools.product([E4M3, E5M2, E2M1], [torch.float32, torch.bfloat16]))
-def test_numbers(
-    fmt: FloatFormat, dtype: torch.dtype, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers(fmt: FloatFormat, dtype: torch.dtype, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     codes = torch.randint(256, (SHAPE[0], SHAPE[1] * fmt.bits // 8), dtype=torch.uint8)
     factors = 2.0 ** torch.randint(-12, 12, conversions.blocks.number(SHAPE, block))
     monkeypatch.setattr(conversions, "SMALLEST", 1)
     fast = [decoded(codes, fmt, of_blocks, block, dtype) for of_blocks in (None, factors)]
-    assert conversions.DECODE.function is not None
     plainly(monkeypatch)
     assert all(map(same, fast, [decoded(codes, fmt, of_blocks, block, dtype) for of_blocks in (None, factors)]))
+
+
+def all_of(matrix: torch.Tensor) -> list[torch.Tensor]:
+    factors = torch.ones(conversions.blocks.number(SHAPE, (1, 16)))
+    codes = encoded(matrix, factors, (1, 16), E4M3)
+    return [block_amaxes(matrix, (1, 16)), codes, decoded(codes, E4M3, factors, (1, 16))]
+
+
+def test_nothing_is_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.randn(SHAPE)
+    expected = all_of(matrix)
+    monkeypatch.setattr(conversions.FILE, "functions", {})
+    monkeypatch.setattr(conversions.FILE, "in_plain_torch", 0)
+    monkeypatch.setattr(conversions.FILE, "pays_from", 4 * matrix.numel())
+    assert all(map(torch.equal, all_of(matrix), expected))
+    assert not conversions.FILE.functions
+    assert all(map(torch.equal, all_of(matrix), expected))
+    assert conversions.FILE.functions
+
+
+def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    matrix = torch.randn(SHAPE)
+    expected = all_of(matrix)
+
+    def fails() -> dict[str, object]:
+        raise FileNotFoundError("g++")
+
+    monkeypatch.setattr(conversions.FILE, "functions", {})
+    monkeypatch.setattr(conversions.FILE, "failed", False)
+    monkeypatch.setattr(conversions.FILE, "loaded", fails)
+    assert all(map(torch.equal, all_of(matrix), expected))
+    assert [record.getMessage().partition(", up to")[0] for record in caplog.records] == [
+        "The reference backend converts to FP8 and FP4 and back by plain torch operations"
+    ]

@@ -230,7 +230,7 @@ def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         monkeypatch.setattr(EXTREMES, "pays_from", 2**62)
     else:
         monkeypatch.setattr(EXTREMES, "pays_from", 0)
-        monkeypatch.setattr(EXTREMES, "function", in_cpp(PROCESSORS[way]))
+        monkeypatch.setattr(EXTREMES, "functions", in_cpp(PROCESSORS[way]))
     return way
 
 

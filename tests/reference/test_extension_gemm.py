@@ -620,6 +620,7 @@ needs_bfloat16 = pytest.mark.skipif(
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "SMALLEST", 0)
     monkeypatch.setattr(conversions, "SMALLEST", 0)
+    monkeypatch.setattr(conversions.FILE, "pays_from", 0)
     assert products.PRODUCT.is_compiled()
 
 

@@ -6,8 +6,8 @@ Usage::
     codes = encoded(matrix, factors, (1, 32), E4M3)
     numbers = decoded(codes, E4M3, factors, (1, 32), torch.bfloat16)
 
-Each goes through the matrix once, where plain torch does so five times or more; small matrices, other devices, and a
-machine without a C++ compiler take plain torch, which gives the same bits.
+Each goes through the matrix once, where plain torch does so five times or more. Small matrices, other devices, a machine
+without a C++ compiler, and short runs, for which compiling does not pay, take plain torch, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from te_precision_callbacks.base.compiling import CppFunction
+from te_precision_callbacks.base.compiling import CppFile
 from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, FloatFormat, table
 from te_precision_callbacks.base.numerics.layouts import packed, unpacked
@@ -27,18 +27,20 @@ SMALLEST = 1 << 15
 
 _SIZES = (ctypes.c_int64,) * 4
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_AMAXES, _ENCODE, _DECODE = "te_precision_block_amaxes", "te_precision_encode", "te_precision_decode"
 
-
-def _function(name: str, *argtypes: type) -> CppFunction:
-    file = Path(__file__).with_name("conversions.cpp")
-    what = "The reference backend converts to FP8 and FP4 and back in several passes"
-    vectorized = ["-ftree-loop-vectorize"]  # which torch forbids
-    return CppFunction(file, f"te_precision_{name}", argtypes, what=what, times="ten", flags=vectorized)
-
-
-BLOCK_AMAXES = _function("block_amaxes", _POINTER, _INT, *_SIZES, _INT, _POINTER, _INT)
-ENCODE = _function("encode", _POINTER, _INT, *_SIZES, _POINTER, _POINTER, _INT, _POINTER, _INT)
-DECODE = _function("decode", _POINTER, *_SIZES, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT)
+FILE = CppFile(
+    Path(__file__).with_name("conversions.cpp"),
+    {
+        _AMAXES: (_POINTER, _INT, *_SIZES, _INT, _POINTER, _INT),
+        _ENCODE: (_POINTER, _INT, *_SIZES, _POINTER, _POINTER, _INT, _POINTER, _INT),
+        _DECODE: (_POINTER, *_SIZES, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT),
+    },
+    pays_from=2**29,
+    what="The reference backend converts to FP8 and FP4 and back by plain torch operations",
+    times="twenty",
+    flags=["-ftree-loop-vectorize"],  # which torch forbids
+)
 
 
 def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: bool = False) -> torch.Tensor:
@@ -54,10 +56,10 @@ def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: b
     Returns:
         float32, [rows of blocks, columns of blocks].
     """
-    if _takes(matrix, BLOCK_AMAXES):
+    if _takes(matrix):
         source = _readable(matrix)
         out = torch.empty(blocks.number(matrix.shape, block))
-        BLOCK_AMAXES.function(*_read(source), *block, nan_spreads, out.data_ptr(), torch.get_num_threads())
+        FILE.functions[_AMAXES](*_read(source), *block, nan_spreads, out.data_ptr(), torch.get_num_threads())
         return out
     tiles = blocks.tiled(matrix.abs(), block)
     amaxes = tiles.amax((1, 3))
@@ -86,11 +88,11 @@ def encoded(
     Returns:
         uint8, [rows, columns]; of E2M1 two codes a byte, [rows, columns / 2].
     """
-    if _takes(matrix, ENCODE):
+    if _takes(matrix):
         source, of_blocks = _readable(matrix), factors.contiguous()
         drawn = None if random is None else random.contiguous()
         out = torch.empty(matrix.shape[0], matrix.shape[1] * fmt.bits // 8, dtype=torch.uint8)
-        ENCODE.function(
+        FILE.functions[_ENCODE](
             *(*_read(source), *block, of_blocks.data_ptr(), None if drawn is None else drawn.data_ptr()),
             *(fmt.mantissa_bits, out.data_ptr(), torch.get_num_threads()),
         )
@@ -119,11 +121,11 @@ def decoded(
     Returns:
         [rows, columns].
     """
-    if _takes(codes, DECODE):
+    if _takes(codes):
         source, numbers = codes.contiguous(), table(fmt, codes.device)
         of_blocks = None if factors is None else factors.contiguous()
         out = torch.empty(codes.shape[0], codes.shape[1] * 8 // fmt.bits, dtype=dtype)
-        DECODE.function(
+        FILE.functions[_DECODE](
             *(source.data_ptr(), *out.shape, *block, fmt.bits, numbers.data_ptr()),
             None if of_blocks is None else of_blocks.data_ptr(),
             *(out.data_ptr(), dtype == torch.float32, torch.get_num_threads()),
@@ -143,8 +145,12 @@ def _stochastic_codes(values: torch.Tensor, random: torch.Tensor) -> torch.Tenso
     return E2M1.codes_of(below.add_(apart.mul_(up)).copysign_(values))
 
 
-def _takes(matrix: torch.Tensor, function: CppFunction) -> bool:
-    return matrix.device.type == "cpu" and matrix.numel() >= SMALLEST and function.is_compiled()
+def _takes(matrix: torch.Tensor) -> bool:
+    if matrix.device.type != "cpu" or matrix.numel() < SMALLEST:
+        return False
+    if not FILE.functions:
+        FILE.in_plain_torch += matrix.numel()
+    return FILE.is_taken()
 
 
 def _readable(matrix: torch.Tensor) -> torch.Tensor:

@@ -22,37 +22,20 @@ _A_CALL = 2**16
 
 
 class CppPass(CppFunction):
-    """A function of a file of C++ beside this module, which reads one tensor.
+    """A function of a file of C++ beside this module, which reads one tensor."""
 
-    Args:
-        file: its name.
-        name: of the function, which returns nothing.
-        argtypes: the types of its arguments, of ctypes.
-        pays_from: elements that plain torch measures before the function is compiled.
-        what: plain torch does without it, for the warning.
-        times: how much slower that is at most, in words.
-
-    Attributes:
-        pays_from: see above.
-        in_plain_torch: elements that plain torch has measured although the function could have.
-    """
-
-    def __init__(self, file: str, name: str, argtypes: Sequence[Any], *, pays_from: int, what: str, times: str) -> None:
-        super().__init__(Path(__file__).with_name(file), name, argtypes, what=what, times=times)
-        self.pays_from = pays_from
-        self.in_plain_torch = 0
+    def __init__(self, file: str, name: str, argtypes: Sequence[Any], **about: Any) -> None:
+        super().__init__(Path(__file__).with_name(file), name, argtypes, **about)
 
     def could_take(self, values: torch.Tensor) -> bool:
         """Whether it can read a tensor: a plain one on the CPU, of a dtype that it reads."""
         return type(values) is torch.Tensor and values.dtype in DTYPES and values.device.type == "cpu"
 
     def takes(self, values: torch.Tensor) -> bool:
-        """Whether it is taken for a tensor that it can read: compiling pays by now and has not failed."""
-        if self.failed or self.in_plain_torch < self.pays_from or not self.could_take(values):
-            return False
-        return self.function is not None or self.is_compiled()
+        """Whether it is taken for a tensor."""
+        return self.could_take(values) and self.is_taken()
 
     def leaves(self, values: torch.Tensor) -> None:
         """Count a tensor that plain torch measures."""
-        if self.function is None and self.could_take(values):
+        if not self.functions and self.could_take(values):
             self.in_plain_torch += values.numel() + _A_CALL
