@@ -476,7 +476,7 @@ struct Counted<4> {
 template <>
 struct Counted<2> {
   SignedTwiceShorts signed_max = SignedTwiceShorts{} + std::numeric_limits<int16_t>::min();
-  TwiceShorts unsigned_max{}, unsigned_min = TwiceShorts{} + kLast, smallest = TwiceShorts{} + kLast;
+  TwiceShorts unsigned_max{}, smallest = TwiceShorts{} + kLast;
   TwiceShorts is_not_0, nonzeros{}, underflows{};  // a lane has no more numbers than it can count
 
   static constexpr uint16_t kLast = 0xffff;
@@ -488,7 +488,6 @@ struct Counted<2> {
     const SignedTwiceShorts with_sign = (SignedTwiceShorts)bits;
     signed_max = with_sign > signed_max ? with_sign : signed_max;
     unsigned_max = bits > unsigned_max ? bits : unsigned_max;
-    unsigned_min = smaller(bits, unsigned_min);
     smallest = smaller(magnitude - 1, smallest);
     is_not_0 = smaller(magnitude, TwiceShorts{} + 1);
     nonzeros += is_not_0;
@@ -499,18 +498,47 @@ struct Counted<2> {
   template <typename Values>
   void end(Sums& found) const {
     int16_t signed_most = signed_max[0];
-    uint16_t most = unsigned_max[0], least = unsigned_min[0], least_magnitude = smallest[0];
+    uint16_t most = unsigned_max[0], least_magnitude = smallest[0];
     for (int i = 1; i < 2 * kLanes; ++i) {
       if (signed_max[i] > signed_most) signed_most = signed_max[i];
       if (unsigned_max[i] > most) most = unsigned_max[i];
-      if (unsigned_min[i] < least) least = unsigned_min[i];
       if (smallest[i] < least_magnitude) least_magnitude = smallest[i];
     }
-    found.max = Values::as_float(signed_most < 0 ? least : static_cast<uint16_t>(signed_most));
+    // Where all numbers have the same sign, the one next to 0.
+    const uint16_t least = found.zeros > 0 ? 0 : least_magnitude + 1;
+    found.max = Values::as_float(signed_most < 0 ? least | 0x8000 : signed_most);
     found.negated_min = -Values::as_float(most & 0x8000 ? most : least);
     if (least_magnitude != kLast) found.smallest = bits_of<uint32_t>(Values::as_float(least_magnitude + 1)) - 1;
   }
 };
+
+// The sums of a run, over eight numbers a lane.
+template <typename Values>
+struct Run {
+  Floats sum{}, abs_sum{}, square_sum{};
+
+  inline void add(const char*, Pair x, Pair magnitude) {
+    sum = sum + x.first + x.second;
+    abs_sum = abs_sum + magnitude.first + magnitude.second;
+    square_sum = fused(x.second, x.second, fused(x.first, x.first, square_sum));
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Products of neighbours in bfloat16 are exact, and added to a lane of floats by one instruction, with two roundings.
+template <>
+struct Run<BFloat16> {
+  Floats sum{}, abs_sum{}, square_sum{};
+
+  inline void add(const char* from, Pair, Pair) {
+    const __m512i bits = _mm512_loadu_si512(from), magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+    const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)bits, one);
+    abs_sum = (Floats)_mm512_dpbf16_ps((__m512)abs_sum, (__m512bh)magnitude, one);
+    square_sum = (Floats)_mm512_dpbf16_ps((__m512)square_sum, (__m512bh)bits, (__m512bh)bits);
+  }
+};
+#endif
 
 template <typename Values>
 double count_above(float limit, const char* values) {
@@ -531,7 +559,8 @@ __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* 
   float factor = scale_inv;
   if constexpr (kCompares) factor *= Codes::kFromFloat16;
   for (int64_t at = 0; at < kBlock;) {
-    Floats part{}, square_part{}, abs_part{}, error_square_part{};
+    Run<Values> run;
+    Floats error_square_part{};
     for (int pair = 0; pair < kRun; ++pair, at += 2 * kLanes) {
       const char* from = values + at * Values::kBytes;
       __builtin_prefetch(from + kAhead);
@@ -539,9 +568,7 @@ __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* 
       const Pair x = Values::load_pair(from);
       const Pair magnitude = {magnitude_of(x.first), magnitude_of(x.second)};
       counted.add(from, x, magnitude);
-      part = part + x.first + x.second;
-      abs_part = abs_part + magnitude.first + magnitude.second;
-      square_part = fused(x.second, x.second, fused(x.first, x.first, square_part));
+      run.add(from, x, magnitude);
       if constexpr (kCompares) {
         __builtin_prefetch(codes + at + kAhead);
         TwiceBytes code;
@@ -564,9 +591,9 @@ __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* 
         error_square_part = fused(second_error, second_error, error_square_part);
       }
     }
-    add_lanes(sum, part);
-    add_lanes(square_sum, square_part);
-    add_lanes(abs_sum, abs_part);
+    add_lanes(sum, run.sum);
+    add_lanes(square_sum, run.square_sum);
+    add_lanes(abs_sum, run.abs_sum);
     if constexpr (kCompares) add_lanes(error_square_sum, error_square_part);
   }
   found = kNothing;
