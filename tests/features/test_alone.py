@@ -115,6 +115,7 @@ for listed, dirs in (("ours", [OURS]), ("ours, theirs", [OURS, THEIRS]), ("their
 """
 
 MORE = f"""
+import te_precision_callbacks.config  # the features import it: not in each process anew
 for name, options in {SPELLINGS!r}.items():
     answer[name] = forked(run, {{name: {{"enabled": True, **options}}}}, name, [OURS], 1)
 answer["yaml"] = forked(run, None, "yaml", [OURS], 7, "config.yaml")

@@ -9,6 +9,7 @@ import einops
 import lightning.pytorch
 import nvdlfw_inspect.api
 import onnxscript
+import pandas
 import pydantic.dataclasses
 import pydantic.type_adapter
 import pytest

@@ -23,6 +23,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,8 @@ def serve(owner: int, listener: socket.socket, module: str) -> Request:
     """Fork a process for each request. Returns in that process alone."""
     importlib.import_module(module)
     assert threading.active_count() == 1, "a thread is not there after a fork"
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # such as torch's, which takes its operators out of the dispatcher, one after another
     gc.collect()
     gc.freeze()
 

@@ -169,7 +169,7 @@ if how == "forked":
     child = os.fork()
     if child == 0:
         net(torch.full((16, 32), 9.0)).sum().backward()
-        print(session.step(), session.step())
+        print(session.step(), session.step(), flush=True)
         session.stop()
         os.kill(os.getpid(), signal.SIGTERM)
     print("child", os.WTERMSIG(os.waitpid(child, 0)[1]), flush=True)
