@@ -6,7 +6,7 @@ Usage::
     codes = encoded(matrix, factors, (1, 32), E4M3)
     numbers = decoded(codes, E4M3, factors, (1, 32), torch.bfloat16)
 
-Each goes through the matrix once, where plain torch does so five times or more. Small matrices, other devices, a machine
+Each goes through the matrix once, where plain torch does so five times or more. Small matrices, other devices, machines
 without a C++ compiler, and short runs, for which compiling does not pay, take plain torch, which gives the same bits.
 """
 
