@@ -29,7 +29,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(RUN, tmp_path_factory.mktemp("report") / "report.html")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [True, False], ids=["dark", "light"])
 def test_every_plot_of_every_page_is_drawn(look: Look, report: Path, dark: bool) -> None:
     look.open(report, "page=nowhere", dark=dark)
     plots_of = {"findings": 0, "heatmap": 1, "layer": 10, "profile": 1, "speed": 0, "config": 0, "summary": 2}
