@@ -8,6 +8,7 @@ The site makes the pages of its API reference from them, and a test compares the
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 PACKAGE = "te_precision_callbacks"
@@ -17,6 +18,7 @@ _NOT_PUBLIC = ("engine", "reference")
 """Rooms in whose modules an ``__all__`` says what their own parts may use; only that of the room itself is public."""
 
 
+@functools.cache
 def public_names(repository: Path) -> dict[str, tuple[str, ...]]:
     """The modules that have an ``__all__``: each with its names, in their order.
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import planted
 from benchmarks.planted import KINDS, ROWS, Drift, judge, train
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.views.compare import ComparedNumbers, compare
 
 pytestmark = pytest.mark.slow
 
+FIRST = 24
+
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedRun, RecordedRun]:
+def fewer_steps() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planted, "STEPS", 2 * FIRST)
+        patch.setattr(planted, "FIRST", FIRST)
+        yield
+
+
+@pytest.fixture(scope="module")
+def healthy(fewer_steps: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedRun, RecordedRun]:
     """A healthy training, and one with another seed."""
     folder = tmp_path_factory.mktemp("healthy")
     return train(0, folder / "a"), train(1, folder / "noise")
@@ -28,7 +40,7 @@ def test_a_planted_drift_comes_first(seed: int, healthy: tuple[RecordedRun, Reco
     outcome = judge(seed, drift, comparison)
     assert outcome.found, outcome
     assert comparison.first is not None
-    assert 30 <= comparison.first.iteration < 36
+    assert FIRST <= comparison.first.iteration < FIRST + 6
 
 
 def test_a_healthy_training_has_no_finding(healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:

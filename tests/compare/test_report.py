@@ -73,7 +73,7 @@ def page(folder: Path, compared: tuple[Comparison, ComparedNumbers]) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [True, False], ids=["dark", "light"])
 def test_every_plot_of_every_page_is_drawn(look: Look, page: Path, dark: bool) -> None:  # noqa: F811
     look.open(page, "page=nowhere", dark=dark)
     for address, plots in (("heatmap", 1), ("layer", 1), ("layer&layer=layers.0.fc", 4), ("summary", 2)):

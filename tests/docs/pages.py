@@ -7,6 +7,7 @@ prints, or a drawing.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,7 @@ class Block:
         return next(iter(found), "")
 
 
+@functools.cache
 def tokens(page: str) -> list[Token]:
     """The page as GitHub reads it."""
     return MarkdownIt().enable("table").parse(PAGES[page].read_text())

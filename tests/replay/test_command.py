@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.replay import ReplayedFolder, replay_folder, shown
 from tests.capability import any_capability
 from tests.dumps.gemms import RECIPES, train
+from tests.reference import processes
 from tests.replay import faults
 
 
@@ -194,19 +193,9 @@ def test_the_script_runs_alone(tmp_path: Path) -> None:
         (file,) = train(tmp_path, "current", gemms="fprop")
     code, text = run(file, "--repro", tmp_path / "bug" / "repro.py")
     assert (code, "Wrote" in text) == (1, True)
-    alone = subprocess.run(
-        [
-            sys.executable,
-            "-S",
-            "-c",
-            f"import sys; sys.path[:0] = {[p for p in sys.path if 'site-packages' in p]}; "
-            "sys.modules['te_precision_callbacks'] = sys.modules['transformer_engine'] = None; import runpy; "
-            "runpy.run_path(sys.argv[1], run_name='__main__')",
-            str(tmp_path / "bug" / "repro.py"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+    alone = processes.python(
+        "import sys; sys.modules['te_precision_callbacks'] = sys.modules['transformer_engine'] = None; import runpy; "
+        f"runpy.run_path({str(tmp_path / 'bug' / 'repro.py')!r}, run_name='__main__')"
     )
     assert alone.returncode == 1, alone.stderr
     assert "recorded on cpu: rows 3 and 17 are swapped" in alone.stdout

@@ -32,15 +32,19 @@ class Look:
         complaints: what the console said but for plain messages, and uncaught exceptions.
         asked_for: all that was requested.
         place: where a report is opened, as a copy; None for where it is.
+        opened: the report that is open: its file, when that was written, and whether the system prefers dark pages.
     """
 
     page: Page
     complaints: list[str] = field(default_factory=list)
     asked_for: list[str] = field(default_factory=list)
     place: Path | None = None
+    opened: tuple[Path, int, bool] | None = None
 
     def open(self, report: Path, address: str = "", *, dark: bool = False, by_link: bool = False) -> None:
         """Open a report, turn to a page, and wait until it is drawn.
+
+        A report that is open already is only turned: what it shows is all in its address.
 
         Args:
             report: the file.
@@ -48,14 +52,25 @@ class Look:
             dark: whether the system prefers dark pages.
             by_link: open it at the address, for which Chromium compiles plotly.js again.
         """
+        wanted = (report, report.stat().st_mtime_ns, dark)
+        if wanted == self.opened and not by_link:
+            self.page.evaluate("history.replaceState(null, '', '#left'); scrollTo(0, 0)")
+            self.turn(address)
+            return
+        self.close()
         self.page.emulate_media(color_scheme="dark" if dark else "light")
-        self.page.goto("about:blank")
         if self.place:
             report = Path(shutil.copyfile(report, self.place))
         self.page.goto(f"{report.as_uri()}#{address}" if by_link else report.as_uri())
         self.page.wait_for_selector("body[data-shown]")
         if address and not by_link:
             self.turn(address)
+        self.opened = wanted
+
+    def close(self) -> None:
+        """Close the report that is open."""
+        self.page.goto("about:blank")
+        self.opened = None
 
     def turn(self, address: str) -> None:
         """Go to another page of the report that is open."""
@@ -148,8 +163,9 @@ def look(window: Look) -> Iterator[Look]:
     window.page.set_viewport_size({"width": 1360, "height": 900})
     window.page.mouse.move(0, 0)
     yield window
-    window.page.evaluate("try { localStorage.clear() } catch { /* no report was opened */ }")
-    window.page.goto("about:blank")
+    if window.opened and window.page.evaluate("localStorage.length"):
+        window.page.evaluate("localStorage.clear()")
+        window.close()
     complaints, asked_for = window.complaints[:], window.asked_for[:]
     window.complaints.clear()
     window.asked_for.clear()

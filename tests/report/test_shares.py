@@ -102,6 +102,24 @@ def test_what_was_recorded_is_shown(look: Look, whole: Trained) -> None:
     assert below[1:] == ["%", "recorded"]
 
 
+OUTSIDE = "plot.data.find((trace) => trace.type === 'bar').marker.color.map((colour) => colour === '#d55e00')"
+
+
+@pytest.mark.parametrize(("name", "above"), [("whole", False), ("bare", False), ("delayed", True)])
+def test_the_profile_paints_what_is_outside_alone(
+    look: Look, request: pytest.FixtureRequest, name: str, above: bool
+) -> None:
+    """Current scaling's E4M3 holds the largest number, whether that is recorded or known to a power of two."""
+    trained: Trained = request.getfixturevalue(name)
+    look.open(trained.page, "page=profile&tensor=activation&format=E4M3&step=2")
+    look.everything_drawn()
+    bars = look.plot("(({base, x}) => ({base, x}))(plot.data.find((trace) => trace.type === 'bar'))")
+    tops = [base + width for base, width in zip(bars["base"], bars["x"], strict=True)]
+    limits = look.plot("plot.data.find((trace) => trace.name === 'E4M3: largest').x")[::2]
+    assert look.plot(OUTSIDE) == [above] * LAYERS
+    assert [top > limit + 1e-5 for top, limit in zip(tops, limits, strict=True)] == [above] * LAYERS
+
+
 def test_recorded_overflows_are_shown_as_they_are(look: Look, delayed: Trained) -> None:
     assert delayed.recorded("overflows%", 2) > 0
     below, above = shares(look, delayed, 2)
@@ -126,21 +144,3 @@ def test_a_recorded_amax_shows_that_nothing_is_above(look: Look, whole: Trained,
     assert above == ["0", "%", "by", "amax"]
     low, high = interval(below)
     assert low <= whole.recorded("underflows%", 2) <= high
-
-
-OUTSIDE = "plot.data.find((trace) => trace.type === 'bar').marker.color.map((colour) => colour === '#d55e00')"
-
-
-@pytest.mark.parametrize(("name", "above"), [("bare", False), ("whole", False), ("delayed", True)])
-def test_the_profile_paints_what_is_outside_alone(
-    look: Look, request: pytest.FixtureRequest, name: str, above: bool
-) -> None:
-    """Current scaling's E4M3 holds the largest number, whether that is recorded or known to a power of two."""
-    trained: Trained = request.getfixturevalue(name)
-    look.open(trained.page, "page=profile&tensor=activation&format=E4M3&step=2")
-    look.everything_drawn()
-    bars = look.plot("(({base, x}) => ({base, x}))(plot.data.find((trace) => trace.type === 'bar'))")
-    tops = [base + width for base, width in zip(bars["base"], bars["x"], strict=True)]
-    limits = look.plot("plot.data.find((trace) => trace.name === 'E4M3: largest').x")[::2]
-    assert look.plot(OUTSIDE) == [above] * LAYERS
-    assert [top > limit + 1e-5 for top, limit in zip(tops, limits, strict=True)] == [above] * LAYERS

@@ -213,7 +213,7 @@ def report(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow  # a browser
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [True, False], ids=["dark", "light"])
 def test_the_page_begins_with_the_answer_and_draws_all(look: Look, run: RecordedRun, report: Path, dark: bool) -> None:
     facts = speed_facts(run)
     look.open(report, "page=speed", dark=dark)

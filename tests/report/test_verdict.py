@@ -35,8 +35,17 @@ def with_findings(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(data, "diagnose", verdict_of)
 
 
-def test_the_page_and_the_numbers_have_the_verdict_of_diagnose(tmp_path: Path) -> None:
-    run = open_run(defective(tmp_path))
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    return open_run(defective(tmp_path_factory.mktemp("defective")))
+
+
+@pytest.fixture(scope="module")
+def report(run: RecordedRun) -> Path:
+    return write_report(run, run.path / "report.html")
+
+
+def test_the_page_and_the_numbers_have_the_verdict_of_diagnose(run: RecordedRun) -> None:
     verdict = diagnose(run)
     told = PageData.of(run, 10**7).told
     (finding,) = told["verdict"]["findings"]
@@ -62,18 +71,17 @@ def test_the_curves_of_findings_come_first(tmp_path: Path) -> None:
     assert told["exact"]["curves"] < told["exact"]["series"]
 
 
-def test_no_magnitude_is_in_the_list_of_worst_layers(tmp_path: Path) -> None:
-    told = PageData.of(open_run(defective(tmp_path)), 10**7).told
+def test_no_magnitude_is_in_the_list_of_worst_layers(run: RecordedRun) -> None:
+    told = PageData.of(run, 10**7).told
     listed = {told["families"][each["family"]]["statistic"] for each in told["worst_layers"]}
     assert listed == {"nonfinite_num"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_first_screen_begins_with_the_verdict(look: Look, tmp_path: Path, dark: bool) -> None:
-    run = open_run(defective(tmp_path))
+def test_the_first_screen_begins_with_the_verdict(look: Look, run: RecordedRun, report: Path, dark: bool) -> None:
     verdict = diagnose(run)
-    look.open(write_report(run, tmp_path / "report.html"), dark=dark)
+    look.open(report, dark=dark)
     region = look.page.get_by_role("region", name=verdict.summary)
     box = region.bounding_box()
     assert box is not None
@@ -89,28 +97,9 @@ def test_the_first_screen_begins_with_the_verdict(look: Look, tmp_path: Path, da
 
 
 @pytest.mark.slow
-def test_a_finding_leads_to_its_plots_by_keyboard(look: Look, tmp_path: Path) -> None:
-    report = write_report(open_run(defective(tmp_path)), tmp_path / "report.html")
-    look.open(report)
-    heat_map = look.page.get_by_role("link", name="Heat map: std of gradient")
-    heat_map.focus()
-    look.go_by(lambda: look.page.keyboard.press("Enter"))
-    asked = parse_qs(look.page.url.partition("#")[2])
-    assert (asked["page"], asked["statistic"], asked["tensor"]) == (["heatmap"], ["std"], ["gradient"])
-    look.everything_drawn()
-    assert look.page.locator(".card h2").inner_text() == "std of gradient"
-    look.page.go_back()
-    look.go(look.page.get_by_role("link", name=f"Curves: {BAD}"))
-    assert look.page.locator("h1").inner_text() == BAD
-    first = look.page.locator(".three").last.locator(".card h2").first
-    assert first.inner_text() == "std"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_heat_map_marks_the_row_of_a_finding(look: Look, tmp_path: Path, dark: bool) -> None:
+@pytest.mark.parametrize("dark", [True, False], ids=["dark", "light"])
+def test_the_heat_map_marks_the_row_of_a_finding(look: Look, report: Path, dark: bool) -> None:
     """On the screen, in the text, and in the name for screen readers; and a magnitude has no worst number."""
-    report = write_report(open_run(defective(tmp_path)), tmp_path / "report.html")
     look.open(report, "page=heatmap&statistic=std&tensor=gradient", dark=dark)
     plot = look.page.locator(".js-plotly-plot")
     layout = plot.evaluate("node => ({shapes: node.layout.shapes, ticks: node.layout.yaxis.ticktext})")
@@ -129,10 +118,27 @@ def test_the_heat_map_marks_the_row_of_a_finding(look: Look, tmp_path: Path, dar
 
 
 @pytest.mark.slow
-def test_the_page_of_findings_has_all_of_each(look: Look, tmp_path: Path) -> None:
-    run = open_run(defective(tmp_path))
-    (finding,), verdict = diagnose(run).findings, diagnose(run)
-    look.open(write_report(run, tmp_path / "report.html"))
+def test_a_finding_leads_to_its_plots_by_keyboard(look: Look, report: Path) -> None:
+    look.open(report)
+    heat_map = look.page.get_by_role("link", name="Heat map: std of gradient")
+    heat_map.focus()
+    look.go_by(lambda: look.page.keyboard.press("Enter"))
+    asked = parse_qs(look.page.url.partition("#")[2])
+    assert (asked["page"], asked["statistic"], asked["tensor"]) == (["heatmap"], ["std"], ["gradient"])
+    look.everything_drawn()
+    assert look.page.locator(".card h2").inner_text() == "std of gradient"
+    look.page.go_back()
+    look.go(look.page.get_by_role("link", name=f"Curves: {BAD}"))
+    assert look.page.locator("h1").inner_text() == BAD
+    first = look.page.locator(".three").last.locator(".card h2").first
+    assert first.inner_text() == "std"
+
+
+@pytest.mark.slow
+def test_the_page_of_findings_has_all_of_each(look: Look, run: RecordedRun, report: Path) -> None:
+    verdict = diagnose(run)
+    (finding,) = verdict.findings
+    look.open(report)
     look.go(look.page.get_by_role("link", name="All of each finding"))
     card = look.page.get_by_role("region", name=f"warning {finding.subject}")
     said = card.inner_text()
@@ -155,13 +161,19 @@ def test_without_a_finding_it_says_so(look: Look, tmp_path: Path) -> None:
     assert look.page.locator(".finding-card").count() == 0
 
 
+@pytest.fixture(scope="module")
+def forty(run: RecordedRun) -> Path:
+    """The report of forty findings."""
+    with pytest.MonkeyPatch.context() as patch:
+        with_findings(patch, 40)
+        return write_report(run, run.path / "forty.html")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1400, 900, 420])
-def test_forty_findings(look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    with_findings(monkeypatch, 40)
-    report = write_report(open_run(defective(tmp_path)), tmp_path / "report.html")
+def test_forty_findings(look: Look, forty: Path, width: int) -> None:
     look.page.set_viewport_size({"width": width, "height": 900})
-    look.open(report)
+    look.open(forty)
     assert look.page.locator(".verdict li").count() == MOST_FINDINGS
     assert look.page.locator(".verdict.error").count() == 1
     look.go(look.page.get_by_role("link", name=f"{40 - MOST_FINDINGS} more findings"))

@@ -96,17 +96,17 @@ const plotNode = (height, label) =>
   el("div", { class: "plot", style: `height:${height}px`, role: "img", "aria-label": label });
 
 // What the mouse does in a plot; what it did before is forgotten. A click acts when no second one follows, since two of
-// them reset the zoom.
+// them reset the zoom: plotly tells the second one too, behind the double click. On a plot that has gone it does nothing.
 function listen(node, { zoomed, clicked, hovered }) {
   for (const name of ["plotly_relayout", "plotly_click", "plotly_doubleclick", "plotly_hover", "plotly_unhover"]) node.removeAllListeners(name);
-  let waiting = 0;
+  let waiting = 0, doubled = -Infinity;
   if (zoomed) node.on("plotly_relayout", (event) => guarded(() => zoomed(event)));
   if (clicked) {
     node.on("plotly_click", ({ points }) => {
       clearTimeout(waiting);
-      waiting = setTimeout(() => guarded(() => clicked(points[0])), 250);
+      waiting = setTimeout(() => node.isConnected && performance.now() - doubled > 500 && guarded(() => clicked(points[0])), 250);
     });
-    node.on("plotly_doubleclick", () => clearTimeout(waiting));
+    node.on("plotly_doubleclick", () => { doubled = performance.now(); });
   }
   node.on("plotly_hover", ({ points, event }) => guarded(() => hovered(points, event)));
   node.on("plotly_unhover", () => tip.hide());
