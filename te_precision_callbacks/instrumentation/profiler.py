@@ -122,7 +122,7 @@ def export(profile: Any, path: Path) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
     try:
         # torch itself packs line by line, which takes eight times as long.
-        with tempfile.NamedTemporaryFile(suffix=".json") as plain:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=_INCOMPLETE[:-3]) as plain:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 profile.export_chrome_trace(plain.name)

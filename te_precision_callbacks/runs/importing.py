@@ -37,7 +37,7 @@ from te_precision_callbacks.runs.bounds import MOST_ITERATION, open_regular, pie
 from te_precision_callbacks.runs.errors import NotARunError
 from te_precision_callbacks.runs.event_lines import events_table
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
-from te_precision_callbacks.runs.recorded import RecordedRun, Segment
+from te_precision_callbacks.runs.recorded import Notes, RecordedRun, Segment
 from te_precision_callbacks.runs.run_files import missing_numbers
 from te_precision_callbacks.runs.tables import FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.sinks.log_file import older_half
@@ -165,8 +165,7 @@ def import_logs(path: Path, logs: _Logs) -> RecordedRun:
         events=events,
         read_values=functools.partial(_select, table),
         read_vectors=lambda _: NO_VECTORS,
-        notes=(*unread, *notes),
-        unread=tuple(unread),
+        said=Notes([*unread, *notes], [*unread]),
     )
 
 

@@ -40,6 +40,7 @@ from te_precision_callbacks.runs.index import (
 )
 from te_precision_callbacks.runs.parts import UNREADABLE, read_facts, read_part, stretch_of
 from te_precision_callbacks.runs.recorded import (
+    Notes,
     RecordedRun,
     Segment,
     Status,
@@ -232,8 +233,7 @@ class _Reader:
     given: Path
     folders: Mapping[int, Path]
     patient: bool = True
-    notes: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
+    said: Notes = field(default_factory=Notes)
     index: SeriesIndex = field(default_factory=SeriesIndex)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     written: frozenset[int] = frozenset()
@@ -261,7 +261,7 @@ class _Reader:
         all_steps = _first_of_each(self._joined(steps, STEPS), "iteration")
         thinned = joined_stretches(self.thinned, all_steps["iteration"].to_numpy())
         for note in stretches_in_words(thinned):
-            self._note(note)
+            self.said.add(note)
         return RecordedRun(
             path=self.given,
             source="te-precision-callbacks",
@@ -274,8 +274,7 @@ class _Reader:
             events=self._events(folders),
             read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
             read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
-            notes=tuple(self.notes),
-            unread=tuple(self.unread),
+            said=self.said,
             thinned=tuple(thinned),
         )
 
@@ -287,10 +286,11 @@ class _Reader:
         try:
             facts = read_json(path)
         except FileNotFoundError:
-            self._note(f"{path} is missing: nothing is known of the facts of segment {number}.", unread=True)
+            self.said.add(f"{path} is missing: nothing is known of the facts of segment {number}.", unread=True)
         except (OSError, ValueError) as error:
             facts = {}
-            self._note(f"{path} is damaged ({error}): nothing is known of the facts of segment {number}.", unread=True)
+            why = f"{path} is damaged ({error}): nothing is known of the facts of segment {number}."
+            self.said.add(why, unread=True)
         schema = facts.get("schema", SCHEMA_VERSION)
         if not isinstance(schema, int) or schema > SCHEMA_VERSION:
             raise RunError(
@@ -301,7 +301,7 @@ class _Reader:
         if status == "running" and has_ended(path, facts):
             status = "unknown" if facts.get("not_written") else "killed"
         if facts.get("not_written"):
-            self._note(f"Segment {number} is not recorded to its end: {facts['not_written']}")
+            self.said.add(f"Segment {number} is not recorded to its end: {facts['not_written']}")
         known: Status = status if status in ("running", "ended", "failed", "killed") else "unknown"
         return Segment(
             number=number,
@@ -313,18 +313,11 @@ class _Reader:
             facts=facts,
         )
 
-    def _note(self, text: str, *, unread: bool = False) -> None:
-        """Note something, once; ``unread`` if it tells that something cannot be read."""
-        if text not in self.notes:
-            self.notes.append(text)
-            if unread:
-                self.unread.append(text)
-
     def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
         numbers = sorted(self.folders)
         missing = missing_numbers(numbers, 0) if len(numbers) > 1 else ""
         if missing:
-            self._note(f"Segments are missing: {missing}.", unread=True)
+            self.said.add(f"Segments are missing: {missing}.", unread=True)
         versions: dict[str, set[str]] = {}
         for segment in segments:
             of_segment = segment.facts.get("versions")
@@ -335,14 +328,14 @@ class _Reader:
             expected = expected if isinstance(expected, list) else [0]
             gone = [rank for rank in expected if isinstance(rank, int) and rank not in found]
             if gone:
-                self._note(
+                self.said.add(
                     f"Segment {segment.number} lacks the files of {len(gone)} of {segment.world} ranks:"
                     f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}.",
                     unread=True,
                 )
         for package, several in versions.items():
             if len(several) > 1:
-                self._note(f"The segments ran with several versions of {package}: {', '.join(sorted(several))}.")
+                self.said.add(f"The segments ran with several versions of {package}: {', '.join(sorted(several))}.")
 
     # ------------------------------------------------------------------ tables
 
@@ -360,7 +353,7 @@ class _Reader:
         files = parts_of(folder, name)
         gone = missing_stretches(((file.first, file.last) for file in files), 1)
         if gone:
-            self._note(f"{folder}: parts of {name} are missing: {gone}.", unread=True)
+            self.said.add(f"{folder}: parts of {name} are missing: {gone}.", unread=True)
         return files
 
     def _load(self, path: Path, name: str, read: Callable[[], pa.Table]) -> pa.Table | None:
@@ -377,14 +370,14 @@ class _Reader:
         except FileNotFoundError as error:
             if self.patient:
                 raise _Moved from error
-            self._note(f"{path} has vanished while it was read.", unread=True)
+            self.said.add(f"{path} has vanished while it was read.", unread=True)
         except UNREADABLE as error:
-            self._note(f"{path} cannot be read, and its rows are missing: {_first_line(error)}", unread=True)
+            self.said.add(f"{path} cannot be read, and its rows are missing: {_first_line(error)}", unread=True)
         else:
             if len(table) and not len(good):
-                self._note(f"{path} cannot be read, and its rows are missing: all of them are damaged", unread=True)
+                self.said.add(f"{path} cannot be read, and its rows are missing: all of them are damaged", unread=True)
             elif len(good) < len(table):
-                self._note(
+                self.said.add(
                     f"{path}: {len(table) - len(good):,} of {len(table):,} rows are damaged and left out.", unread=True
                 )
             return good
@@ -443,7 +436,7 @@ class _Reader:
             if count and segment not in self.written:
                 span = self.spans.get(segment)
                 last = "no recorded step" if span is None else f"iteration {span[1]:,} as its last recorded step"
-                self._note(f"Segment {segment} has {last}: {count:,} {what} beyond are left out.")
+                self.said.add(f"Segment {segment} has {last}: {count:,} {what} beyond are left out.")
 
     def _note_stretch(self, segment: int, file: PartFile) -> None:
         try:
@@ -451,7 +444,7 @@ class _Reader:
         except FileNotFoundError as error:
             raise _Moved from error
         except UNREADABLE as error:
-            self._note(f"{file.path}: {_first_line(error)}")
+            self.said.add(f"{file.path}: {_first_line(error)}")
             return
         if stretch is not None:
             rank = int(file.path.parent.name.partition("-")[2])
@@ -516,7 +509,9 @@ class _Reader:
         except FileNotFoundError:
             raise
         except UNREADABLE as error:
-            raise RunError(f"{rows.file.path} cannot be read any more: {_first_line(error)}") from error
+            path = rows.file.path
+            self.said.add(f"{path} cannot be read, and its rows are missing: {_first_line(error)}", unread=True)
+            return None
         table = sound(table, rows.file.table)
         counts = self._is_there(rows.segment, table) & self._counts(rows.segment, table)
         table = table.filter(pa.array(counts))
@@ -573,9 +568,9 @@ class _Reader:
                         else:
                             yield row
         except OSError as error:
-            self._note(f"{path} cannot be read: {error}", unread=True)
+            self.said.add(f"{path} cannot be read: {error}", unread=True)
         if bad:
-            self._note(f"{path}: {bad} of {count} lines cannot be read.", unread=True)
+            self.said.add(f"{path}: {bad} of {count} lines cannot be read.", unread=True)
 
 
 def _as_they_are_now(parts: Iterable[_Rows]) -> list[_Rows]:

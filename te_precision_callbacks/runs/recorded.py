@@ -159,6 +159,26 @@ class Curve(NamedTuple):
     values: npt.NDArray[np.float64]
 
 
+@dataclass
+class Notes:
+    """What is to be said of a run, each text once; more where a part turns out to be damaged when it is read.
+
+    Attributes:
+        notes: all, in order.
+        unread: those that tell what cannot be read.
+    """
+
+    notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+    def add(self, text: str, *, unread: bool = False) -> None:
+        """Note something; ``unread`` if it tells that something cannot be read."""
+        if text not in self.notes:
+            self.notes.append(text)
+            if unread:
+                self.unread.append(text)
+
+
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
     """A run that was recorded, or is being recorded, as its files have it now.
@@ -176,8 +196,7 @@ class RecordedRun:
             :mod:`te_precision_callbacks.runs.tables`, empty where the source has none.
         series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` counts from 0 and is the row's number.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
-        notes: what is missing, damaged or thinned, in words, for whoever looks at the run.
-        unread: those of them that tell what cannot be read. What is judged of such a run is judged of the rest alone.
+        said: what :attr:`notes` and :attr:`unread` give.
         thinned: the stretches of which not all steps are left.
         read_values: gives the columns ``segment, iteration, series, value, flags`` of some series, or of all, sorted by
             series and iteration.
@@ -199,10 +218,21 @@ class RecordedRun:
     events: pa.Table
     read_values: Callable[[list[int] | None], pa.Table] = field(repr=False)
     read_vectors: Callable[[list[int] | None], pa.Table] = field(repr=False)
-    notes: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
+    said: Notes = field(default_factory=Notes, repr=False)
     thinned: tuple[Thinned, ...] = ()
     memory: pa.Table = field(default_factory=MEMORY.empty_table)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is missing, damaged or thinned, in words, for whoever looks at the run; complete once all has been read
+        that is looked at."""
+        return tuple(self.said.notes)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Those of :attr:`notes` that tell what cannot be read. What is judged of such a run is judged of the rest
+        alone."""
+        return tuple(self.said.unread)
 
     @property
     def lacks_in_words(self) -> str:

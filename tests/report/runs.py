@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from te_precision_callbacks.runs import RecordedRun, RunWriter, Segment
+from te_precision_callbacks.runs.recorded import Notes
 from te_precision_callbacks.runs.tables import (
     EVENTS,
     GEMMS,
@@ -310,7 +311,7 @@ def drifting(**wanted: Any) -> RecordedRun:
         events=pa.Table.from_pylist([event], EVENTS),
         read_values=made.values,
         read_vectors=made.histograms,
-        notes=plan.notes,
+        said=Notes(list(plan.notes)),
     )
 
 

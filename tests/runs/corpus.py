@@ -154,6 +154,15 @@ def event(key: str, text: str) -> Damage:
     return apply
 
 
+def damage_page(path: Path, name: str) -> None:
+    """Damage the first page of a column of a sealed part."""
+    with pq.ParquetFile(path) as file:
+        found = file.metadata.row_group(0).column(file.schema_arrow.get_field_index(name))
+    data = bytearray(path.read_bytes())
+    data[found.data_page_offset : found.data_page_offset + 8] = b"\xff" * 8
+    path.write_bytes(data)
+
+
 def column(table: str, name: str, make: Callable[[pa.ChunkedArray], Any], every: bool = True) -> Damage:
     """A column of a table, in all rows or in the first one."""
 

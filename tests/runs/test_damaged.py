@@ -112,6 +112,20 @@ def test_any_bytes_may_be_damaged(
     shutil.rmtree(copy)
 
 
+def test_what_turns_out_to_be_damaged_when_it_is_read_is_left_out_with_a_note(whole: Path, tmp_path: Path) -> None:
+    """As a page of the one column that opening a run does not read."""
+    shutil.copytree(whole / "sealed", tmp_path / "run")
+    path = corpus.file_of(tmp_path / "run", "values")
+    corpus.damage_page(path, "segment")
+    run = open_run(tmp_path / "run")
+    assert run.notes == run.unread == ()
+    assert len(run.values()) == 0
+    assert len(run.vectors()) > 0
+    (note,) = run.notes
+    assert note.startswith(f"{path} cannot be read, and its rows are missing: ")
+    assert run.unread == run.notes
+
+
 READS = """
 import os, resource, sys
 from te_precision_callbacks.cli import main

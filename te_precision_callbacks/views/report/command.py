@@ -13,6 +13,7 @@ The exit code is 0; 2 for what is no run, for a run without numbers, and for a l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,8 +85,8 @@ def report_command(
     recorded, told = chosen_run(path, run)
     if told:
         terminal.show_text(told, err=kind is Format.JSON)
-    for note in recorded.notes:
-        terminal.show_text(f"note: {note}", hanging=6) if kind is not Format.JSON else None
+    first = recorded.notes
+    _show_notes(first, kind)
     match kind:
         case Format.HTML:
             written = write_report(recorded, output or Path("report.html"), device=chosen)
@@ -101,10 +102,16 @@ def report_command(
                 terminal.show_json(found)
                 return
             written = write_bytes(output, terminal.as_json(found).encode())
+    _show_notes(recorded.notes[len(first) :], kind)  # of what turned out to be damaged when it was read
     size = written.stat().st_size
     terminal.show_text(f"{written}: {size / 1e6:.1f} MB")
     if kind is Format.HTML and size > MOST_BYTES:
         terminal.show_text(f"It is larger than {MOST_BYTES / 1e6:.0f} MB: the facts of the run alone need that much.")
+
+
+def _show_notes(notes: Sequence[str], kind: Format) -> None:
+    for note in notes if kind is not Format.JSON else ():  # whose numbers have them
+        terminal.show_text(f"note: {note}", hanging=6)
 
 
 def _format_of(output: Path | None) -> Format:
