@@ -47,7 +47,7 @@ def test_sigterm_ends_a_process_wherever_its_main_thread_is() -> None:
     command = [executable(whole=True), str(REPOSITORY / "benchmarks" / "sigterm.py"), "--json"]
     started = {
         state: subprocess.Popen(
-            [*command, "--states", state, "--patience", "4" if state == "gil" else "120"],
+            [*command, "--states", state, "--patience", "1" if state == "gil" else "120"],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
