@@ -10,6 +10,7 @@ import torch
 from te_precision_callbacks.base.numerics import conversions
 from te_precision_callbacks.base.numerics.conversions import block_amaxes, decoded, encoded
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
+from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
 
 BLOCKS = [(1, 16), (16, 16), (1, 32), (32, 1), (32, 32), (1, 128), (128, 1), (128, 128), (286, 264), (1, 264), (7, 24)]
 SHAPE = (286, 264)
@@ -80,6 +81,19 @@ def test_numbers(fmt: FloatFormat, dtype: torch.dtype, block: tuple[int, int], m
     fast = [decoded(codes, fmt, of_blocks, block, dtype) for of_blocks in (None, factors)]
     plainly(monkeypatch)
     assert all(map(same, fast, [decoded(codes, fmt, of_blocks, block, dtype) for of_blocks in (None, factors)]))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_transforms(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of one scale, whose sums float64 holds exactly, and all others, infinity and NaN among them."""
+    matrix = torch.randn(288, 288).bfloat16()
+    matrix[:100] = every_kind(torch.bfloat16)[:100, :264].repeat(1, 2)[:, :288]
+    matrix = matrix.t() if turned else matrix
+    for mask in (0, 0x5A3C):
+        fast = random_hadamard_transform(matrix, mask)
+        with monkeypatch.context() as patched:
+            plainly(patched)
+            assert same(fast, random_hadamard_transform(matrix, mask))
 
 
 def all_of(matrix: torch.Tensor) -> list[torch.Tensor]:

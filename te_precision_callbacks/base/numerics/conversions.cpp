@@ -224,11 +224,28 @@ void decode(const uint8_t* codes, int64_t rows, int64_t columns, int64_t height,
   }
 }
 
+// The nearest bfloat16, ties to even.
+inline uint16_t as_bfloat16(float value) {
+  const uint32_t bits = bits_of(value);
+  return (bits & 0x7fffffff) > kInfinity ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+constexpr int kGroup = 16;
+
+inline void transform_group(const uint16_t* __restrict from, const double* __restrict matrix, uint16_t* __restrict to) {
+  double sums[kGroup] = {};
+  for (int row = 0; row < kGroup; ++row) {
+    const double one = number(from[row]);
+    for (int column = 0; column < kGroup; ++column) sums[column] += one * matrix[row * kGroup + column];
+  }
+  for (int column = 0; column < kGroup; ++column) to[column] = as_bfloat16(float(sums[column]));
+}
+
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 }  // namespace
 
-// Of each:
+// Of each but the last:
 //   matrix        [rows, columns] without gaps: float32, or bfloat16
 //   height, width of a block; blocks at an edge may be partial
 //   threads       at most so many work on it
@@ -266,4 +283,13 @@ EXPORTED void te_precision_decode(const uint8_t* codes, int64_t rows, int64_t co
                                   int threads) {
   (to_float32 ? decode<float> : decode<uint16_t>)(codes, rows, columns, height, width, bits, numbers, factors, out,
                                                   threads);
+}
+
+//   groups        of 16 numbers that follow one another: bfloat16
+//   matrix        float64, [16, 16]: each group as a row is multiplied by it, and rounded to float32 and to bfloat16
+//   out           as groups
+EXPORTED void te_precision_transform_groups(const uint16_t* groups, int64_t count, const double* matrix, uint16_t* out,
+                                            int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t group = 0; group < count; ++group) transform_group(groups + group * kGroup, matrix, out + group * kGroup);
 }

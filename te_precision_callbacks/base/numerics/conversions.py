@@ -25,9 +25,13 @@ from te_precision_callbacks.base.numerics.layouts import packed, unpacked
 SMALLEST = 1 << 15
 """Numbers of a matrix from which it takes this way."""
 
+_ELEMENTS_AT_ONCE = 1 << 18
+"""Elements that plain torch transforms at once: all intermediate results fit into a cache."""
+
 _SIZES = (ctypes.c_int64,) * 4
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _AMAXES, _ENCODE, _DECODE = "te_precision_block_amaxes", "te_precision_encode", "te_precision_decode"
+_TRANSFORM = "te_precision_transform_groups"
 
 FILE = CppFile(
     Path(__file__).with_name("conversions.cpp"),
@@ -35,6 +39,7 @@ FILE = CppFile(
         _AMAXES: (_POINTER, _INT, *_SIZES, _INT, _POINTER, _INT),
         _ENCODE: (_POINTER, _INT, *_SIZES, _POINTER, _POINTER, _INT, _POINTER, _INT),
         _DECODE: (_POINTER, *_SIZES, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT),
+        _TRANSFORM: (_POINTER, ctypes.c_int64, _POINTER, _POINTER, _INT),
     },
     pays_from=2**29,
     what="The reference backend converts to FP8 and FP4 and back by plain torch operations",
@@ -133,6 +138,33 @@ def decoded(
         return out
     values = fmt.decode(unpacked(codes) if fmt.bits == 4 else codes)
     return (values if factors is None else blocks.times_blocks(values, factors, block)).to(dtype)
+
+
+def transformed(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
+    """Each group of numbers along the last dimension, as a row, times a matrix, summed in float64, and rounded to
+    float32 and to bfloat16.
+
+    Args:
+        matrix: bfloat16, [rows, a multiple of 16].
+        transform: float64, [16, 16].
+
+    Returns:
+        bfloat16, contiguous, the shape of ``matrix``.
+    """
+    # torch transposes a whole matrix in tiles, and a part of it number by number, which takes up to five times as long.
+    source = matrix.contiguous()
+    result = torch.empty_like(source)
+    if _takes(source):
+        count, numbers = source.numel() // len(transform), transform.contiguous()
+        FILE.functions[_TRANSFORM](
+            *(source.data_ptr(), count, numbers.data_ptr(), result.data_ptr(), torch.get_num_threads())
+        )
+        return result
+    step = max(1, _ELEMENTS_AT_ONCE // matrix.shape[1])
+    for part, out in zip(torch.split(source, step), torch.split(result, step), strict=True):
+        groups = part.view(-1, len(transform)).double()
+        out.copy_(torch.matmul(groups, transform).float().view(out.shape))
+    return result
 
 
 def _stochastic_codes(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,10 @@ import functools
 
 import torch
 
+from te_precision_callbacks.base.numerics.conversions import transformed
+
 SIZE = 16
 """Elements that are transformed together."""
-
-# Elements that are transformed at once: all intermediate results fit into a cache.
-_ELEMENTS_AT_ONCE = 1 << 18
 
 
 def random_hadamard_transform(matrix: torch.Tensor, sign_mask: int) -> torch.Tensor:
@@ -36,17 +35,7 @@ def random_hadamard_transform(matrix: torch.Tensor, sign_mask: int) -> torch.Ten
     Returns:
         bfloat16, contiguous, same shape.
     """
-    rows, columns = matrix.shape
-    result = torch.empty((rows, columns), dtype=torch.bfloat16, device=matrix.device)
-    if result.numel() == 0:
-        return result
-    transform = _matrix(sign_mask, matrix.device)
-    step = max(1, _ELEMENTS_AT_ONCE // columns)
-    # torch transposes a whole matrix in tiles, and a part of it number by number, which takes up to five times as long.
-    for part, out in zip(torch.split(matrix.contiguous(), step), torch.split(result, step), strict=True):
-        groups = part.view(-1, SIZE).double()
-        out.copy_(torch.matmul(groups, transform).float().view(out.shape))
-    return result
+    return transformed(matrix, _matrix(sign_mask, matrix.device)) if matrix.numel() else matrix.contiguous()
 
 
 def rotated(vectors: torch.Tensor, sign_mask: int) -> torch.Tensor:
