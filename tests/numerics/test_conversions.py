@@ -9,7 +9,7 @@ import torch
 
 from te_precision_callbacks.base.numerics import conversions
 from te_precision_callbacks.base.numerics.conversions import block_amaxes, decoded, encoded
-from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat, _code_table
 from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
 
 BLOCKS = [(1, 16), (16, 16), (1, 32), (32, 1), (32, 32), (1, 128), (128, 1), (128, 128), (286, 264), (1, 264), (7, 24)]
@@ -97,9 +97,22 @@ def test_transforms(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def all_of(matrix: torch.Tensor) -> list[torch.Tensor]:
-    factors = torch.ones(conversions.blocks.number(SHAPE, (1, 16)))
+    factors = torch.ones(conversions.blocks.number(SHAPE, (1, 16)), dtype=torch.float32, device="cpu")
     codes = encoded(matrix, factors, (1, 16), E4M3)
     return [block_amaxes(matrix, (1, 16)), codes, decoded(codes, E4M3, factors, (1, 16))]
+
+
+def test_the_defaults_of_the_process_have_no_say() -> None:
+    matrix = torch.randn(SHAPE)
+    expected = [*all_of(matrix), E2M1.encode(matrix)]
+    _code_table.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = [*all_of(matrix), E2M1.encode(matrix)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_nothing_is_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:

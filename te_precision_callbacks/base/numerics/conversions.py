@@ -63,7 +63,7 @@ def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: b
     """
     if _takes(matrix):
         source = _readable(matrix)
-        out = torch.empty(blocks.number(matrix.shape, block))
+        out = torch.empty(blocks.number(matrix.shape, block), dtype=torch.float32, device=matrix.device)
         FILE.functions[_AMAXES](*_read(source), *block, nan_spreads, out.data_ptr(), torch.get_num_threads())
         return out
     tiles = blocks.tiled(matrix.abs(), block)
@@ -96,7 +96,8 @@ def encoded(
     if _takes(matrix):
         source, of_blocks = _readable(matrix), factors.contiguous()
         drawn = None if random is None else random.contiguous()
-        out = torch.empty(matrix.shape[0], matrix.shape[1] * fmt.bits // 8, dtype=torch.uint8)
+        columns = matrix.shape[1] * fmt.bits // 8
+        out = torch.empty(matrix.shape[0], columns, dtype=torch.uint8, device=matrix.device)
         FILE.functions[_ENCODE](
             *(*_read(source), *block, of_blocks.data_ptr(), None if drawn is None else drawn.data_ptr()),
             *(fmt.mantissa_bits, out.data_ptr(), torch.get_num_threads()),
@@ -129,7 +130,7 @@ def decoded(
     if _takes(codes):
         source, numbers = codes.contiguous(), table(fmt, codes.device)
         of_blocks = None if factors is None else factors.contiguous()
-        out = torch.empty(codes.shape[0], codes.shape[1] * 8 // fmt.bits, dtype=dtype)
+        out = torch.empty(codes.shape[0], codes.shape[1] * 8 // fmt.bits, dtype=dtype, device=codes.device)
         FILE.functions[_DECODE](
             *(source.data_ptr(), *out.shape, *block, fmt.bits, numbers.data_ptr()),
             None if of_blocks is None else of_blocks.data_ptr(),

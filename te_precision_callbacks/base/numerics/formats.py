@@ -140,9 +140,9 @@ def table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
 @functools.cache
 def _code_table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
     """The code of each float32 number whose low half is 0, by its high half."""
-    high = torch.arange(1 << 16, dtype=torch.int32)
+    high = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     values = torch.where(high < 1 << 15, high, high - (1 << 16)).mul(1 << 16).view(torch.float32)
-    numbers = torch.tensor([fmt.value(code) for code in range(fmt.max_code + 1)])
+    numbers = table(fmt, high.device)[: fmt.max_code + 1]
     codes = torch.searchsorted(numbers, fmt.round(values).abs()).clamp(max=fmt.max_code)
     of_nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
     codes = torch.where(values.isnan(), of_nan, codes + 2 ** (fmt.bits - 1) * torch.signbit(values))

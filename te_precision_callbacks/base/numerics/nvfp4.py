@@ -90,7 +90,7 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Rules) -> tuple[t
 
 def _one_scale(rows: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
     scales = E4M3.encode(nvfp4_block_scales(_block_amax(rows, rules), encode_scale))
-    random = torch.rand(rows.shape, device=rows.device) if rules.stochastic else None
+    random = torch.rand(rows.shape, dtype=torch.float32, device=rows.device) if rules.stochastic else None
     return encoded(rows, _multiplier(scales, encode_scale, rules), (1, BLOCK), E2M1, random), scales
 
 

@@ -358,7 +358,7 @@ def _column_sum(b: Operand) -> torch.Tensor:
 
 
 def _matrix_shape(operand: Operand, summed_last: bool) -> tuple[int, int]:
-    """The sides that stays in the result and that is summed."""
+    """The side that stays in the result, and the one that is summed."""
     rows, columns = operand.matrix_shape
     return (rows, columns) if summed_last else (columns, rows)
 

@@ -71,7 +71,7 @@ def product(
         float32, [rows, columns]; None where the compiler does not know the processor's instructions.
     """
     (rows, depth), columns = left.shape, right.shape[0]
-    out = torch.empty(rows, columns, dtype=torch.float32)
+    out = torch.empty(rows, columns, dtype=torch.float32, device=left.device)
     done = ctypes.c_int(0)
     of_rows, of_columns = (None, None) if factors is None else (each.contiguous() for each in factors)
     PRODUCT.function(
