@@ -34,12 +34,7 @@ Measure = Callable[..., exact.Columns]
 Same = Callable[[exact.Columns, exact.Columns], None]
 
 
-PROCESSORS = {
-    "native": (),
-    "without bfloat16": ("-mno-avx512bf16",),
-    "AVX2": ("-march=haswell",),
-    "SSE2": ("-march=x86-64",),
-}
+PROCESSORS = {"native": (), "AVX2": ("-march=haswell",), "SSE2": ("-march=x86-64",)}
 """Flags of the compiler for the processor at hand, and for smaller ones, whose vectors it has too."""
 
 
