@@ -56,6 +56,11 @@ class CppFile:
         """Whether the functions are taken: compiling pays by now and has not failed."""
         return not self.failed and self.in_plain_torch >= self.pays_from and self.is_compiled()
 
+    def leaves_to_torch(self, elements: int) -> None:
+        """Count elements that plain torch takes although a function could."""
+        if not self.functions:
+            self.in_plain_torch += elements
+
     def is_compiled(self) -> bool:
         """Compile it, if that has not been tried."""
         if not self.functions and not self.failed:

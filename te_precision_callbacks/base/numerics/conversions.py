@@ -181,8 +181,7 @@ def _stochastic_codes(values: torch.Tensor, random: torch.Tensor) -> torch.Tenso
 def _takes(matrix: torch.Tensor) -> bool:
     if matrix.device.type != "cpu" or matrix.numel() < SMALLEST:
         return False
-    if not FILE.functions:
-        FILE.in_plain_torch += matrix.numel()
+    FILE.leaves_to_torch(matrix.numel())
     return FILE.is_taken()
 
 

@@ -37,5 +37,5 @@ class CppPass(CppFunction):
 
     def leaves(self, values: torch.Tensor) -> None:
         """Count a tensor that plain torch measures."""
-        if not self.functions and self.could_take(values):
-            self.in_plain_torch += values.numel() + _A_CALL
+        if self.could_take(values):
+            self.leaves_to_torch(values.numel() + _A_CALL)

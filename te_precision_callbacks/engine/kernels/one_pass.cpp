@@ -527,17 +527,13 @@ struct Run {
 #if defined(__AVX512BF16__)
 // Products of neighbours in bfloat16 are exact, and added to a lane of floats by one instruction, with two roundings.
 template <>
-struct Run<BFloat16> {
-  Floats sum{}, abs_sum{}, square_sum{};
-
-  inline void add(const char* from, Pair, Pair) {
-    const __m512i bits = _mm512_loadu_si512(from), magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-    const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
-    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)bits, one);
-    abs_sum = (Floats)_mm512_dpbf16_ps((__m512)abs_sum, (__m512bh)magnitude, one);
-    square_sum = (Floats)_mm512_dpbf16_ps((__m512)square_sum, (__m512bh)bits, (__m512bh)bits);
-  }
-};
+inline void Run<BFloat16>::add(const char* from, Pair, Pair) {
+  const __m512i bits = _mm512_loadu_si512(from), magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+  const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
+  sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)bits, one);
+  abs_sum = (Floats)_mm512_dpbf16_ps((__m512)abs_sum, (__m512bh)magnitude, one);
+  square_sum = (Floats)_mm512_dpbf16_ps((__m512)square_sum, (__m512bh)bits, (__m512bh)bits);
+}
 #endif
 
 template <typename Values>
