@@ -13,7 +13,6 @@ import functools
 import gzip
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -120,14 +119,15 @@ def export(profile: Any, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
+    plain = beside.with_suffix("")
     try:
-        # torch itself packs line by line, which takes eight times as long.
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=_INCOMPLETE[:-3]) as plain:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                profile.export_chrome_trace(plain.name)
-            with open(plain.name, "rb") as lines, gzip.open(beside, "wb", compresslevel=6) as packed:
-                shutil.copyfileobj(lines, packed, 1 << 20)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            profile.export_chrome_trace(str(plain))
+        # torch itself would pack line by line, which takes eight times as long.
+        with open(plain, "rb") as lines, gzip.open(beside, "wb", compresslevel=6) as packed:
+            shutil.copyfileobj(lines, packed, 1 << 20)
         os.replace(beside, path)
     finally:
+        plain.unlink(missing_ok=True)
         beside.unlink(missing_ok=True)

@@ -372,16 +372,19 @@ class _Reader:
                 raise _Moved from error
             self.said.add(f"{path} has vanished while it was read.", unread=True)
         except UNREADABLE as error:
-            self.said.add(f"{path} cannot be read, and its rows are missing: {_first_line(error)}", unread=True)
+            self._note_lost(path, _first_line(error))
         else:
             if len(table) and not len(good):
-                self.said.add(f"{path} cannot be read, and its rows are missing: all of them are damaged", unread=True)
+                self._note_lost(path, "all of them are damaged")
             elif len(good) < len(table):
                 self.said.add(
                     f"{path}: {len(table) - len(good):,} of {len(table):,} rows are damaged and left out.", unread=True
                 )
             return good
         return None
+
+    def _note_lost(self, path: Path, why: str) -> None:
+        self.said.add(f"{path} cannot be read, and its rows are missing: {why}", unread=True)
 
     def _joined(self, tables: Mapping[int, list[pa.Table]], schema: pa.Schema) -> pa.Table:
         """The rows of all segments that count, by iteration; those of a lower rank come first."""
@@ -509,8 +512,7 @@ class _Reader:
         except FileNotFoundError:
             raise
         except UNREADABLE as error:
-            path = rows.file.path
-            self.said.add(f"{path} cannot be read, and its rows are missing: {_first_line(error)}", unread=True)
+            self._note_lost(rows.file.path, _first_line(error))
             return None
         table = sound(table, rows.file.table)
         counts = self._is_there(rows.segment, table) & self._counts(rows.segment, table)
