@@ -248,7 +248,18 @@ def _percent(interval: Interval) -> str:
 
 
 def _cases(found: Figures, columns: Mapping[str, str]) -> str:
-    """A row for each case; ``columns`` has what stands above a number, and its name in the case."""
+    """A row for each case.
+
+    Args:
+        found: the figures.
+        columns: what stands above a number -> its name in the case; some cases may lack it.
+
+    Raises:
+        KeyError: all cases lack a number.
+    """
+    unknown = [column for column in columns.values() if not any(column in case for case in found.cases)]
+    if unknown:
+        raise KeyError(f"no case has {', '.join(unknown)}; the cases are of {found.where}")
     rows = ([case.get(column) for column in columns.values()] for case in found.cases)
     return _table(tuple(columns), rows) + _below(found)
 

@@ -48,6 +48,11 @@ def test_another_measurement_makes_another_page(figures: Any, tmp_path: Path, mo
     assert "a former table" not in written
 
 
+def test_a_number_that_no_case_has_is_no_empty_column(figures: Any) -> None:
+    with pytest.raises(KeyError, match="no case has other_ms"):
+        figures._cases(figures.kept("dumps"), {"dumps.py": "case", "other, ms": "other_ms"})
+
+
 @pytest.mark.parametrize("asked", ["stepp", "accuracy"])
 def test_a_name_without_figures(figures: Any, asked: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
