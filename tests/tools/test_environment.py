@@ -20,16 +20,20 @@ else:
     import tomli as tomllib  # pytest brings it
 
 ROOT = Path(__file__).parents[2]
-PIP = """\
+INSTALLER = """\
 import os, pathlib, sys
-if sys.argv[-1] == "pip>=26":
-    sys.exit("no such option: --python" if "PIP_IS_OLD" in os.environ else None)
-elif __name__ == "__main__":
+if __name__ == "__main__":
+    if sys.argv[-1] == "uv":
+        sys.exit("no such option: --python" if "PIP_IS_OLD" in os.environ else None)
+    if sys.argv[1:] == ["config", "list"]:
+        print(":env:.find-links='wheels'")
+        sys.exit()
+    name = pathlib.Path(__file__).stem
     site = pathlib.Path(sys.prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
-    with open(os.environ["PIP_CALLS"], "a") as calls:
-        print(sys.argv[-1], [path.name for path in site.glob("*left*")], file=calls)
-    print("Collecting rich<16,>=13 (from te-precision-callbacks)")
-    sys.exit("no space left on device" if "PIP_FAILS" in os.environ else None)
+    with open(os.environ["CALLS"], "a") as calls:
+        print(name, sys.argv[-1], [path.name for path in site.glob("*left*")], file=calls)
+    print(*sys.argv)
+    sys.exit(f"no space left for {name}" if name in os.environ.get("FAILS", "") else None)
 """
 
 
@@ -90,13 +94,14 @@ def test_the_demo_has_what_it_needs_and_the_tests_have_that_too(environment: Mod
 
 @pytest.fixture
 def calls(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a pip of its own, which writes down how it was called and what it found."""
+    """A project with a pip and a uv of its own, which write down how they were called and what they found."""
     (tmp_path / "requirements.lock").write_text("rich==15.0.0\n")
     (tmp_path / "pyproject.toml").write_text("")
-    (tmp_path / "pip.py").write_text(PIP)
+    for name in ("pip", "uv"):
+        (tmp_path / f"{name}.py").write_text(INSTALLER)
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PIP_CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     real = subprocess.run
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
@@ -118,17 +123,18 @@ def test_what_is_set_up_is_left_and_what_has_changed_is_done_again(
         assert environment.main([str(folder), wanted]) == 0
         return calls.read_text().splitlines() if calls.exists() else []
 
-    assert set_up("demo") == [".[reference,lightning,report] []"]
+    assert set_up("demo") == ["uv .[reference,lightning,report] []"]
     shown = capsys.readouterr().out
     assert "a virtual environment of Python 3." in shown
-    assert "packages for the demo, with pip" in shown
+    assert "packages for the demo, about" in shown
     assert "done in" in shown
+    assert "--find-links wheels" in (folder / "uv.log").read_text(), "pip's setting"
     assert set_up("demo") == []
-    assert set_up("all") == [".[dev] []"]
+    assert set_up("all") == ["uv .[dev] []"]
     assert set_up("demo") == set_up("all") == [], "the tests' environment has what the demo needs"
     (calls.parent / "requirements.lock").write_text("rich==14.0.0\n")
-    assert set_up("demo") == [".[reference,lightning,report] []"]
-    assert set_up("all") == [".[dev] []"]
+    assert set_up("demo") == ["uv .[reference,lightning,report] []"]
+    assert set_up("all") == ["uv .[dev] []"]
 
 
 def test_the_newest_is_looked_for_each_time_and_without_pins(
@@ -138,9 +144,9 @@ def test_the_newest_is_looked_for_each_time_and_without_pins(
     (calls.parent / "requirements.lock").unlink()
     for _ in range(2):
         assert environment.main([str(folder), "newest", "transformers<5"]) == 0
-    assert calls.read_text().splitlines() == ["transformers<5 []"] * 2
+    assert calls.read_text().splitlines() == ["uv transformers<5 []"] * 2
     assert environment.main([str(folder), "newest"]) == 0
-    assert calls.read_text().splitlines()[-1] == ".[dev] []"
+    assert calls.read_text().splitlines()[-1] == "uv .[dev] []"
     assert not environment.is_complete(folder, "all"), "the tests' environment has the pinned versions"
     assert environment.main([str(folder), "all", "transformers<5"]) == 2
     assert "newest [REQUIREMENT ...]" in capsys.readouterr().err
@@ -149,29 +155,34 @@ def test_the_newest_is_looked_for_each_time_and_without_pins(
 def test_an_interrupted_set_up_goes_on(
     environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A failed or killed pip leaves no environment that is taken for whole, and no packages that are taken for such."""
+    """One that failed or was killed leaves no environment that is taken for whole, and no packages that are."""
     folder = calls.parent / ".venv"
-    monkeypatch.setenv("PIP_FAILS", "1")
+    monkeypatch.setenv("FAILS", "pip uv")
     assert environment.main([str(folder), "demo"]) == 1
     shown = capsys.readouterr().err
-    assert "no space left on device" in shown
-    assert "pip.log" in shown
+    for name in ("uv", "pip"):
+        assert f"no space left for {name}" in shown
+        assert f"{name} has failed; all that it said is in {folder / name}.log" in shown
+    assert "The next call goes on from here." in shown
     (site,) = folder.glob("lib/python*/site-packages")
     for half_installed in ("left-1.0.dist-info", "~left"):
         (site / half_installed).mkdir()
     (site / "whole_left-1.0.dist-info").mkdir()
     (site / "whole_left-1.0.dist-info" / "RECORD").touch()
-    monkeypatch.delenv("PIP_FAILS")
+    monkeypatch.setenv("FAILS", "uv")
     assert environment.main([str(folder), "demo"]) == 0
-    assert calls.read_text().splitlines()[1:] == [".[reference,lightning,report] ['whole_left-1.0.dist-info']"]
+    _, _, *later = calls.read_text().splitlines()
+    assert later == [f"{name} .[reference,lightning,report] ['whole_left-1.0.dist-info']" for name in ("uv", "pip")]
+    assert "pip goes on in its place" in capsys.readouterr().err
 
 
-def test_where_no_new_pip_can_be_had_the_one_that_python_brings_does(
+def test_where_no_uv_can_be_had_the_pip_that_python_brings_does(
     environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_IS_OLD", "1")
+    (calls.parent / "uv.py").unlink()
     assert environment.main([str(calls.parent / ".venv"), "demo"]) == 0
-    assert calls.read_text().splitlines() == ["ensurepip", ".[reference,lightning,report] []"]
+    assert calls.read_text().splitlines() == ["ensurepip", "pip .[reference,lightning,report] []"]
 
 
 def test_an_environment_of_another_python_is_made_anew(environment: ModuleType, calls: Path) -> None:
@@ -184,16 +195,21 @@ def test_an_environment_of_another_python_is_made_anew(environment: ModuleType, 
     assert not (folder / "left").exists()
 
 
-def test_progress_is_told_from_what_pip_has_done(environment: ModuleType, tmp_path: Path) -> None:
-    assert environment.progress("Obtaining file:///project\n", tmp_path) == "pip looks for packages"
-    log = "Collecting torch<3,>=2.6\nCollecting typing-extensions>=4\n"
-    assert environment.progress(log, tmp_path) == "2 packages found"
-    log += "Processing /wheels/tqdm-4.70.1-py3-none-any.whl (from te-precision-callbacks)\n"
-    log += "Collecting numpy\n  Downloading numpy-2.4.6-cp311-cp311-linux_x86_64.whl (16.2 MB)\n"
-    assert environment.progress(log, tmp_path) == "4 packages found, the last fetched: numpy-2.4.6 (16.2 MB)"
-    site = tmp_path / "lib" / "python3.11" / "site-packages"
-    for name in ("pip-23.2.1", "typing_extensions-4.16.0"):
-        (site / f"{name}.dist-info").mkdir(parents=True)
-        (site / f"{name}.dist-info" / "RECORD").touch()
-    log += "Installing collected packages: torch, typing-extensions\n"
-    assert environment.progress(log, tmp_path) == "1 of 2 packages installed"
+def test_uv_has_the_settings_of_pip(environment: ModuleType) -> None:
+    options, variables = environment.settings_of_uv(
+        {"extra-index-url": "file:///a file:///b", "find-links": "wheels", "no-index": "true", "cert": "ours.pem"}
+    )
+    given = "--index file:///a --index file:///b --find-links wheels --no-index"
+    assert " ".join(options) == f"--index-strategy unsafe-best-match --system-certs {given}"
+    assert variables == {"SSL_CERT_FILE": "ours.pem"}
+    assert environment.settings_of_uv({})[0] == ["--index-strategy", "unsafe-best-match", "--system-certs"]
+
+
+def test_progress_is_the_last_that_was_printed(environment: ModuleType) -> None:
+    assert environment.progress("\n") == "it looks for packages"
+    assert environment.progress("Resolved 145 packages in 2s\n Downloading torch (180.0MiB)\n\n") == (
+        "Downloading torch (180.0MiB)"
+    )
+    long = environment.progress(f"Installing collected packages: {'a-package, ' * 100}\n")
+    assert long.startswith("Installing collected packages: a-package,")
+    assert len(long) <= 100
