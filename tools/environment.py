@@ -14,6 +14,7 @@ environment is made of, and needs nothing but its standard library.
 from __future__ import annotations
 
 import ast
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -150,13 +151,13 @@ def settings_of_uv(of_pip: Mapping[str, str]) -> tuple[list[str], dict[str, str]
     On its own uv takes a package from the first index that has it in any version. Here it looks at all of them, as pip
     does, and trusts the certificates that the system trusts.
     """
-    options = ["--index-strategy", "unsafe-best-match", "--system-certs"]
+    options = ["--index-strategy", "unsafe-best-match"]
     for name, option in OPTIONS_OF_UV.items():
         options += [part for value in of_pip.get(name, "").split() for part in (option, value)]
     if of_pip.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         options.append("--no-index")
     variables = {each: of_pip[name] for name, several in VARIABLES_OF_UV.items() if name in of_pip for each in several}
-    return options, variables
+    return options, {"UV_SYSTEM_CERTS": "true", **variables}
 
 
 def _settings_of_pip(folder: Path) -> dict[str, str]:
@@ -168,7 +169,8 @@ def _settings_of_pip(folder: Path) -> dict[str, str]:
         key, is_setting, value = line.partition("=")
         section, _, name = key.rpartition(".")
         if is_setting:
-            found.setdefault(section, {})[name] = str(ast.literal_eval(value))
+            with contextlib.suppress(ValueError, SyntaxError):  # a warning of pip's
+                found.setdefault(section, {})[name] = str(ast.literal_eval(value))
     return {**found.get("global", {}), **found.get("install", {}), **found.get(":env:", {})}
 
 
@@ -192,7 +194,7 @@ def _run(folder: Path, name: str, command: Sequence[str], variables: Mapping[str
     if process.returncode:
         print(*log.read_text().splitlines()[-_LINES_OF_A_FAILURE:], sep="\n", file=sys.stderr)
         print(f"{name} has failed; all that it said is in {log}.", file=sys.stderr)
-    return min(1, process.returncode)
+    return int(process.returncode != 0)
 
 
 def progress(log: str) -> str:

@@ -26,7 +26,8 @@ if __name__ == "__main__":
     if sys.argv[-1] == "uv":
         sys.exit("no such option: --python" if "PIP_IS_OLD" in os.environ else None)
     if sys.argv[1:] == ["config", "list"]:
-        print(":env:.find-links='wheels'")
+        print("WARNING: a=file that cannot be read")
+        print("global.find-links='other'", ":env:.find-links='wheels'", sep=chr(10))
         sys.exit()
     name = pathlib.Path(__file__).stem
     site = pathlib.Path(sys.prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
@@ -200,9 +201,9 @@ def test_uv_has_the_settings_of_pip(environment: ModuleType) -> None:
         {"extra-index-url": "file:///a file:///b", "find-links": "wheels", "no-index": "true", "cert": "ours.pem"}
     )
     given = "--index file:///a --index file:///b --find-links wheels --no-index"
-    assert " ".join(options) == f"--index-strategy unsafe-best-match --system-certs {given}"
-    assert variables == {"SSL_CERT_FILE": "ours.pem"}
-    assert environment.settings_of_uv({})[0] == ["--index-strategy", "unsafe-best-match", "--system-certs"]
+    assert " ".join(options) == f"--index-strategy unsafe-best-match {given}"
+    assert variables == {"UV_SYSTEM_CERTS": "true", "SSL_CERT_FILE": "ours.pem"}
+    assert environment.settings_of_uv({}) == (["--index-strategy", "unsafe-best-match"], {"UV_SYSTEM_CERTS": "true"})
 
 
 def test_progress_is_the_last_that_was_printed(environment: ModuleType) -> None:
