@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 from types import CodeType
 
 import pytest
 
-from te_precision_callbacks.reference.code_cache import Entry
+from te_precision_callbacks.reference import code_cache
+from te_precision_callbacks.reference.code_cache import KEPT_DAYS, Entry
 from te_precision_callbacks.reference.importer import RewritingLoader
 
 SOURCE = b"cuda = 1\n"
@@ -55,6 +58,17 @@ def test_a_folder_that_cannot_be_written_is_no_error(folder: Path, monkeypatch: 
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     entry.write(CODE)
     assert not folder.exists()
+
+
+def test_what_is_long_unused_is_removed_once_a_process(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name, days in (("old", KEPT_DAYS + 1), ("recent", KEPT_DAYS - 1)):
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - days * 86_400,) * 2)
+    for how in ("first", "second"):
+        Entry(SOURCE, "linear.py", how).write(CODE)
+    assert {path.name.partition("-")[0] for path in folder.iterdir()} == {"recent", "linear"}
+    assert code_cache._remove_old.cache_info().hits >= 1
 
 
 def test_a_loader_takes_what_was_kept(folder: Path, tmp_path: Path) -> None:
