@@ -193,7 +193,8 @@ def measure(state: str, folder: Path, *, observed: bool, patience: float, before
         folder: for the session's files.
         observed: whether there is a session.
         patience: the seconds after which SIGKILL comes.
-        before: the seconds from the state's begin to the signal: fewer than pass before the log is written by itself.
+        before: the seconds from the start of the state to the signal: fewer than pass before the log is written by
+            itself.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--be", state, "--folder", str(folder)]

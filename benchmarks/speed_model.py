@@ -296,12 +296,13 @@ def tables(*, plans: bool = True) -> Iterator[str]:
 
 
 def _constants(found: Mapping[str, Constants]) -> Iterator[str]:
-    yield "| measured on | kernels, share of the peak | casts, share of the bandwidth | a launch of a cast, ms |"
-    yield "|---|---|---|---|"
+    shares = "kernels, share of the peak | kernels, share of the bandwidth | casts, share of the bandwidth"
+    yield f"| measured on | {shares} | a launch of a cast, ms |"
+    yield "|---|---|---|---|---|"
     for one in found.values():
         kernel = ", ".join(f"{name} {value:.2f}" for name, value in one.kernel.items())
         cast = ", ".join(f"{name} {value:.2f}" for name, value in one.cast.items())
-        yield f"| {one.measured_on} | {kernel} | {cast} | {one.launch_ms:.4f} |"
+        yield f"| {one.measured_on} | {kernel} | {one.bandwidth:.2f} | {cast} | {one.launch_ms:.4f} |"
     scatter = next(iter(found.values())).scatter
     yield ""
     yield (

@@ -199,8 +199,8 @@ class SessionOptions:
         start_step: the debug iteration at start. None: 0, or the resumed step.
         early_steps: steps in which all statistics of the config are due as well, so that a verdict comes early in a
             short run. True: the steps 1, 2, 5 and 10. A list: those steps. False: none. None: as True with the default
-            config, none with another. They lie within a statistic's first and last step, and count from the begin of
-            the training, also in a resumed run. What DumpTensors writes is not concerned.
+            config, none with another. They lie within a statistic's first and last step, and count from the start of
+            the training, also in a resumed run. They do not change what DumpTensors writes.
         layer_names: the names of layers, in selectors and in all output. ``"upstream"``: exactly the names and numbers
             of nvidia-dlfw-inspect's ``infer_and_assign_layer_names``, for a config that was written for those.
             ``"path"``: the paths in the module tree. None: as the config's own key ``layer_names`` says; without that

@@ -97,7 +97,7 @@ class TransformerEngineUnavailableError(SessionError, ImportError):
     def __init__(self, error: BaseException, subject: str = "Transformer Engine") -> None:
         super().__init__(
             f"{subject} cannot be imported. On a machine with a GPU install the compiled build: pip install"
-            " --no-build-isolation 'transformer-engine[pytorch]'. Without a GPU install"
+            " --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'. Without a GPU install"
             " 'te-precision-callbacks[reference]', and call te_precision_callbacks.reference.install_where_needed()"
             " before anything imports Transformer Engine, or start the script with 'te-precision run SCRIPT'. Overflow"
             " detection alone (te_precision_callbacks.debug_utils) needs no Transformer Engine. What happened:"

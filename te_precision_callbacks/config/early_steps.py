@@ -1,4 +1,4 @@
-"""What ``early_steps=`` takes: steps at the begin of a run in which statistics are due that are otherwise due rarely.
+"""What ``early_steps=`` takes: steps at the start of a run in which statistics are due that are otherwise due rarely.
 
 read_early_steps(None, config)       # (1, 2, 5, 10) with the default config, () with one's own
 read_early_steps(True, config)       # (1, 2, 5, 10)
@@ -6,7 +6,7 @@ read_early_steps([3, 30], config)    # (3, 30)
 with_early_steps(config, (1, 2, 5))  # the config with these steps in the schedule of each statistic
 
 No key of a config can say this: a config has to stay valid in Transformer Engine, whose ``freq`` is one number. The
-steps count from the begin of the training, so a resumed run has statistics in the same steps as one that never stopped.
+steps count from the start of the training, so a resumed run has statistics in the same steps as one that never stopped.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ ASKING = 10
 
 REMEDIES: Mapping[Reason, str] = {
     Reason.SECTION: "take the GEMM or the layer out of that section",
-    Reason.SHAPE: "pad the dimension to the next size that works",
     Reason.NOT_TE: "make it a layer of Transformer Engine, or leave it out of what the contract demands",
     Reason.NOT_CONVERTED: "convert it by hand: te.Linear in place of the layer",
     Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
@@ -39,7 +38,6 @@ REMEDIES: Mapping[Reason, str] = {
     Reason.BACKWARD_OVERRIDE: "leave backward_override out of the recipe, and NVTE_BACKWARD_OVERRIDE unset",
     Reason.ENVIRONMENT: "unset the variable",
     Reason.ATTENTION: "give the recipe fp8_dpa=True, on a GPU whose fused attention has FP8",
-    Reason.QUANTIZED_INPUT: "let the layer before return high precision",
 }
 """Reason -> what makes the product run in low precision."""
 

@@ -34,7 +34,6 @@ class Reason(enum.Enum):
     """Why a product does not run in low precision."""
 
     SECTION = "a feature of the config"
-    SHAPE = "its shape"
     NOT_TE = "not a TE layer"
     NOT_CONVERTED = "left out by the trainer's conversion"
     NO_AUTOCAST = "runs outside of te.autocast"
@@ -43,7 +42,6 @@ class Reason(enum.Enum):
     BACKWARD_OVERRIDE = "the recipe's backward_override"
     ATTENTION = "attention without FP8"
     ENVIRONMENT = "an environment variable"
-    QUANTIZED_INPUT = "its input was quantized before"
     UNKNOWN = "for a reason that is not known"
 
 

@@ -27,7 +27,7 @@ class Forward:
         is_heard: whether its GEMMs have events: those of an operation that several layers are fused in have none, since
             nobody knows which layer a GEMM belongs to.
         events: how many events there have been.
-        half: the layer of a LayerNormMLP whose GEMM ran last; -1 at the begin of a forward, 2 at that of a backward.
+        half: the layer of a LayerNormMLP whose GEMM ran last; -1 at the start of a forward, 2 at that of a backward.
         wanted: (number of the layer, tensor) of the tensors that are looked at before their quantization.
         high: (number of the layer, tensor) -> the tensor before its quantization, of the forward or backward that runs;
             None where nobody wants any.

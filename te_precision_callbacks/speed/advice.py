@@ -40,7 +40,6 @@ _REMEDY: Mapping[Reason, str] = {
     Reason.SECTION: "let {layers} run in low precision again: kept in high precision by {by}",
     Reason.BACKWARD_OVERRIDE: "leave out backward_override, which keeps the backward of {layers} in high precision",
     Reason.ENVIRONMENT: "unset the environment variable that keeps {layers} in high precision",
-    Reason.SHAPE: "give {layers} sizes that the recipe takes",
 }
 """The reasons of high precision that somebody can change -> what to do."""
 

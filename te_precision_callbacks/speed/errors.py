@@ -1,4 +1,4 @@
-"""The exceptions of speed models::
+"""The exceptions of speed models.
 
 PrecisionDebugError
     SpeedError                   what was asked cannot be estimated: a shape, a recipe, a run without products

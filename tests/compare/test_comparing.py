@@ -262,7 +262,7 @@ def test_series_with_fewer_steps_than_others_are_counted(tmp_path: Path) -> None
     result = compare(record(tmp_path / "a", values, order=LAYERS), record(tmp_path / "b", numbers(0), order=LAYERS))
     assert (result.pairing.steps, result.pairing.shorter) == (STEPS, 1)
     *_, counts = what_was_compared(result)
-    assert counts == "A difference counts that lasts 5 steps; in 1 series with fewer steps, all of them."
+    assert counts == "A difference counts if it lasts 5 steps; in 1 series with fewer steps, all of them."
 
 
 @pytest.mark.parametrize("since", [30, 32, 34])

@@ -126,7 +126,7 @@ class Growth(Judge):
                     facts,
                     column,
                     mask,
-                    "amax is {:.3g} times what it was at the begin",
+                    "amax is {:.3g} times what it was at the start",
                     np.exp2(grown),
                     severity=severity,
                     key=severity,
@@ -206,7 +206,7 @@ RULES = (
     ),
     Rule(
         id="growth",
-        title="a tensor has grown far above its own begin",
+        title="a tensor has grown far above its initial size",
         subject="tensor",
         needs="cur_amax of tensors in more than one due step",
         collect="LogTensorStats with stats: [cur_amax], or no config at all; and a longer run",

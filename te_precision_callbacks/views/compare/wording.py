@@ -63,11 +63,11 @@ def _steps_in_words(pairing: Pairing) -> str:
 def _what_lasts(comparison: Comparison) -> str:
     pairing, lasting = comparison.pairing, comparison.lasting
     if pairing.steps == 1:
-        return "A difference counts that is in this one step: no other shows whether it lasts."
+        return "A difference counts if it is in this one step: no other shows whether it lasts."
     if pairing.steps < lasting:
-        return f"A difference counts that lasts all {pairing.steps} steps."
+        return f"A difference counts if it lasts all {pairing.steps} steps."
     fewer = f"; in {many(pairing.shorter, 'series')} with fewer steps, all of them" if pairing.shorter else ""
-    return f"A difference counts that lasts {many(lasting, 'step')}{fewer}."
+    return f"A difference counts if it lasts {many(lasting, 'step')}{fewer}."
 
 
 def where_first(comparison: Comparison) -> Iterator[str]:

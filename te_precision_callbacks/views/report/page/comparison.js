@@ -1,5 +1,4 @@
-// The pages of a comparison: what differs, where the sides part first, both curves of each series, and heat maps of the
-// difference.
+// The pages of a comparison: what differs, where the sides part, both curves of each series, heat maps of the difference.
 
 const SIDES = () => [colourOf("activation", 0), "#d55e00"];
 const MOST_PLOTS = 24;
