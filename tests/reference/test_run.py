@@ -146,6 +146,7 @@ def test_torch_compile(tmp_path: Path) -> None:
             import torch
             import transformer_engine.pytorch as te
             from te_precision_callbacks import InspectSession
+            from te_precision_callbacks.engine.kernels.native import ONE_PASS
 
             def function(x, scale):
                 return torch.nn.functional.gelu(x) * scale + torch.ones(256, device="cuda")
@@ -161,17 +162,18 @@ def test_torch_compile(tmp_path: Path) -> None:
 
             features = {"LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"], "freq": 1}}
             section = {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}
+            ONE_PASS.pays_from = 0
             model = te.Linear(256, 256).cuda()
             with InspectSession({"all": section}, model=model, log_dir=sys.argv[1]) as session:
                 model(torch.full((128, 256), 3.5, device="cuda")).sum().backward()
                 session.step()
-            print(json.dumps([row.value for row in session.last_statistics]))
+            print(json.dumps([*(row.value for row in session.last_statistics), *ONE_PASS.functions]))
             """
         )
     )
     done = te_precision("run", str(script), str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "compiled"))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [3.5]
+    assert json.loads(done.stdout) == [3.5, "te_precision_one_pass"]
     assert "the fast pass cannot be compiled" not in done.stderr
 
 
