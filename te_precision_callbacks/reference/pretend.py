@@ -81,6 +81,9 @@ def _answer_for_cuda() -> None:
     _replace(torch.cuda.nccl, version=lambda: no_nccl.VERSION)
     _replace(torch.version, cuda=cuda_on_cpu.cuda_version)
     _replace(torch, Stream=cuda_on_cpu.GenericStream, Event=cuda_on_cpu.GenericEvent)
+    # As in a torch without CUDA. One with CUDA would ask its driver, which is not there; Adam's step does.
+    compiled: Any = torch._C
+    _replace(compiled, _accelerator_getAccelerator=lambda: None)
     for element in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool"):
         _replace(torch.cuda, **{f"{element}Tensor": getattr(torch, f"{element}Tensor")})
 

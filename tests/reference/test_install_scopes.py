@@ -62,6 +62,24 @@ def test_by_default_only_transformer_engine_sees_a_gpu() -> None:
     assert environment == ["PYTHONPATH", "TE_PRECISION_REFERENCE_INSTALL"]
 
 
+def test_an_optimizer_asks_no_driver_in_a_torch_that_was_built_for_cuda() -> None:
+    """Which says that its accelerator is a GPU, as long as something says that there is one."""
+    assert answers(
+        """
+        import torch
+        torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")  # as such a torch has it
+        from te_precision_callbacks import reference
+        reference.install(pretend_cuda=True)
+        import transformer_engine.pytorch as te
+        layer = te.Linear(16, 16, device="cuda")
+        optimizer = torch.optim.AdamW(layer.parameters())
+        layer(torch.ones(16, 16, device="cuda")).sum().backward()
+        optimizer.step()
+        answer = [torch.accelerator.is_available(), torch.accelerator.current_accelerator()]
+        """
+    ) == [False, None]
+
+
 def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
     (losses,) = answers(
         """
