@@ -193,7 +193,9 @@ class ForwardHooks:
         if kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return ()
         iteration = TEDebugState.get_iteration()
+        layers = self._watched.layers[id(module)]
         if not self._watched.is_on_fused_path(module, iteration):
+            self._fused_observation.leave(layers)
             return ()
         notes, current = self.answers.notes, self.answers.current
         notes.note_plan(
@@ -205,7 +207,6 @@ class ForwardHooks:
         )
         if kind is ForwardKind.SILENT:
             return ()
-        layers = self._watched.layers[id(module)]
         upcoming = self._fused_observation.ask(layers, iteration), self._watched.next_change(module, iteration)
         asked_next = min((step for step in upcoming if step is not None), default=None)
         module.__dict__["next_iter_when_debug_should_be_run"] = asked_next

@@ -272,6 +272,11 @@ class FusedObservation:
             self._due[layer] = self._answer(layer, iteration)
         return min((due.upcoming for layer in layers if (due := self._due[layer]).upcoming is not None), default=None)
 
+    def leave(self, layers: Sequence[str]) -> None:
+        """Look at nothing of a module's layers until they are asked for again: it takes its debug path."""
+        for layer in layers:
+            self._due.pop(layer, None)
+
     def _answer(self, layer: str, iteration: int) -> _Due:
         watchers = self._watchers.get(layer)
         if watchers is None:

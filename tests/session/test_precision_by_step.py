@@ -14,6 +14,7 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
+from tests.lightning.models import logged_lines
 
 RECIPES: Mapping[str, tuple[recipes.Recipe, tuple[int, int]]] = {
     "delayed": (recipes.DelayedScaling(amax_history_len=3), (9, 0)),
@@ -146,6 +147,28 @@ def test_the_scales_of_delayed_scaling_follow_the_amaxes_of_a_span(tmp_path: Pat
         scales = [run.step(2.0**number, 2.0 ** (4 - number)) for number in (1, 3, 5, 2)]
     assert [round(448 / forward, 3) for forward, _ in scales] == [2, 8, 32, 32]  # of the last two steps
     assert [round(57344 / backward, 3) for _, backward in scales] == [8, 8, 2, 4]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_span_between_due_steps_has_no_statistics(tmp_path: Path, feature: str) -> None:
+    """On its debug path in the span, a layer is no longer looked at as on its fused path in the last due step."""
+    sections = config(feature, start_step=5, end_step=9)
+    statistics = {"enabled": True, "tensors": ["activation", "gradient"], "freq": 4}
+    sections["all"]["transformer_engine"] |= {
+        "LogTensorStats": {**statistics, "stats": ["cur_amax", "numel"]},
+        "LogFp8TensorStats": {**statistics, "stats": ["underflows%"]},
+    }
+    training = Training(RECIPES["delayed"][0])
+    names = {}
+    with InspectSession(sections, model=training.model, log_dir=tmp_path, observe="auto") as session:
+        for number in range(12):
+            training.step(number)
+            session.step()
+            rows = session.last_statistics if number % 4 == 0 or number == 11 else ()
+            names[number] = {(row.layer, row.tensor, row.statistic) for row in rows if row.value}
+    steps = {step for (name, step), _ in logged_lines(tmp_path).items() if "activation" in name or "gradient" in name}
+    assert steps == {0, 4, 8}
+    assert names[0] >= names[4] == names[8] == names[11] != set()
 
 
 def test_coverage_knows_the_span(tmp_path: Path) -> None:
