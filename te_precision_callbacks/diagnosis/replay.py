@@ -117,7 +117,8 @@ class _Seen(NamedTuple):
 
     Attributes:
         run: its path and id, and the number of its segments.
-        rank: the rank whose numbers are judged; None for those that are reduced over ranks.
+        rank: the first rank that has numbers of its own, which are judged beside those that are reduced over ranks; None
+            if there is none.
         numbers: how many there are up to the last step that was judged.
         facts: the facts up to it.
         checkpoints: those before it.
@@ -135,15 +136,15 @@ class _Seen(NamedTuple):
 class _Read:
     """What has been recorded of a run when it was read.
 
-    The numbers are those that are reduced over ranks; where none is, those of the first rank.
+    The numbers are those that the first rank has judged in the run: those that are reduced over ranks, and its own.
     """
 
     def __init__(self, run: RecordedRun) -> None:
         self.facts = _Facts(run)
         self._run = str(run.path), run.run_id, len(run.segments)
         ranks = [subject.rank for subject in run.subjects]
-        self._rank = None if None in ranks else min((each for each in ranks if each is not None), default=None)
-        table = run.values(number for number, each in enumerate(ranks) if each == self._rank)
+        self._rank = min((each for each in ranks if each is not None), default=None)
+        table = run.values(number for number, each in enumerate(ranks) if each in (None, self._rank))
         iterations = table["iteration"].to_numpy()
         order = np.argsort(iterations, kind="stable")  # within a step by series, as in the table
         self._iterations = iterations[order]

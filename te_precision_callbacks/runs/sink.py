@@ -234,6 +234,8 @@ class RecordSink(EventSink):
             return True
         if isinstance(job, Step):
             return bool(own_numbers(job.records).any())
+        if isinstance(job, _End):
+            return job.error is not None
         if not isinstance(job, Event) or (job.kind in ("contract_judged", "finding") and not self.is_alone):
             return False
         return job.severity != "info" or job.kind == "dump_written"

@@ -52,6 +52,8 @@ def main(rank: int, folder: Path) -> None:
     contract(rank, folder / "contract")
     gemm_errors(rank, folder)
     stopped(rank, folder / "stopped")
+    judged(rank, folder / "judged")
+    died(rank, folder / "died")
     coverage(rank, folder / "coverage")
     attention_of_one_rank(rank, folder / "attention")
     uneven(rank, folder / "uneven")
@@ -233,6 +235,34 @@ def stopped(rank: int, folder: Path) -> None:
                 session.step()
         except PrecisionFindingError as error:
             (folder / f"{rank}.txt").write_text(f"{step} {error}")
+
+
+def judged(rank: int, folder: Path) -> None:
+    """The default config, of whose numbers some are those of each rank."""
+    torch.manual_seed(rank)
+    net = te.Linear(32, 32)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with InspectSession(None, model=net, log_dir=folder) as session:
+        for _ in range(11):
+            with te.autocast(recipe=Float8CurrentScaling()):
+                net(torch.randn(16, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    if rank == 0:
+        (folder / "live.txt").write_text("\n".join(session.findings.judged))
+
+
+def died(rank: int, folder: Path) -> None:
+    """The second rank dies in a step in which nothing is due, and the first one of that."""
+    try:
+        with InspectSession(statistics(freq=100), model=(net := te.Linear(32, 32)), log_dir=folder) as session:
+            for _ in range(3):
+                net(torch.ones(16, 32)).sum().backward()
+                session.step()
+            raise ValueError("rank one died") if rank else RuntimeError("Connection closed by peer")
+    except (ValueError, RuntimeError):
+        pass
 
 
 def scales(rank: int, folder: Path, recipe: DelayedScaling, group: Any) -> None:

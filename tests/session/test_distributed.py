@@ -250,6 +250,17 @@ def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:
         assert marked_lines(two / "one fails", rank) == {0: set(), 1: set(), 2: {f"rank={rank}"}}
 
 
+def test_the_verdict_on_a_recorded_run_is_the_live_one(two: Path) -> None:
+    live = (two / "judged" / "live.txt").read_text().splitlines()
+    assert "below-eps" in live
+    assert list(diagnose(two / "judged").judged) == live
+
+
+def test_the_error_of_a_rank_without_numbers_is_recorded(two: Path) -> None:
+    shown = CliRunner().invoke(app, ["show", str(two / "died")]).output
+    assert "ValueError: rank one died" in " ".join(shown.split())
+
+
 def test_a_rank_that_starts_alone_says_that_it_waits(two: Path) -> None:
     """As in a pipeline whose stages start a session at their first forward: the second one's never comes."""
     first, second = ((two / "late" / f"rank-{rank}.log").read_text(encoding="utf-8") for rank in range(2))
