@@ -24,3 +24,7 @@ import torch.utils.tensorboard
 import transformers.trainer
 import typer.rich_utils
 import yaml
+
+if not torch.cuda.is_available():
+    # Where a torch that was built for CUDA is forked, it takes the child for one that must not use the GPU that there was.
+    torch.cuda._is_in_bad_fork = lambda: False
