@@ -117,7 +117,7 @@ class _Seen(NamedTuple):
 
     Attributes:
         run: its path and id, and the number of its segments.
-        rank: the first rank that has numbers of its own, which are judged beside those that are reduced over ranks; None
+        rank: the first rank with numbers of its own, which are judged beside those that are reduced over ranks; None
             if there is none.
         numbers: how many there are up to the last step that was judged.
         facts: the facts up to it.

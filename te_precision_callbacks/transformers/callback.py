@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -254,8 +255,13 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         self._close(None, at_once=False)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session of a training that has just failed, if the callback does not know the trainer."""
-        self._close(error, at_once=True)
+        """End the session of a training that has just failed, if the callback does not know the trainer.
+
+        Args:
+            error: what ended the training. None: the exception that is handled now, as in an ``except`` block.
+        """
+        failed = SessionError("callback.close() was called before the training had ended.")
+        self._close(error or sys.exc_info()[1] or failed, at_once=True)
 
     def _close(self, error: BaseException | None, *, at_once: bool) -> None:
         if self._finalizer is not None:

@@ -67,9 +67,13 @@ class Training:
         self.session.observing = False
 
     def end_step(self, event: TrainerEvent) -> None:
-        """End a debug iteration."""
+        """End a debug iteration; if it stops the training, also the session, since the Trainer tells nobody."""
         self._take(event)
-        records = self.session.step(event.state.global_step)
+        try:
+            records = self.session.step(event.state.global_step)
+        except BaseException as error:
+            self.close(error, at_once=True)
+            raise
         if records is not None:
             self.history.add(records)
 

@@ -26,5 +26,5 @@ import typer.rich_utils
 import yaml
 
 if not torch.cuda.is_available():
-    # Where a torch that was built for CUDA is forked, it takes the child for one that must not use the GPU that there was.
+    # A torch that was built for CUDA takes a forked process for one that must no longer use the GPU.
     torch.cuda._is_in_bad_fork = lambda: False

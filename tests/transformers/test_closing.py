@@ -17,6 +17,8 @@ import torch
 import transformers
 
 from te_precision_callbacks import PrecisionDebugTrainerCallback
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.session import PrecisionContractError
 from te_precision_callbacks.transformers import Trainer
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 from tests.forked import executable
@@ -158,6 +160,32 @@ def test_a_users_own_use_of_the_model_runs_as_without_a_session(
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("how", ["in except", "later"])
+def test_closing_by_hand_says_what_ended_the_training(tmp_path: Path, keeper: Keeper, how: str) -> None:
+    made, callback, _ = failing(tmp_path, ValueError("a bad batch"), "not known", sinks=[keeper])
+    try:
+        made.train()
+    except ValueError:
+        if how == "in except":
+            callback.close()
+    if how == "later":
+        callback.close()
+    (error,) = keeper.closed
+    assert type(error).__name__ == ("ValueError" if how == "in except" else "SessionError")
+    assert not callback.session.running
+    (segment,) = open_run(tmp_path).segments
+    assert segment.status == "failed"
+
+
+def test_what_stops_the_training_itself_ends_the_session(tmp_path: Path, keeper: Keeper) -> None:
+    """The unmodified Trainer tells nobody."""
+    callback = PrecisionDebugTrainerCallback(statistics(), sinks=[keeper], require="fp8 >= 95%")
+    with pytest.raises(PrecisionContractError):
+        trainer(arguments(tmp_path), callback, model=Net()).train()
+    assert not callback.session.running
+    assert [type(error).__name__ for error in keeper.closed] == ["PrecisionContractError"]
+
+
 def test_an_overflow_of_a_users_own_is_no_affair_of_the_training(tmp_path: Path) -> None:
     _, callback, model = abandoned(tmp_path, debug="activation_overflow")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -239,6 +267,8 @@ reference.install()
 from tests.conftest import Keeper, statistics
 from tests.transformers.models import SIZE, Net, arguments, trainer
 from te_precision_callbacks import PrecisionDebugTrainerCallback
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.session import PrecisionContractError
 
 class Prints(Keeper):
     def close(self, error):
