@@ -76,10 +76,20 @@ class LiveDiagnosis:
         Raises:
             PrecisionFindingError: it does.
         """
-        found = self._stopping
-        if not self._ranks.stop_together(own=bool(found)):
-            return
-        self._stopping = []
+        if self._ranks.stop_together(own=bool(self._stopping)):
+            self._stop()
+
+    def stop_at_the_end(self) -> None:
+        """Stop a run whose end came before the step that a finding would have stopped.
+
+        Raises:
+            PrecisionFindingError: this rank has such a finding.
+        """
+        if self._stopping:
+            self._stop()
+
+    def _stop(self) -> None:
+        found, self._stopping = self._stopping, []
         text = "; ".join(map(str, found)) or "another rank has found it, and names it in its own error"
         remedies = " ".join(dict.fromkeys(f"{finding.remedy}." for finding in found))
         raise PrecisionFindingError(f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), found)

@@ -425,6 +425,8 @@ class Run:
             then("telling", "what the run has not reached", lambda: self._say_never_due(ended_by))
             if self.model.attached:
                 then("telling", "the end", lambda: self._tell_the_end(error))
+            if ended_by is None:
+                then("stopping", "the run", self._diagnosis.stop_at_the_end)
             then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
             if self.model.attached:
                 then("handing over", "the last statistics", lambda: self._hand_over_rest(error, logging_step, guard))

@@ -109,6 +109,18 @@ def test_a_finding_stops_the_training(tmp_path: Path, on_finding: str) -> None:
     assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
 
 
+def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    config = statistics(stats=["nonfinite_num"])
+    with pytest.raises(PrecisionFindingError, match="nonfinite"):
+        with InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop"):
+            net(torch.full((16, 32), torch.nan)).sum().backward()
+    with pytest.raises(ValueError, match="the script's own"):
+        with InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop"):
+            net(torch.full((16, 32), torch.nan)).sum().backward()
+            raise ValueError("the script's own")
+
+
 def test_a_severity_stands_for_those_that_are_worse(tmp_path: Path) -> None:
     (warning,) = train(tmp_path, 3).findings
     error, note = (dataclasses.replace(warning, severity=severity, rule="") for severity in ("error", "note"))

@@ -52,6 +52,7 @@ def main(rank: int, folder: Path) -> None:
     contract(rank, folder / "contract")
     gemm_errors(rank, folder)
     stopped(rank, folder / "stopped")
+    stopped_at_the_end(rank, folder / "stopped at the end")
     judged(rank, folder / "judged")
     died(rank, folder / "died")
     coverage(rank, folder / "coverage")
@@ -235,6 +236,20 @@ def stopped(rank: int, folder: Path) -> None:
                 session.step()
         except PrecisionFindingError as error:
             (folder / f"{rank}.txt").write_text(f"{step} {error}")
+
+
+def stopped_at_the_end(rank: int, folder: Path) -> None:
+    """A nan in the last step in which something is due."""
+    net = te.Linear(32, 32)
+    try:
+        with InspectSession(
+            statistics(stats=["nonfinite_num"], freq=4), model=net, log_dir=folder, on_finding="stop"
+        ) as session:
+            for step in range(6):
+                net(torch.full((16, 32), float("nan") if step == 4 else 1.0)).sum().backward()
+                session.step()
+    except PrecisionFindingError as error:
+        (folder / f"{rank}.txt").write_text(f"{session.iteration} {error}")
 
 
 def judged(rank: int, folder: Path) -> None:

@@ -228,6 +228,11 @@ def test_a_finding_of_one_rank_stops_all_in_one_step(two: Path) -> None:
     assert all("pp1" in text and "nonfinite" in text for _, _, text in told)
 
 
+def test_a_finding_of_the_last_due_step_stops_at_the_end(two: Path) -> None:
+    for rank in range(2):
+        assert (two / "stopped at the end" / f"{rank}.txt").read_text().startswith("6 A finding stops the training")
+
+
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
     for rank in range(2):
         step, _, told = (two / "contract" / f"{rank}.txt").read_text().partition(" ")
