@@ -52,6 +52,7 @@ VARIABLES_OF_UV: Mapping[str, Sequence[str]] = {
 }
 """pip's settings, and what uv has for them: it reads none of pip's files and variables."""
 
+GOES_ON = "The next call goes on from here."
 _SECONDS_BETWEEN_LINES = 5.0
 _LINES_OF_A_FAILURE = 30
 
@@ -68,10 +69,17 @@ def main(arguments: Sequence[str]) -> int:
     folder, wanted, others = Path(arguments[0]).absolute(), arguments[1], arguments[2:]
     with_lock = os.open(ROOT, os.O_RDONLY)  # a second call waits until the first has finished
     try:
-        fcntl.flock(with_lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(with_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"Setting up {folder.name}: waiting for another call that does it", flush=True)
+            fcntl.flock(with_lock, fcntl.LOCK_EX)
         if is_complete(folder, wanted):
             return 0
         return set_up(folder, wanted, others)
+    except KeyboardInterrupt:
+        print(f"Setting up {folder.name}: interrupted. {GOES_ON}", file=sys.stderr)
+        return 130
     finally:
         os.close(with_lock)
 
@@ -80,7 +88,7 @@ def set_up(folder: Path, wanted: str, others: Sequence[str] = ()) -> int:
     started = time.monotonic()
     if not _is_usable(folder):
         print(f"Setting up {folder.name}: a virtual environment of Python {sys.version.split()[0]}", flush=True)
-        _make(folder)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
     _stamp(folder).unlink(missing_ok=True)
     remove_half_installed(folder)
     how_long = "about half a minute" if wanted != NEWEST else "some minutes: torch comes with CUDA, some 3 GB"
@@ -115,33 +123,42 @@ def remove_half_installed(folder: Path) -> None:
             shutil.rmtree(found)
 
 
-def _make(folder: Path) -> None:
-    """Make an empty environment with a new pip and uv, which the pip of this Python fetches.
+def _fetch_installers(folder: Path) -> bool:
+    """Put a new pip and uv into the environment, which the pip of this Python fetches; whether uv is there.
 
     Where these cannot be had, the pip that this Python brings is what there is.
     """
-    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
+    if _has(folder, "uv"):
+        return True
     command = [sys.executable, "-m", "pip", "--python", str(_python(folder)), "--disable-pip-version-check", "install"]
-    fetched = subprocess.run([*command, "--no-compile", *INSTALLERS], capture_output=True, check=False)
+    fetched = subprocess.run([*command, "--no-compile", *INSTALLERS], capture_output=True, check=False, env=_for_pip())
     if fetched.returncode:
-        subprocess.run([str(_python(folder)), "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)
+        print("uv cannot be fetched, so pip installs, which takes longer.", file=sys.stderr, flush=True)
+        if not _has(folder, "pip"):
+            subprocess.run([str(_python(folder)), "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)
+    return fetched.returncode == 0
+
+
+def _for_pip() -> dict[str, str]:
+    """The variables for pip: whatever its settings are, it installs into the environment, and is not silent."""
+    return {**os.environ, "PIP_USER": "0", "PIP_QUIET": "0"}
 
 
 def _install(folder: Path, packages: Sequence[str], started: float) -> int:
     """Have uv install packages, or pip where uv is not or fails; the exit status."""
     python = str(_python(folder))
-    if _has(folder, "uv"):
+    if _fetch_installers(folder):
         options, variables = settings_of_uv(_settings_of_pip(folder))
         command = [python, "-m", "uv", "pip", "install", "--python", python, *options, *packages]
-        if _run(folder, "uv", command, variables, started) == 0:
+        if _run(folder, "uv", command, {**variables, **os.environ}, started) == 0:
             return 0
         print("pip goes on in its place.", file=sys.stderr, flush=True)
     # Python compiles at its first import what is used, a small part of what compiling everything would take.
     command = [python, "-m", "pip", "install", "--no-compile", "--progress-bar", "off", "--disable-pip-version-check"]
     command += ["--upgrade-strategy", "eager"] if "--upgrade" in packages else []
-    status = _run(folder, "pip", [*command, *packages], {}, started)
+    status = _run(folder, "pip", [*command, *packages], _for_pip(), started)
     if status:
-        print("The next call goes on from here.", file=sys.stderr)
+        print(GOES_ON, file=sys.stderr)
     return status
 
 
@@ -163,7 +180,7 @@ def settings_of_uv(of_pip: Mapping[str, str]) -> tuple[list[str], dict[str, str]
 def _settings_of_pip(folder: Path) -> dict[str, str]:
     """The settings of ``pip install``, from its files and variables."""
     command = [str(_python(folder)), "-m", "pip", "config", "list"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, env=_for_pip()).stdout
     found: dict[str, dict[str, str]] = {}
     for line in shown.splitlines():
         key, is_setting, value = line.partition("=")
@@ -178,8 +195,7 @@ def _run(folder: Path, name: str, command: Sequence[str], variables: Mapping[str
     """Run an installer, and print a line now and then until it has ended; the exit status."""
     log = folder / f"{name}.log"
     with log.open("w") as output:
-        environment = {**variables, **os.environ}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
         try:
             told = ""
             while _still_runs(process):
@@ -199,7 +215,7 @@ def _run(folder: Path, name: str, command: Sequence[str], variables: Mapping[str
 
 def progress(log: str) -> str:
     """How far an installer is: the last that it has printed, in at most a line."""
-    lines = [line for line in log.splitlines() if line.strip()]
+    lines = [line for line in log.splitlines() if line.strip() and not line.lower().startswith("warning")]
     return textwrap.shorten(lines[-1], 100, placeholder=" ...") if lines else "it looks for packages"
 
 
@@ -229,8 +245,8 @@ def _stamp(folder: Path) -> Path:
 
 
 def _is_usable(folder: Path) -> bool:
-    """Whether a whole environment is there, of the Python that runs this."""
-    code = "import sys, pip; print(sys.version)"
+    """Whether an environment is there, of the Python that runs this."""
+    code = "import sys; print(sys.version)"
     try:
         shown = subprocess.run([str(_python(folder)), "-c", code], capture_output=True, text=True, check=False)
     except OSError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
@@ -177,13 +179,29 @@ def test_an_interrupted_set_up_goes_on(
     assert "pip goes on in its place" in capsys.readouterr().err
 
 
-def test_where_no_uv_can_be_had_the_pip_that_python_brings_does(
-    environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_pip", [False, True])
+def test_where_no_uv_can_be_had_the_pip_that_is_there_does(
+    environment: ModuleType,
+    calls: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_pip: bool,
 ) -> None:
     monkeypatch.setenv("PIP_IS_OLD", "1")
     (calls.parent / "uv.py").unlink()
+    monkeypatch.setattr(environment, "_has", lambda folder, name: has_pip and name == "pip")
     assert environment.main([str(calls.parent / ".venv"), "demo"]) == 0
-    assert calls.read_text().splitlines() == ["ensurepip", "pip .[reference,lightning,report] []"]
+    brought = [] if has_pip else ["ensurepip"]
+    assert calls.read_text().splitlines() == [*brought, "pip .[reference,lightning,report] []"]
+    assert "uv cannot be fetched, so pip installs" in capsys.readouterr().err
+
+
+def test_an_interruption_is_said_in_a_line(
+    environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "_still_runs", lambda process: os.kill(os.getpid(), signal.SIGINT))
+    assert environment.main([str(calls.parent / ".venv"), "demo"]) == 130
+    assert "Setting up .venv: interrupted. The next call goes on from here." in capsys.readouterr().err
 
 
 def test_an_environment_of_another_python_is_made_anew(environment: ModuleType, calls: Path) -> None:
@@ -207,7 +225,7 @@ def test_uv_has_the_settings_of_pip(environment: ModuleType) -> None:
 
 
 def test_progress_is_the_last_that_was_printed(environment: ModuleType) -> None:
-    assert environment.progress("\n") == "it looks for packages"
+    assert environment.progress("\nWARNING: a folder is ignored\n") == "it looks for packages"
     assert environment.progress("Resolved 145 packages in 2s\n Downloading torch (180.0MiB)\n\n") == (
         "Downloading torch (180.0MiB)"
     )
