@@ -72,7 +72,7 @@ class ObservationFailures:
         A lost GPU is no failure of observation. It is reported once, and the next operation of training raises it.
         """
         where = f"{doing} {of}"
-        if self._lost_folder is not None and _is_below(self._lost_folder, error):
+        if self._lost_folder is not None and _is_of(self._lost_folder, error):
             self._say_lost_folder()
             return
         if is_lost(error):
@@ -157,11 +157,12 @@ class ObservationFailures:
             logger.error("Precision debugging failed %d times on rank %d.", self._count, self._rank)
 
 
-def _is_below(folder: Path, error: BaseException | None) -> bool:
-    """Whether a file below a folder has caused an error."""
+def _is_of(folder: Path, error: BaseException | None) -> bool:
+    """Whether a file below a folder has caused an error, or a folder above it that could not be made."""
     while error is not None:
         if isinstance(error, OSError) and isinstance(error.filename, (str, Path)):
-            return Path(error.filename).absolute().is_relative_to(folder)
+            cause = Path(error.filename).absolute()
+            return cause.is_relative_to(folder) or folder.is_relative_to(cause)
         error = error.__cause__
     return False
 

@@ -134,7 +134,7 @@ def test_training_goes_on_where_a_file_cannot_be_written(
     assert written >= {*FILES, "precision_summary.txt"}
 
 
-@pytest.mark.parametrize("below", ["", "run/deeper"])
+@pytest.mark.parametrize("below", ["", "run/deeper", "/proc/where the error/names a parent"])
 def test_a_log_folder_that_cannot_be_made_is_said_once(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, below: str
 ) -> None:
