@@ -134,12 +134,12 @@ def test_training_goes_on_where_a_file_cannot_be_written(
     assert written >= {*FILES, "precision_summary.txt"}
 
 
-@pytest.mark.parametrize("below", ["", "run/deeper", "/proc/where the error/names a parent"])
+@pytest.mark.parametrize("folder", ["file", "file/run/deeper", f"{'a long name' * 30}/deeper/still"])
 def test_a_log_folder_that_cannot_be_made_is_said_once(
-    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, below: str
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, folder: str
 ) -> None:
     (tmp_path / "file").touch()
-    log_dir, net = tmp_path / "file" / below, te.Linear(32, 32)
+    log_dir, net = tmp_path / folder, te.Linear(32, 32)
     config = statistics() | {
         "dumps": feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
     }
