@@ -84,7 +84,8 @@ class OtherSteps:
 
 def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     """The steps in which other products than in the last step ran in low precision: one entry for steps that are alike,
-    in the order of their first steps. Steps in which the precision of a product is not known are left out.
+    in the order of their first steps. Steps in which the precision of a product is not known are left out, and those
+    that differ from the last one in nothing that their coverage says, as where an error has ended a step halfway.
 
     Args:
         products: each as often as it was another.
@@ -111,11 +112,15 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
         intervals = states.setdefault(frozenset(numbers), [])
         begin = intervals.pop()[0] if intervals and intervals[-1][1] == first - 1 else first
         intervals.append((begin, following - 1))
-    for last in holding[-1:]:
-        states.pop(frozenset(last), None)
-    return [
+    if not states:
+        return []
+    last = frozenset(holding[-1])
+    states.pop(last, None)
+    found_steps = [
         OtherSteps(intervals, held, state) for state, intervals in states.items() if state and state.isdisjoint(unknown)
     ]
+    in_last = str(OtherSteps((), held, last).coverage) if found_steps else ""
+    return [steps for steps in found_steps if str(steps.coverage) != in_last]
 
 
 def in_lines(found: Sequence[OtherSteps]) -> list[str]:

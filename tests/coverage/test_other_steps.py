@@ -54,6 +54,27 @@ def unwrapped(text: str) -> str:
     return " ".join(text.split())
 
 
+def test_a_step_that_an_error_ends_halfway_is_no_other_precision(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+
+    def fail(gradient: torch.Tensor) -> None:
+        if session.iteration == 2:
+            raise ValueError("the script's own")
+
+    with (
+        pytest.raises(ValueError, match="the script's own"),
+        InspectSession(None, model=model, log_dir=tmp_path) as session,
+    ):
+        while True:
+            with te.autocast(enabled=True, recipe=CURRENT):
+                hidden = model[0](torch.randn(16, 32, requires_grad=True))
+                hidden.register_hook(fail)
+                out = model[1](hidden)
+            out.sum().backward()
+            session.step()
+    assert lines(session) == other_steps_of_run(open_run(tmp_path)) == []
+
+
 def test_every_output_has_the_steps_in_which_a_section_acted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
