@@ -67,7 +67,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     shown = {package["name"]: package for package in found["packages"]}
     assert shown["python"]["version"] == platform.python_version()
-    assert shown["torch"]["version"] == torch.__version__
+    assert shown["torch"]["version"] == metadata.version("torch")
     assert shown["transformer-engine"]["version"] == metadata.version("transformer-engine")
     assert {package["state"] for package in found["packages"]} == {"ok"}
 

@@ -235,7 +235,7 @@ class RecordSink(EventSink):
         if isinstance(job, Step):
             return bool(own_numbers(job.records).any())
         if isinstance(job, _End):
-            return job.error is not None
+            return isinstance(job.error, Exception)  # a signal that ends the process comes to all ranks
         if not isinstance(job, Event) or (job.kind in ("contract_judged", "finding") and not self.is_alone):
             return False
         return job.severity != "info" or job.kind == "dump_written"
