@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.threads import within
 from te_precision_callbacks.runs.launches import find_segment
@@ -235,7 +235,8 @@ class RecordSink(EventSink):
         if isinstance(job, Step):
             return bool(own_numbers(job.records).any())
         if isinstance(job, _End):
-            return isinstance(job.error, Exception)  # a signal that ends the process comes to all ranks
+            # An end without a failure, as by a signal, comes to all ranks alike.
+            return isinstance(job.error, Exception) and not isinstance(job.error, SessionError)
         if not isinstance(job, Event) or (job.kind in ("contract_judged", "finding") and not self.is_alone):
             return False
         return job.severity != "info" or job.kind == "dump_written"
