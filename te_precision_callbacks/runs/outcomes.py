@@ -25,7 +25,8 @@ def outcome_in_words(run: RecordedRun) -> list[str]:
     if last.status == "failed":
         ends = [row for row in _of_kind(events, "segment_ended") if row["severity"] == "error"]
         why = [f" with step {row['iteration']} as the last one: {_first_line(row['text'])}" for row in ends[:1]]
-        found.append(f"The run failed{''.join(why)}.")
+        is_interrupted = any((row["text"] or "").startswith("KeyboardInterrupt") for row in ends[:1])
+        found.append(f"The run {'was interrupted' if is_interrupted else 'failed'}{''.join(why)}.")
     judged = _of_kind(events, "contract_judged")
     if judged and judged[-1]["severity"] != "info":
         found.append(broken_in_short(judged[-1]["text"] or ""))
@@ -38,7 +39,7 @@ def _of_kind(events: pa.Table, kind: str) -> list[dict[str, Any]]:
 
 
 def _first_line(text: str | None) -> str:
-    return (text or "").partition("\n")[0].rstrip(":.")
+    return (text or "").partition("\n")[0].rstrip(":. ")
 
 
 def broken_in_short(message: str) -> str:

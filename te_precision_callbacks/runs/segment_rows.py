@@ -211,7 +211,7 @@ class Recording:
         Raises:
             OSError: it cannot be written.
         """
-        text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}"
+        text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
         severity = "info" if error is None else "error"
         self._aging.stop()
         self._writer.add_event("segment_ended", text, iteration=max(self._latest, last), severity=severity)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
@@ -27,12 +28,14 @@ def is_quiet(quiet: bool) -> bool:
     return quiet or os.environ.get(_QUIET, "") not in ("", "0")
 
 
-def in_short(error: Exception) -> str:
+def in_short(error: BaseException) -> str:
     """The class of an error, and the first line of what it says; of one that findings raise, the findings, of which the
-    lines below have what was seen."""
+    lines below have what was seen; of one about a contract, what is broken."""
     if isinstance(error, PrecisionFindingError):
         names = "; ".join(finding.in_short for finding in error.findings)
         return f"{names or 'a finding of another rank'}, by on_finding="
+    if isinstance(error, PrecisionContractError):
+        return f"{type(error).__name__}: {broken_in_short(str(error))}"
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
@@ -58,7 +61,7 @@ def closing_lines(
         page: the page, or the command that makes it; empty if there is nothing for a page.
         other_steps: a line for steps in which other products ran in low precision than in the last one.
         trace, speed: the trace of ``profile=``, and the command that reads it; empty without one.
-        ended_by: what of this package ends the run, such as a finding or the overflow detector: it comes before the
+        ended_by: the error that ends the run, such as a finding, an overflow or one of the script: it comes before the
             verdict.
         broken: the message about a broken contract that has not ended the run: it comes before the verdict, too.
     """

@@ -15,7 +15,7 @@ import torch
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.devices import is_capturing
-from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError, SessionError
+from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
@@ -625,7 +625,8 @@ class Run:
         """Print what came out of the run, on one rank."""
         if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
             verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
-            ended_by = in_short(error) if isinstance(error, PrecisionDebugError) else ""
+            is_failure = error is not None and not (isinstance(error, SystemExit) and not error.code)
+            ended_by = in_short(error) if error is not None and is_failure else ""
             written, trace = self._written, self._profiling.trace
             lines = closing_lines(
                 verdict,

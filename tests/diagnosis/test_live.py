@@ -20,6 +20,7 @@ from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, Ver
 from te_precision_callbacks.diagnosis.reaction import reads_stop
 from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.closing_lines import closing_lines
 from te_precision_callbacks.sinks.metrics import MetricSelection
@@ -119,6 +120,34 @@ def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path) 
         with InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop"):
             net(torch.full((16, 32), torch.nan)).sum().backward()
             raise ValueError("the script's own")
+
+
+@pytest.mark.parametrize(
+    ("error", "stopped", "outcome"),
+    [
+        (ValueError("a bad batch"), "ValueError: a bad batch", "failed"),
+        (KeyboardInterrupt(), "KeyboardInterrupt", "was interrupted"),
+        (SystemExit(3), "SystemExit: 3", "failed"),
+    ],
+)
+def test_what_has_ended_a_run_is_said_before_the_verdict(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    stopped: str,
+    outcome: str,
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    net = te.Linear(32, 32)
+    with pytest.raises(type(error)), InspectSession(None, model=net, log_dir=tmp_path) as session:
+        net(torch.ones(16, 32)).sum().backward()
+        session.step()
+        raise error
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == f"te-precision: stopped: {stopped}"
+    assert second.startswith("te-precision: Nothing wrong in ")
+    assert outcome_in_words(open_run(tmp_path)) == [f"The run {outcome} with step 0 as the last one: {stopped}."]
 
 
 def test_a_severity_stands_for_those_that_are_worse(tmp_path: Path) -> None:

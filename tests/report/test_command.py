@@ -128,6 +128,8 @@ def test_numbers(report: Any, log_dir: Path, tmp_path: Path) -> None:
         (("--format", "png", "--device", "h200"), "--format png --plot heatmap takes no --device"),
         (("-o", "/proc/no/report.html"), "cannot be written: there is no folder /proc/no"),
         (("-o", "new/report.html"), "cannot be written: there is no folder new"),
+        (("-o", "."), "'.' is no name of a file. Give one, such as report.html."),
+        (("-o", ""), "'.' is no name of a file."),
         (("-o", "report.pdf"), "no report ends in .pdf: .html, .png, .json"),
         (("--format", "html", "-o", "report.png"), "this is no .png file. Name it report.html"),
         (("--format", "png", "-o", "report.html"), "this is no .html file. Name it report.png"),

@@ -5,6 +5,7 @@ write_report(run, "report.html")
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
@@ -133,6 +134,8 @@ def output_path(path: str | os.PathLike[str], endings: Sequence[str]) -> Path:
         ReportError: its name ends otherwise, or its folder does not exist.
     """
     found = Path(path)
+    if not found.name or found.is_dir():
+        raise ReportError(f"{str(path)!r} is no name of a file. Give one, such as report.{endings[0]}.")
     ending = found.suffix[1:]
     if ending and ending.lower() not in endings:
         named = found.with_suffix(f".{endings[0]}")
@@ -154,6 +157,8 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
         part.write_bytes(data)
         part.replace(found)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
         raise ReportError(f"{visible(str(found))} cannot be written: {error.strerror or error}.") from error
     return found
 
