@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import signal
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
@@ -199,7 +197,10 @@ def test_where_no_uv_can_be_had_the_pip_that_is_there_does(
 def test_an_interruption_is_said_in_a_line(
     environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(environment, "_still_runs", lambda process: os.kill(os.getpid(), signal.SIGINT))
+    def interrupt(process: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(environment, "_still_runs", interrupt)
     assert environment.main([str(calls.parent / ".venv"), "demo"]) == 130
     assert "Setting up .venv: interrupted. The next call goes on from here." in capsys.readouterr().err
 

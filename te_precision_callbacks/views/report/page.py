@@ -134,8 +134,9 @@ def output_path(path: str | os.PathLike[str], endings: Sequence[str]) -> Path:
         ReportError: its name ends otherwise, or its folder does not exist.
     """
     found = Path(path)
-    if not found.name or found.is_dir():
-        raise ReportError(f"{str(path)!r} is no name of a file. Give one, such as report.{endings[0]}.")
+    if found.is_dir():
+        text = f"it is a folder. Give the name of a file, such as report.{endings[0]}."
+        raise ReportError(f"{visible(str(found))} cannot be written: {text}")
     ending = found.suffix[1:]
     if ending and ending.lower() not in endings:
         named = found.with_suffix(f".{endings[0]}")
