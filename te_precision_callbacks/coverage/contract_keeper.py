@@ -15,7 +15,15 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import PRECISIONS
 from te_precision_callbacks.config.contract import Contract, OnBroken
 from te_precision_callbacks.config.problems import ConfigError, suggestion
-from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, Reason, StateRow, left_out_in_words
+from te_precision_callbacks.coverage.coverage import (
+    NOTHING,
+    Coverage,
+    Product,
+    Reason,
+    StateRow,
+    left_out_in_words,
+    percent,
+)
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.shared_products import shared_products, shared_state
 from te_precision_callbacks.layers.folding import in_sentence
@@ -315,9 +323,9 @@ def _offenders(coverage: Coverage) -> list[str]:
     rows = sorted(of_layer.items(), key=lambda row: -sum(product.macs for product in row[1]))
     texts = []
     for (layer, precision, reason, why), products in rows[:_MOST_OFFENDERS]:
-        share = 100 * sum(product.macs for product in products) / whole
+        share = percent(sum(product.macs for product in products) / whole)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
-        text = f"- {in_sentence(layer)} {gemms}: {share:.1f} % in {precision}"
+        text = f"- {in_sentence(layer)} {gemms}: {share} % in {precision}"
         if reason is not None:
             text += f": {why}. {remedy(reason, products[0].reason_ref, sizes.get(layer, ()))}".rstrip()
         texts.append(text)

@@ -235,12 +235,12 @@ class Coverage(tuple[Product, ...]):
             by_precision[precision] += macs
         low = [word for word in ("nvfp4", "fp8") if by_precision.keys() & LOW_PRECISION[word]] or ["fp8"]
         told = [
-            f"{word.upper()} in {_percent(self.share(word))} % of the multiply-adds{self._apart(word)}" for word in low
+            f"{word.upper()} in {percent(self.share(word))} % of the multiply-adds{self._apart(word)}" for word in low
         ]
         high = self.in_high_precision
         for name in dict.fromkeys(product.precision for product in high):
             of_name = [product for product in high if product.precision == name]
-            told.append(f"{_percent(by_precision[name] / whole)} % in {name.upper()}: {', '.join(_causes(of_name))}")
+            told.append(f"{percent(by_precision[name] / whole)} % in {name.upper()}: {', '.join(_causes(of_name))}")
         return "; ".join([*told, *left])
 
     def _repr_html_(self) -> str:
@@ -260,7 +260,7 @@ class Coverage(tuple[Product, ...]):
         return notebooks.paragraph(str(self)) + notebooks.table(columns, rows)
 
     def _apart(self, word: str) -> str:
-        apart = [f"{gemm} {_percent(self.share(word, gemm=gemm))}" for gemm in GEMMS if self.macs(gemm=gemm)]
+        apart = [f"{gemm} {percent(self.share(word, gemm=gemm))}" for gemm in GEMMS if self.macs(gemm=gemm)]
         return f" ({', '.join(apart)})" if apart else ""
 
 
@@ -277,7 +277,7 @@ NOTHING = Coverage()
 _MOST_CAUSES = 3
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """A share in percent: 100 only for everything, and 0 only for nothing."""
     text = f"{100 * share:.1f}"
     if text == "100.0" and share < 1:

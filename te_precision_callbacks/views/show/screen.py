@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from te_precision_callbacks.base.terminal import Paragraph, visible
+from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.layers.folding import ShortNames, folded
 from te_precision_callbacks.runs.recorded import Curve
@@ -140,7 +141,7 @@ def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[T
         style = _COLOURS.get(name, "dim")
         bar.append(block * max(1, round(share * min(width, 60))), style)
         names.append(f"{block} ", style)
-        names.append(f"{visible(name.upper())} {100 * share:.1f} %  ")
+        names.append(f"{visible(name.upper())} {percent(share)} %  ")
     yield bar
     yield names
 
