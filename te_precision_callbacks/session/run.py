@@ -625,8 +625,7 @@ class Run:
         """Print what came out of the run, on one rank."""
         if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
             verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
-            is_failure = error is not None and not (isinstance(error, SystemExit) and not error.code)
-            ended_by = in_short(error) if error is not None and is_failure else ""
+            is_normal = error is None or (isinstance(error, SystemExit) and not error.code)
             written, trace = self._written, self._profiling.trace
             lines = closing_lines(
                 verdict,
@@ -636,7 +635,7 @@ class Run:
                 other_steps=self._judgement.other_steps,
                 trace="" if trace is None else str(trace),
                 speed="" if trace is None else written.speed_command(trace),
-                ended_by=ended_by,
+                ended_by="" if error is None or is_normal else in_short(error),
                 broken="" if isinstance(error, PrecisionContractError) else self._results.broken,
             )
             sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -129,7 +129,7 @@ RULES = (
         source="ours",
         why="the run is slower than planned, and a comparison with BF16 says less than it seems to",
         disproof="the layer was left out on purpose, by code that the session cannot see",
-        remedy=("Do what the reason says: make it a Transformer Engine layer, or call it inside of te.autocast"),
+        remedy="Do what the reason says: make it a Transformer Engine layer, or call it inside of te.autocast",
         judge=Hole,
     ),
     Rule(
