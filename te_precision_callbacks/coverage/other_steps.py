@@ -116,11 +116,11 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
         return []
     last = frozenset(holding[-1])
     states.pop(last, None)
-    found_steps = [
+    others = [
         OtherSteps(intervals, held, state) for state, intervals in states.items() if state and state.isdisjoint(unknown)
     ]
-    in_last = str(OtherSteps((), held, last).coverage) if found_steps else ""
-    return [steps for steps in found_steps if str(steps.coverage) != in_last]
+    in_last = str(OtherSteps((), held, last).coverage) if others else ""
+    return [steps for steps in others if str(steps.coverage) != in_last]
 
 
 def in_lines(found: Sequence[OtherSteps]) -> list[str]:

@@ -625,7 +625,7 @@ class Run:
         """Print what came out of the run, on one rank."""
         if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
             verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
-            is_normal = error is None or (isinstance(error, SystemExit) and not error.code)
+            stopped_by = None if isinstance(error, SystemExit) and not error.code else error
             written, trace = self._written, self._profiling.trace
             lines = closing_lines(
                 verdict,
@@ -635,7 +635,7 @@ class Run:
                 other_steps=self._judgement.other_steps,
                 trace="" if trace is None else str(trace),
                 speed="" if trace is None else written.speed_command(trace),
-                ended_by="" if error is None or is_normal else in_short(error),
+                ended_by="" if stopped_by is None else in_short(stopped_by),
                 broken="" if isinstance(error, PrecisionContractError) else self._results.broken,
             )
             sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -267,8 +267,6 @@ reference.install()
 from tests.conftest import Keeper, statistics
 from tests.transformers.models import SIZE, Net, arguments, trainer
 from te_precision_callbacks import PrecisionDebugTrainerCallback
-from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.session import PrecisionContractError
 
 class Prints(Keeper):
     def close(self, error):
