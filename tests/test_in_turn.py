@@ -66,7 +66,7 @@ def test_it_stops_when_a_claim_is_decided(clock: Any, monkeypatch: pytest.Monkey
     assert found["dear"].ratio().at_most(1.03) == "does not hold"
     within = found["unclaimed"].ratio()
     assert within.high - within.low <= 0.02 * within.value
-    assert len(found["dear"].ways) == clock.LEAST_PAIRS < len(found["cheap"].ways)
+    assert 11 <= len(found["dear"].ways) < len(found["cheap"].ways)
 
 
 def test_what_cannot_be_decided_ends_with_the_time(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +82,18 @@ def test_what_cannot_be_decided_ends_with_the_time(clock: Any, monkeypatch: pyte
     assert found.ratio().at_most(1.03) == "not resolved"
     assert 1.0 <= machine.now < 1.2
     assert machine.calls == 4 * len(found.ways), "each is called once to warm up"
+
+
+def test_noise_decides_no_claim_by_being_looked_at_often(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the bound itself an interval of 95 % that is looked at after each pair is on one side of it in 2 of 5 runs."""
+    decided = 0
+    for seed in range(40):
+        machine = Machine(clock, monkeypatch, seed)
+        enough = clock.claimed({"at the bound": 1.03}, 0.001)
+        ways = {"at the bound": machine.taking(0.0103)}
+        found = clock.in_turn(ways, machine.taking(0.01), CPU, enough=enough, seconds=2.5, seed=seed)
+        decided += found["at the bound"].ratio().at_most(1.03) != "not resolved"
+    assert decided <= 8
 
 
 def test_a_way_is_left_before_the_next_one_is_entered(clock: Any) -> None:

@@ -14,6 +14,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import Converted
 from te_precision_callbacks.check.checked_model import CheckedModel
 from te_precision_callbacks.check.rows import Row, rows
+from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.memory.printing import as_json as memory_as_json
 from te_precision_callbacks.speed.memory.printing import describe
@@ -85,7 +86,7 @@ def _conditions(checked: CheckedModel, batch: str | None) -> str:
 def _cells(row: Row, whole: int) -> list[str]:
     names, more = row.names[:_MOST_NAMES], len(row.names) - _MOST_NAMES
     gemms = [_formats(row, gemm) for gemm in GEMMS]
-    share = f" ({100 * row.macs / whole:.1f} %)" if whole else ""
+    share = f" ({percent(row.macs / whole)} %)" if whole else ""
     beside = [row.family] if row.family == "lookup" else []
     texts = [*beside, *([row.why] if row.why else []), *map(str, row.features)]
     return [

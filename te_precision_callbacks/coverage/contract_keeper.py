@@ -261,7 +261,7 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
         gemm = share.part if share.part and backward is None else None
         found = coverage.share(share.precision, gemm=gemm, backward=backward)
         if not share.holds(found):
-            has = "there are no such products" if math.isnan(found) else f"it is {100 * found:.1f} %"
+            has = "there are no such products" if math.isnan(found) else f"it is {percent(found)} %"
             yield f"{share}: {has}."
 
 

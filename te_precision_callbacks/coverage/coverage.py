@@ -251,7 +251,7 @@ class Coverage(tuple[Product, ...]):
                 p.gemm,
                 p.precision.upper(),
                 f"{p.macs:,}",
-                f"{100 * p.macs / whole:.1f} %" if whole else "",
+                f"{percent(p.macs / whole)} %" if whole else "",
                 p.why,
             )
             for p in self

@@ -60,6 +60,9 @@ _OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, Wanted)
 _OF_FORWARD: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
 """GEMM -> its operand A, which exists in high precision in the forward."""
 
+_FORMAT = "the format: "
+"""Begins the reasons why the error of the format alone was not measured."""
+
 
 @dataclass(frozen=True)
 class _Kept:
@@ -87,7 +90,8 @@ class GemmErrors:
 
     Attributes:
         operands: operands in high precision, until their GEMM has run.
-        not_measured: (layer, GEMM) -> why it was not measured, or what of it was not.
+        not_measured: (layer, GEMM) -> why it was not measured, or what of it was not; it says so if that holds for some
+            of its calls alone.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
@@ -97,12 +101,13 @@ class GemmErrors:
         self._items: dict[str, Mapping[str, LogGemmErrorItem]] = {}
         self._weights: dict[tuple[str, str], _Kept] = {}
         self.not_measured: dict[tuple[str, str], str] = {}
-        self._has_measured = False
+        self._reasons: dict[tuple[str, str], str] = {}
+        self._measured: set[tuple[str, str, bool]] = set()
 
     @property
     def why_nothing(self) -> str:
         """Why nothing was measured, by the first GEMM that was due; empty if a GEMM was measured, or none was due."""
-        return "" if self._has_measured else next(iter(self.not_measured.values()), "")
+        return "" if self._measured else next(iter(self.not_measured.values()), "")
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         """Set the modules whose GEMMs there are."""
@@ -178,7 +183,8 @@ class GemmErrors:
             reason: in words.
             remedy: what to change in the config, if that is at fault: the log then warns, once for each remedy.
         """
-        self.not_measured.setdefault((layer, gemm), reason)
+        self._reasons.setdefault((layer, gemm), reason)
+        self._update(layer, gemm)
         if self._engine.notices.first(f"not measured: {remedy or reason}"):
             logger.log(
                 logging.WARNING if remedy else logging.INFO,
@@ -188,6 +194,18 @@ class GemmErrors:
                 reason,
                 f"{remedy}. " if remedy else "",
             )
+
+    def _has(self, layer: str, gemm: str, *, of_format: bool = False) -> None:
+        """Note that a GEMM, or the error of its format, was measured."""
+        if (layer, gemm, of_format) not in self._measured:
+            self._measured.add((layer, gemm, of_format))
+            self._update(layer, gemm)
+
+    def _update(self, layer: str, gemm: str) -> None:
+        reason = self._reasons.get((layer, gemm))
+        if reason is not None:
+            is_partly = (layer, gemm, reason.startswith(_FORMAT)) in self._measured
+            self.not_measured[layer, gemm] = f"{reason}, in some calls" if is_partly else reason
 
     def _look_ahead(self, event: GemmEvent) -> None:
         """Multiply the operands of the forward with the probes of all GEMMs of which they are the operand A."""
@@ -262,11 +280,11 @@ class GemmErrors:
             found = judged(run, expected, call)
             tensor = RESULT[event.gemm]
             self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
-            self._has_measured = True
+            self._has(event.layer, event.gemm)
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
             high = high_of(self.operands, event.layer, event.b)
             if high is not None and high.numel() != n * k:
-                self.tell(event.layer, event.gemm, "the format: an operand was gathered after it was quantized")
+                self.tell(event.layer, event.gemm, f"{_FORMAT}an operand was gathered after it was quantized")
                 high = None
             if high is not None and left.is_quantized:
                 codes = _codes(event.b, high, seed_of(iteration, event.layer, event.gemm, "window"))
@@ -276,7 +294,7 @@ class GemmErrors:
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_A, kept.codes)
             if high is None or kept is None or kept.to_k.shape[0] != k or kept.to_rows.shape[0] != m:
                 which = OPERANDS[event.gemm][0] if high is None else _OF_FORWARD[event.gemm]
-                self.tell(event.layer, event.gemm, f"the format: {which} does not exist in high precision")
+                self.tell(event.layer, event.gemm, f"{_FORMAT}{which} does not exist in high precision")
                 return
             exact = factor_of(high, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
             swept = exact.sweep(from_k=torch.cat([kept.to_k, g], 1)).to_rows
@@ -291,6 +309,7 @@ class GemmErrors:
                 output = squares_of_difference(of_product(run, expected, call), v_hp)[0]
                 counted = format_columns(output, errors) * found.counts
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
+                self._has(event.layer, event.gemm, of_format=True)
 
 
 def options_of_gemms(layer: str, kind: type[_OptionsT]) -> dict[str, _OptionsT]:

@@ -29,7 +29,7 @@ from te_precision_callbacks.base.opening import own_file
 from te_precision_callbacks.base.terminal import Paragraph, fitted_table, visible
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.base.wrapping import wrapped
-from te_precision_callbacks.coverage.coverage import Coverage, Product
+from te_precision_callbacks.coverage.coverage import Coverage, Product, percent
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
 from te_precision_callbacks.coverage.other_steps import in_lines
 from te_precision_callbacks.diagnosis.finding import Verdict
@@ -233,8 +233,8 @@ def coverage_table(coverage: Coverage) -> Table:
     for (_, precision, why), products in ranked[:MOST_ROWS]:
         names = folded((product.layer for product in products), most=1)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
-        share = 100 * sum(product.macs for product in products) / whole
-        table.add_row(_text(", ".join(names)), gemms, precision.upper(), f"{share:.1f} %", Text(visible(why)))
+        share = percent(sum(product.macs for product in products) / whole)
+        table.add_row(_text(", ".join(names)), gemms, precision.upper(), f"{share} %", Text(visible(why)))
     if len(ranked) > MOST_ROWS:
         _add_caption(table, f"and {len(ranked) - MOST_ROWS} more: session.coverage() has all.")
     return table

@@ -394,7 +394,7 @@ def test_coverage_differs_by_format(runs: Runs) -> None:
     a = runs.record("bf16", numbers(0), gemms=gemm_rows("bf16"))
     b = runs.record("fp8", numbers(0), gemms=gemm_rows("fp8"))
     assert [(fact.name, fact.a, fact.b) for fact in compare(a, b).facts] == [
-        ("coverage", "BF16 100.0 %", "FP8 83.3 %, BF16 16.7 %"),
+        ("coverage", "BF16 100 %", "FP8 83.3 %, BF16 16.7 %"),
         ("fprop of layers.{1-5}.fc", "BF16", "FP8"),
     ]
 

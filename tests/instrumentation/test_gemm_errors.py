@@ -424,6 +424,18 @@ def test_what_is_not_measured_is_said(
     assert any(note.startswith("LogGemmError does not measure linear fprop") and reason in note for note in told)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gemm_that_is_measured_in_other_calls_is_said_so(first: bool, tmp_path: Path, keeper: Keeper) -> None:
+    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16)
+    with session(net, tmp_path, keeper, "fused") as running:
+        for in_fp8 in (first, not first):
+            with te.autocast(enabled=in_fp8, recipe=recipes.Float8CurrentScaling() if in_fp8 else None):
+                out = net(inputs())
+            out.float().sum().backward()
+            running.step()
+    assert {*running.not_measured.values()} == {"it runs in high precision, in some calls"}
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

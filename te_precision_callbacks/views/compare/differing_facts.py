@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.answers import precision_shares
@@ -130,7 +131,7 @@ def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
     if not len(a.gemms) or not len(b.gemms):
         return
     shares = [precision_shares(run) for run in (a, b)]
-    texts = [", ".join(f"{name.upper()} {100 * share:.1f} %" for name, share in each.items()) for each in shares]
+    texts = [", ".join(f"{name.upper()} {percent(share)} %" for name, share in each.items()) for each in shares]
     if texts[0] != texts[1]:
         yield FactDifference("coverage", *texts)
     yield from _of_sizes(a, b)
