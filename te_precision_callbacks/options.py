@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar, Union, cast, get_args, get_origin
 
 import torch.distributed
 from typing_extensions import TypedDict, get_type_hints
@@ -113,6 +115,25 @@ def read_profile(profile: object) -> ProfileChoice | None:
         'profile= must be an iteration, such as 11, or a text with the first and the last one, such as "11-13", or'
         f' "11-13, all" for a trace of each rank, not {profile!r}.'
     )
+
+
+def step_number(what: str, step: object) -> int:
+    """The number of a step as an int; it may be a whole number of numpy.
+
+    Args:
+        what: what it is given as, such as ``start_step=``.
+        step: the number.
+
+    Raises:
+        OptionError: it is no whole number, or below 0.
+    """
+    number = -1
+    if isinstance(step, SupportsIndex) and not isinstance(step, bool):
+        with suppress(TypeError):  # a tensor or an array that is none
+            number = operator.index(step)
+    if number < 0:
+        raise OptionError(f"{what} must be a whole number >= 0, not {step!r}.")
+    return number
 
 
 class SessionKeywords(TypedDict, total=False):
@@ -289,8 +310,8 @@ class SessionOptions:
                 " means that no feature does. Leave one of the two out."
             )
         start_step = keywords.get("start_step")
-        if start_step is not None and (type(start_step) is not int or start_step < 0):
-            raise OptionError(f"start_step= must be a whole number >= 0, not {start_step!r}.")
+        if start_step is not None:
+            keywords["start_step"] = step_number("start_step=", start_step)
         read_statistics_log(keywords.get("statistics_log", "rank0"))
         read_profile(keywords.get("profile"))
         if not record_limit(keywords.get("records", "on")) and keywords.get("report"):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import operator
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -23,7 +22,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.layers.naming import Model
-from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on
+from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, step_number
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection, StepRecords
 
@@ -178,7 +177,7 @@ class PrecisionDebugger:
             ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last look.
         """
         if step is not None:
-            step = _count(step)
+            step = step_number("step=", step)
         if not self._session.running:
             self._refuse_step()
             return None
@@ -331,17 +330,6 @@ def _call_with_folder(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
     bound = method()
     if bound is not None:
         bound(Path(arguments[-1]))
-
-
-def _count(step: SupportsIndex) -> int:
-    """The step as an int; also accepts an integer of numpy."""
-    try:
-        count = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise OptionError(f"step= must be a whole number >= 0, not {step!r}.")
-    return count
 
 
 def scales_loss(accelerator: Accelerator) -> bool:

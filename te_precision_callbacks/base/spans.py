@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 
@@ -20,8 +20,10 @@ class Iterations:
     def __init__(self) -> None:
         self._ran: list[list[int]] = []  # first and last of each span
 
-    def __contains__(self, iteration: int) -> bool:
-        return any(first <= iteration <= last for first, last in self._ran)
+    def __contains__(self, iteration: object) -> bool:
+        if isinstance(iteration, bool) or not isinstance(iteration, SupportsIndex):
+            return False
+        return any(first <= iteration.__index__() <= last for first, last in self._ran)
 
     @property
     def first(self) -> int | None:

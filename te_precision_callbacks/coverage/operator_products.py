@@ -35,6 +35,10 @@ from te_precision_callbacks.layers.forwards import NO_BACKWARD, in_evaluation, i
 
 _SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
 
+_OF_CONSTANTS = frozenset({"get_rht_matrix"})
+"""Functions of Transformer Engine that multiply once in a process, for a constant: the matrix of NVFP4's Hadamard
+transform (2.20, ``pytorch/tensor/nvfp4_tensor.py``)."""
+
 _WITH_WEIGHT = (torch.nn.Linear, torch.nn.Bilinear, torch.nn.modules.conv._ConvNd)
 
 
@@ -301,9 +305,9 @@ class OperatorProducts:
         return alike[0]
 
     def _innermost_module(self) -> tuple[str, torch.nn.Module] | None:
-        """The innermost module of the model that runs: its path, and the module."""
+        """The innermost module of the model that runs: its path, and the module. None where a constant is made."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        while frame is not None and frame.f_code.co_name not in _OF_CONSTANTS:
             if frame.f_code.co_varnames[:1] == ("self",):
                 found = self._modules.get(id(frame.f_locals.get("self")))
                 if found is not None:

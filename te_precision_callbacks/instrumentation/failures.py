@@ -123,13 +123,18 @@ class ObservationFailures:
         if self._rank == 0:
             self._say_lost_folder()
 
+    @property
+    def has_lost_folder(self) -> bool:
+        """Whether nothing can be written to the log folder."""
+        return self._lost_folder is not None
+
     def _say_lost_folder(self) -> None:
         error, self._lost_by = self._lost_by, None
         if error is not None:
             logger.error(
                 "log_dir=%r cannot be written to: %s. Training goes on. Rank %d writes no records, statistics log, log"
-                " of events, dumps and summary; loggers and sinks get the numbers. Give a writable folder. strict=True"
-                " would end the run here.",
+                " of events, dumps, summary and report; loggers and sinks get the numbers. Give a writable folder."
+                " strict=True would end the run here.",
                 str(self._lost_folder),
                 error,
                 self._rank,

@@ -42,7 +42,7 @@ def in_short(error: BaseException) -> str:
 def closing_lines(
     verdict: Verdict,
     coverage: Coverage,
-    log_dir: Path,
+    log_dir: Path | None,
     page: str,
     *,
     other_steps: Sequence[str] = (),
@@ -57,7 +57,7 @@ def closing_lines(
     Args:
         verdict: what the rules have found.
         coverage: the products of the last step.
-        log_dir: the folder of the session's files.
+        log_dir: the folder of the session's files; None if none could be written.
         page: the page, or the command that makes it; empty if there is nothing for a page.
         other_steps: a line for steps in which other products ran in low precision than in the last one.
         trace, speed: the trace of ``profile=``, and the command that reads it; empty without one.
@@ -65,7 +65,7 @@ def closing_lines(
             verdict.
         broken: the message about a broken contract that has not ended the run: it comes before the verdict, too.
     """
-    places = {"logs": str(log_dir), "trace": trace, "speed": speed, "page": page}
+    places = {"logs": str(log_dir or ""), "trace": trace, "speed": speed, "page": page}
     ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []
     last = [f"  {what}: {where}" for what, where in places.items() if where]
     findings = verdict.findings
@@ -76,5 +76,6 @@ def closing_lines(
     lines = [*first, f"te-precision: {verdict.summary}"]
     lines += [f"  {finding.severity}: {finding}" for finding in shown]
     if len(shown) < len(findings):
-        lines.append(f"  and {len(findings) - len(shown)} more: te-precision diagnose {shlex.quote(str(log_dir))}")
+        command = "" if log_dir is None else f": te-precision diagnose {shlex.quote(str(log_dir))}"
+        lines.append(f"  and {len(findings) - len(shown)} more{command}")
     return [visible(line) for line in (*lines, *ran, *last)]

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
@@ -106,3 +107,15 @@ class Uncaught:
                 self._before(error)
         finally:
             self._shown_by(kind, error, trace)
+            if isinstance(error, KeyboardInterrupt):
+                _end_by_sigint()
+
+
+def _end_by_sigint() -> None:
+    """Let Python end the process by SIGINT after an uncaught Ctrl-C, as shells and schedulers expect.
+
+    Python does so if the source text that it ran last has ended with KeyboardInterrupt (3.11, ``Python/pythonrun.c:
+    run_eval_code_obj``). What the end of a session imports runs texts, such as those of ``collections.namedtuple``.
+    """
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")

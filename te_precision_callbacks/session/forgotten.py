@@ -1,9 +1,11 @@
-"""Says that a training loop forgets ``step()``, or ``model.train()``: all would be one iteration, or an evaluation."""
+"""Says that a training loop forgets ``step()`` or ``model.train()``, or calls ``step()`` twice: iterations would be too
+few, evaluations, or too many."""
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -16,6 +18,9 @@ from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.session.loop import Loop
 
 logger = logging.getLogger(__name__)
+
+_TWICE = (True, False) * 3
+"""Whether something was trained in each of the last iterations, of a loop that calls ``step()`` twice each time."""
 
 MOST_OPTIMIZER_STEPS = 10
 """The number of steps of one optimizer in one debug iteration at which the loop has probably forgotten to step."""
@@ -35,6 +40,16 @@ _REMEDY = "Call step() of the session after each step of the optimizer."
 def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
     """Whether all modules are in evaluation mode; False where there are none."""
     return bool(modules) and not any(named.module.training for named in modules)
+
+
+def _trained(modules: Sequence[NamedModule]) -> tuple[int, ...] | None:
+    """What every backward and every optimizer step changes: the versions of a parameter and of its gradient; None
+    without a parameter that is trained."""
+    for parameter in (parameter for named in modules for parameter in named.module.parameters()):
+        if parameter.requires_grad and parameter.is_leaf and not parameter.is_inference():
+            gradient = parameter.grad
+            return id(parameter), parameter._version, *(() if gradient is None else (id(gradient), gradient._version))
+    return None
 
 
 class ForgottenSteps:
@@ -63,6 +78,8 @@ class ForgottenSteps:
         self._is_of_model = is_of_model
         self._iteration = iteration
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._state: tuple[int, ...] | None = None
+        self._has_trained: deque[bool] = deque(maxlen=len(_TWICE))
 
     @property
     def has_trained(self) -> bool:
@@ -84,6 +101,20 @@ class ForgottenSteps:
             )
         self.has_stepped = True
         self._steps.clear()
+        if not self._loop.trainer_steps and own_rank() == 0:
+            self._look_for_second_steps(modules)
+
+    def _look_for_second_steps(self, modules: Sequence[NamedModule]) -> None:
+        former, self._state = self._state, _trained(modules)
+        self._has_trained.append(self._state != former)
+        if self._state and tuple(self._has_trained) == _TWICE and self._notices.first("stepped twice"):
+            logger.warning(
+                "step() is called twice after each step of the optimizer: every second debug iteration holds nothing,"
+                " so iterations and schedules count double. Call it once. (Nothing has changed the model's weights or"
+                " gradients in %d of the last %d iterations.)",
+                len(_TWICE) // 2,
+                len(_TWICE),
+            )
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of an optimizer, and warn at the tenth."""

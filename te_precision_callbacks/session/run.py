@@ -425,6 +425,11 @@ class Run:
             then("telling", "what the run has not reached", lambda: self._say_never_due(ended_by))
             if self.model.attached:
                 then("telling", "the end", lambda: self._tell_the_end(error))
+            elif ended_by is None:
+                logger.warning(
+                    "The session has ended without a model, so nothing was observed. Pass model=, or call attach(model)"
+                    " before the training."
+                )
             if ended_by is None:
                 then("stopping", "the run", self._diagnosis.stop_at_the_end)
             then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
@@ -625,12 +630,12 @@ class Run:
         """Print what came out of the run, on one rank."""
         if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
             verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
-            stopped_by = None if isinstance(error, SystemExit) and not error.code else error
+            stopped_by = None if type(error) is SystemExit and not error.code else error  # not Lightning's SIGTERM
             written, trace = self._written, self._profiling.trace
             lines = closing_lines(
                 verdict,
                 coverage,
-                self._results.log_dir,
+                None if self._failures.has_lost_folder else self._results.log_dir,
                 written.page,
                 other_steps=self._judgement.other_steps,
                 trace="" if trace is None else str(trace),

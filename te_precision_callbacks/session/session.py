@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
-from te_precision_callbacks.base.errors import SessionError
+from te_precision_callbacks.base.errors import OptionError, SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.instrumentation.upstream import import_transformer_engine, warn_unless_supported
 from te_precision_callbacks.layers.forwards import ForwardClassifier
-from te_precision_callbacks.layers.naming import Model
-from te_precision_callbacks.options import SessionKeywords, SessionOptions
+from te_precision_callbacks.layers.naming import Model, named_roots
+from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.loop import Loop
 from te_precision_callbacks.session.results import Results, RunResults
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from te_precision_callbacks.overflow import DebugActivationOverflow
 
 logger = logging.getLogger(__name__)
+
+_SAVED = frozenset({"iteration", "fingerprint", "fingerprints", "loss", "loss_step"})
+"""The keys of a state, not all of which each state has."""
 
 _last_started: weakref.ref[InspectSession] | None = None
 """The session of this process, of which there is one at a time."""
@@ -90,6 +93,8 @@ class InspectSession(Results):
         return session
 
     def _begin(self, options: SessionOptions, model: Model | None) -> None:
+        if model is not None and named_roots(model) is None:
+            raise OptionError(f"model= must be a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         self._options = options
         self._model = model
         self._run: Run | None = None
@@ -126,7 +131,7 @@ class InspectSession(Results):
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        self._running("iteration").count_from(value)
+        self._running("iteration").count_from(step_number("The iteration of a session", value))
 
     @property
     def observing(self) -> bool:
@@ -261,6 +266,7 @@ class InspectSession(Results):
 
         Raises:
             SessionError: the session is not running, or has no model.
+            OptionError: ``logging_step`` is no whole number from 0 on.
             ObservationError: with ``strict=True``, a statistic or a sink failed.
             ResumeAuditError: with ``strict=True``, a resume has not restored what the checkpoint had.
             PrecisionContractError: the contract of ``require=`` is broken, and that is to end the run.
@@ -270,6 +276,7 @@ class InspectSession(Results):
         No other failure of a step is raised: it is reported once, and training goes on.
         """
         run = self._running("step()")
+        logging_step = _logging_step(logging_step)
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
         records = run.step(logging_step)
@@ -287,7 +294,11 @@ class InspectSession(Results):
             scalars: name -> number, or tensor with one element. Names that reports and comparisons know: ``loss``,
                 ``grad_norm``, ``lr``, ``loss_scale``. What is neither is left out.
             logging_step: the step under which they are logged. None: that of the current iteration.
+
+        Raises:
+            OptionError: ``logging_step`` is no whole number from 0 on.
         """
+        logging_step = _logging_step(logging_step)
         if self._run is not None and self._run.live:
             step = self._run.log(scalars, logging_step)
             if step is not None:
@@ -377,12 +388,16 @@ class InspectSession(Results):
             state: from :meth:`state_dict`.
 
         Raises:
-            SessionError: the session is not running.
+            SessionError: the session is not running, or ``state`` is not from :meth:`state_dict`.
+            OptionError: its iteration is no whole number from 0 on.
             FingerprintError: with ``strict=True``, the fingerprint cannot be read.
         """
         run = self._running("load_state_dict()")
+        if not isinstance(state, Mapping) or (state and not state.keys() & _SAVED):
+            given = f"keys {', '.join(map(repr, state))}" if isinstance(state, Mapping) else repr(state)
+            raise SessionError(f"load_state_dict() takes what state_dict() has returned, not {given}.")
         if "iteration" in state and self._options.start_step is None:
-            run.count_from(int(state["iteration"]))
+            run.count_from(step_number("load_state_dict(): the iteration", state["iteration"]))
         self._resumed_loss.restore(state)
         if "fingerprints" in state:
             run.resume_audit.expect(list(state["fingerprints"]))
@@ -451,6 +466,10 @@ class InspectSession(Results):
                 f"{what}: the session is not running. Call start() first, or use 'with InspectSession(...)'."
             )
         return self._run
+
+
+def _logging_step(step: int | None) -> int | None:
+    return None if step is None else step_number("logging_step=", step)
 
 
 def _place_in_script() -> str:

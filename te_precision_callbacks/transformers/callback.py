@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_callback import CallbackHandler, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
@@ -135,13 +135,10 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         if model is None:
             raise SessionError("on_train_begin: the event has no model. Pass model=, as transformers' Trainer does.")
         refuse_data_parallel(args)
-        if running_session() is not None:
-            logger.warning(
-                "A session of another trainer or of the script is running, and a process can have only one at a time."
-                " This training goes on without precision debugging."
-            )
-            return
         handler = self._find_handler()
+        if running_session() is not None:
+            _say_observed_already([] if handler is None else handler.callbacks)
+            return
         reporting = None
         if handler is None:
             logger.warning(
@@ -269,6 +266,24 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             self._finalizer = None
         if self._training is not None:
             self._training.close(error, at_once=at_once)
+
+
+def _say_observed_already(callbacks: Sequence[TrainerCallback]) -> None:
+    """Warn that a training has no session of this callback, since another one is running.
+
+    Args:
+        callbacks: of the trainer.
+    """
+    if sum(isinstance(callback, PrecisionDebugTrainerCallback) for callback in callbacks) > 1:
+        logger.warning(
+            "The trainer has several PrecisionDebugTrainerCallback. The first one observes the training, and the others"
+            " do nothing. Give one callback all options."
+        )
+    else:
+        logger.warning(
+            "A session of another trainer or of the script is running, and a process can have only one at a time."
+            " This training goes on without precision debugging."
+        )
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.tensor.nvfp4_tensor import get_rht_matrix
 
 from te_precision_callbacks.accelerate import unconverted_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
@@ -1044,6 +1045,21 @@ def test_attention_in_low_precision(name: str, tmp_path: Path) -> None:
     assert {product.layer for product in coverage} == {"multihead_attention.core_attention"}
     assert all(text.startswith(word) for product in coverage for text in product.operands.values()), coverage
     assert {product.reason for product in coverage} == {None}
+
+
+def test_the_first_nvfp4_of_a_process_has_no_product_of_its_own_making(tmp_path: Path) -> None:
+    """Transformer Engine multiplies once for the matrix of the Hadamard transform, in the first forward."""
+    get_rht_matrix.cache_clear()
+    with any_capability():
+        stand_for((10, 0))
+        layer = te.Linear(WIDTH, INNER, params_dtype=torch.bfloat16)
+        with InspectSession(model=layer, log_dir=tmp_path, require="nvfp4 >= 100%", **WRITES_NOTHING) as session:
+            with te.autocast(enabled=True, recipe=recipes.NVFP4BlockScaling()):
+                out = layer(torch.ones(TOKENS, WIDTH, dtype=torch.bfloat16))
+            out.sum().backward()
+            session.step()
+    assert get_rht_matrix.cache_info().misses
+    assert {product.gemm for product in session.coverage() if product.macs} == {"fprop", "wgrad"}
 
 
 def test_attention_of_a_derived_class(tmp_path: Path) -> None:

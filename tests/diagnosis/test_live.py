@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.amp.grad_scaler import GradScaler
 from transformer_engine.common.recipe import Float8CurrentScaling
 
@@ -128,6 +129,7 @@ def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path) 
         (ValueError("a bad batch"), "ValueError: a bad batch", "failed"),
         (KeyboardInterrupt(), "KeyboardInterrupt", "was interrupted"),
         (SystemExit(3), "SystemExit: 3", "failed"),
+        (SIGTERMException(), "SIGTERMException", "failed"),
     ],
 )
 def test_what_has_ended_a_run_is_said_before_the_verdict(

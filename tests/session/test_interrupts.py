@@ -191,6 +191,15 @@ def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Pat
         assert result.stderr.count("forked") == 1
 
 
+def test_an_uncaught_ctrl_c_ends_the_process_by_its_signal() -> None:
+    """As without a session; a text that runs in between, as in an import, would let Python exit with 1."""
+    script = (
+        "import collections; from te_precision_callbacks.session.endings import Uncaught;"
+        " Uncaught(lambda error: collections.namedtuple('Imported', 'late')); raise KeyboardInterrupt"
+    )
+    assert run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == -signal.SIGINT
+
+
 @pytest.mark.parametrize("prompt", [False, True])
 def test_an_exception_that_nobody_catches_ends_the_session_before_it_is_shown(
     tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, prompt: bool

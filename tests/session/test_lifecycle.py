@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
@@ -18,6 +19,7 @@ import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformer_engine.common.recipe import Float8CurrentScaling
 
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
@@ -284,6 +286,53 @@ def test_calls_out_of_order_say_so(call: str) -> None:
             session.iteration = 3
 
 
+@pytest.mark.parametrize("step", [-1, 1.5, "1", True], ids=repr)
+def test_what_is_no_step_is_refused_where_it_is_given(step: Any, tmp_path: Path) -> None:
+    net = model()
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        train_step(net)
+        for give in (
+            lambda: session.step(step),
+            lambda: session.log({"loss": 1.0}, step),
+            lambda: session.load_state_dict({"iteration": step}),
+            lambda: setattr(session, "iteration", step),
+        ):
+            with pytest.raises(OptionError, match=f"must be a whole number >= 0, not {step!r}"):
+                give()
+        session.step(np.int64(7))
+        for ask in (session.precision, session.coverage, session.layers):
+            with pytest.raises(LookupError, match="has not run under this session"):
+                ask(at=step)
+        assert session.precision(at=np.int64(0)) == session.precision(at=0)
+    assert session.iteration == 1
+
+
+@pytest.mark.parametrize("state", [5, {"a": 1}, {"model": {}, "session": {"iteration": 4}}], ids=str)
+def test_a_state_that_is_no_sessions_is_refused(state: Any, tmp_path: Path) -> None:
+    with InspectSession(statistics(), model=model(), log_dir=tmp_path) as session:
+        with pytest.raises(SessionError, match=r"takes what state_dict\(\) has returned, not (5|keys '(a|model)')"):
+            session.load_state_dict(state)
+        session.load_state_dict({})
+
+
+def test_a_session_that_ends_without_a_model_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with InspectSession(statistics(), log_dir=tmp_path):
+        train_step(model())
+    assert "has ended without a model, so nothing was observed" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_named_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
+    (tmp_path / "file").touch()
+    run(model(), None, 1, tmp_path / "file")
+    assert "writes no records, statistics log, log of events, dumps, summary and report" in caplog.text
+    told = capfd.readouterr().err
+    assert "Nothing wrong" in told
+    assert "logs:" not in told
+
+
 def test_stop_may_come_twice_or_without_start(tmp_path: Path) -> None:
     session = InspectSession(statistics(), model=model(), log_dir=tmp_path)
     session.stop()
@@ -478,8 +527,13 @@ def test_several_models_are_named_by_their_keys(tmp_path: Path, keeper: Keeper) 
 
 @pytest.mark.parametrize("given", [{"gen": "no module"}, {1: torch.nn.Linear(2, 2)}, "model", [1]])
 def test_what_is_no_model_is_refused(tmp_path: Path, given: Any) -> None:
-    with pytest.raises(SessionError, match="list or mapping"):
-        InspectSession(statistics(), model=given, log_dir=tmp_path).start()
+    with pytest.raises(OptionError, match=r"model= must be .* list or mapping"):
+        InspectSession(statistics(), model=given, log_dir=tmp_path)
+    with (
+        InspectSession(statistics(), log_dir=tmp_path) as session,
+        pytest.raises(SessionError, match="list or mapping"),
+    ):
+        session.attach(given)
 
 
 def test_a_session_says_what_it_is(tmp_path: Path) -> None:

@@ -369,6 +369,16 @@ def test_a_callback_can_be_pickled_and_a_model_copied_while_it_trains(tmp_path: 
     assert sorted(first_layer(tmp_path / "copy")) == [0]
 
 
+def test_a_second_callback_of_a_trainer_is_named_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (PrecisionDebugTrainerCallback(statistics()) for _ in range(2))
+    trainer(arguments(tmp_path, max_steps=1), first, second).train()
+    assert [text for text in caplog.messages if "PrecisionDebugTrainerCallback" in text] == [
+        "The trainer has several PrecisionDebugTrainerCallback. The first one observes the training, and the others do"
+        " nothing. Give one callback all options."
+    ]
+    assert first.session.iteration == 1
+
+
 def test_a_training_inside_of_another_one_leaves_it_alone(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
 ) -> None:
