@@ -57,9 +57,14 @@ def step_of_run(run: RecordedRun) -> Step:
     scopes = {row["scope"] or "" for row, _ in found if row["macs"]}
     recipes = {product.layer: row["recipe"] for row, product in found if row["recipe"]}
     if not any(product.macs for product in products):
+        why = (
+            "A part of the run cannot be read."
+            if run.unread
+            else "They are recorded with a session's own coverage, from the first step on; a log of nvidia-dlfw-inspect"
+            " has none."
+        )
         raise SpeedError(
-            f"The run {run.run_id} has no matrix products with sizes, so nothing can be estimated. They are recorded"
-            " with a session's own coverage, from the first step on; a log of nvidia-dlfw-inspect has none."
+            f"The run {run.run_id} has no matrix products with sizes, so nothing can be estimated. {why}"
         )
     notes = [_which_step(run)]
     if len(scopes) > 1:

@@ -42,7 +42,7 @@ class RunSpeed:
         expected: expected times; None for a run without a GPU, if no device was named.
         measured: what a step took in a trace; None without one.
         memory: what the layers keep, and save for the backward; empty where it was not recorded.
-        notes: what is not known, and why.
+        notes: what is not known, and why; what cannot be read of the run comes first.
     """
 
     expected: StepSpeed | None
@@ -105,6 +105,7 @@ def run_speed(run: RecordedRun, expect: Expect, *, device: str | None = None, tr
     """
     step, chosen, why_not = _step_and_device(run, device)
     measured, notes = _measured(run, step, trace)
+    notes = [*run.unread, *notes]
     if why_not is not None:
         if measured is None:
             raise type(why_not)(" ".join([str(why_not), *notes]))

@@ -216,6 +216,21 @@ def test_a_run_without_products() -> None:
         raise_of("speed", "logs")
 
 
+@pytest.mark.parametrize("table", ["gemms", "layers"])
+def test_what_cannot_be_read_of_a_run_is_reported(table: str) -> None:
+    """Its products, without which there are no times; or another table."""
+    write(["NVIDIA H200"])
+    (part,) = Path("logs").rglob(f"{table}.parquet")
+    part.write_bytes(part.read_bytes()[:200])
+    if table == "gemms":
+        with pytest.raises(PrecisionDebugError, match=r"A part of the run cannot be read\. .*gemms.parquet") as raised:
+            raise_of("speed", "logs")
+        assert "They are recorded" not in str(raised.value)
+    else:
+        assert any("layers.parquet cannot be read" in note for note in read("speed", "logs")["notes"])
+        assert "Note: logs/precision_records/" in run("speed", "logs").output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

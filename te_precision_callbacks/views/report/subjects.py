@@ -164,7 +164,8 @@ class Subjects:
             )
         if statistic is None:
             known = sorted({one.family.tensor for one in self.families})
-            raise ReportError(f"The run has no statistic of a tensor {tensor!r}.{it_has(tensor or '', known)}")
+            which = "any tensor" if tensor is None else f"a tensor {tensor!r}"
+            raise ReportError(f"The run has no statistic of {which}.{it_has(tensor or '', known)}")
         known = sorted({one.family.statistic for one in self.families})
         raise ReportError(f"The run has no statistic {statistic!r}.{it_has(statistic, known)}")
 
