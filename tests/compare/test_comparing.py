@@ -582,6 +582,11 @@ def test_a_step_against_another(runs: Runs) -> None:
     result = compare(run, steps=(10, 40))
     assert [parting.name for parting in result.parted] == [f"{LAYERS[3]} weight"]
     assert result.floor is not None
+    assert (result.since, result.parted[0].iteration, result.pairing.last) == ((10, 40), 0, 4)
+    assert "step 0 is the first from step 10 on in A, and the first from step 40 on in B" in " ".join(
+        what_was_compared(result)
+    )
+    assert next(where_first(result)).startswith(f"First at step 0 of the 5: {LAYERS[3]} weight")
     assert not compare(run, steps=(5, 20)).has_findings
     with pytest.raises(ComparisonError, match="no numbers from step 900 on; its last one is 59"):
         compare(run, steps=(10, 900))

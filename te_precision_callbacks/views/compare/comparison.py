@@ -89,6 +89,7 @@ def compare(
         (*renamed, *_notes(a, b, noise)),
         same_run,
         None if b is None or same_run else compare_verdicts(a, b),
+        steps,
     )
 
 

@@ -257,6 +257,8 @@ class Comparison:
         notes: what is missing or damaged, in words.
         same_run: whether a run is compared with itself.
         verdicts: the findings of the rules on both sides; None for two ranks or steps of a run, or a run with itself.
+        since: for two steps of a run the iterations from which on A and B are compared; None otherwise. All iterations
+            of the comparison are then counted from 0: 0 is the first step of a series from there on.
     """
 
     a: str
@@ -272,6 +274,7 @@ class Comparison:
     notes: tuple[str, ...]
     same_run: bool = False
     verdicts: ComparedVerdicts | None = None
+    since: tuple[int, int] | None = None
 
     @property
     def first(self) -> Parting | None:
