@@ -88,7 +88,8 @@ def test_all_that_is_wrong_is_told_where_the_front_door_is_made(tmp_path: Path, 
         "line 15",
     ]
     assert "there is no feature 'Mine'" in str(caught.value)
-    assert "features=" in str(caught.value)
+    assert "in features=, or its folder in feature_dirs=. te-precision check does not know" in str(caught.value)
+    assert "PerTensorScaling. Give a session" in str(caught.value), "the known names, without TestDummyFeature"
 
 
 @pytest.mark.parametrize("front_door", FRONT_DOORS.values(), ids=FRONT_DOORS)

@@ -18,6 +18,9 @@ from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 NAMESPACE = "transformer_engine"
 """The namespace whose features have schemas."""
 
+BASE = "base"
+"""nvidia-dlfw-inspect's own namespace, whose features are in a section without a namespace."""
+
 Pair = tuple[str, str]
 """A GEMM and one of its tensors."""
 

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from te_precision_callbacks.config.effects import NAMESPACE
-from te_precision_callbacks.config.planning import BASE
+from te_precision_callbacks.config.effects import BASE, NAMESPACE
 
 _FOLDERS = (("transformer_engine", "debug/features"), ("nvdlfw_inspect", "debug_features"))
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.checking import ReadOptions
-from te_precision_callbacks.config.effects import NAMESPACE, Effect, conflicts
+from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect, conflicts
+from te_precision_callbacks.config.known import is_for_upstreams_tests
 from te_precision_callbacks.config.problems import MOST_TOLD, ConfigError, Problems, meant_for, shown, suggestion
 from te_precision_callbacks.config.selection import (
     EXACT,
@@ -33,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 RegisteredFeatures = Mapping[str, Collection[str]]
 """The existing features: namespace -> feature names."""
-
-BASE = "base"
-"""nvidia-dlfw-inspect's own namespace, whose features are in a section without a namespace."""
 
 _MOST_LAYERS_SHOWN = 3
 
@@ -320,13 +318,14 @@ def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, 
     for other in others:
         if _registered_name(name, registered[other]) is not None:
             return f"{place}: {shown(name)} is a feature of {other!r}; indent it below '{other}:'."
-    what, known = f"there is no feature {shown(name)} in {namespace!r}", [*registered.get(namespace, ())]
+    what = f"there is no feature {shown(name)} in {namespace!r}"
+    known = [each for each in registered.get(namespace, ()) if not is_for_upstreams_tests(namespace, each)]
     if namespace == BASE:
         what = f"{shown(name)} is neither a namespace ({', '.join(others)}) nor a feature of nvidia-dlfw-inspect itself"
         known = [*others, *known]
     return (
-        f"{place}: {what}.{suggestion(name, known)} Pass your own feature as a class in features=, or its folder in"
-        " feature_dirs=."
+        f"{place}: {what}.{suggestion(name, known)} Give a session your own feature as a class in features=, or its"
+        " folder in feature_dirs=. te-precision check does not know your own features."
     )
 
 

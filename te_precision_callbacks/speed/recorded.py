@@ -63,9 +63,7 @@ def step_of_run(run: RecordedRun) -> Step:
             else "They are recorded with a session's own coverage, from the first step on; a log of nvidia-dlfw-inspect"
             " has none."
         )
-        raise SpeedError(
-            f"The run {run.run_id} has no matrix products with sizes, so nothing can be estimated. {why}"
-        )
+        raise SpeedError(f"The run {run.run_id} has no matrix products with sizes, so nothing can be estimated. {why}")
     notes = [_which_step(run)]
     if len(scopes) > 1:
         notes.append(

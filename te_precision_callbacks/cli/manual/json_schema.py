@@ -19,12 +19,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from te_precision_callbacks.base.vocabulary import LayerNames
-from te_precision_callbacks.config.effects import NAMESPACE
+from te_precision_callbacks.config.effects import BASE, NAMESPACE
 from te_precision_callbacks.config.fields import JsonSchema
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import GemmChoice, ObservingFeature, levels
 from te_precision_callbacks.config.loading import LAYER_NAMES
-from te_precision_callbacks.config.planning import BASE
 from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.config.selection import (
     EXACT,

@@ -23,7 +23,9 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
     yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} pair {_steps_in_words(pairing)}."
     if comparison.since is not None:
         a, b = comparison.since
-        yield f"Steps are counted from 0: step 0 is the first from step {a} on in A, and the first from step {b} on in B."
+        yield (
+            f"Steps are counted from 0: step 0 is the first from step {a} on in A, and the first from step {b} on in B."
+        )
     for where, count, statistics, layers in (
         ("A", pairing.only_a, pairing.statistics_only_a, pairing.layers_only_a),
         ("B", pairing.only_b, pairing.statistics_only_b, pairing.layers_only_b),
@@ -82,7 +84,8 @@ def where_first(comparison: Comparison) -> Iterator[str]:
     what = " ".join(part for part in (unequal.layer, unequal.tensor, unequal.statistic) if part)
     if first is None:
         beyond = "beyond the noise floor" if comparison.floor else "by as much"
-        yield f"Nowhere {beyond}. The first number that is not the same is {what}, at {_step(comparison, unequal.iteration)}."
+        at = _step(comparison, unequal.iteration)
+        yield f"Nowhere {beyond}. The first number that is not the same is {what}, at {at}."
         return
     departure = first.strongest
     medians = f" (medians of steps {departure.iteration} to {departure.until})" if departure.steps > 1 else ""
