@@ -270,6 +270,9 @@ _ELEMENT, _COUNT, _BLOCKS, _POWERS, _PERCENT = "of the tensor", "elements", "blo
 
 _LOSSES = ("underflows%", "overflows%")
 
+_BEYOND = "|x| > largest code * its factor"
+_LIMITED = "; the product is rounded to float32, and a block with the factor 0 has no such x"
+
 
 def _share(column: str, of: str) -> Callable[[Columns], Values]:
     return lambda c: 100 * _ratio(c[column], c[of])
@@ -317,12 +320,12 @@ def _statistics() -> Iterable[Statistic]:
         worse=Worse.NEITHER,
     )
     quantized = functools.partial(Statistic, of=Of.QUANTIZED, merge=_ADD)
-    underflows, overflows = "number of x != 0 with y = 0", "number of |x| > largest code * its factor"
+    underflows, overflows = "number of x != 0 with y = 0", f"number of {_BEYOND}"
     yield quantized(
         "underflows%", f"100 * ({underflows}) / n", _PERCENT, _share("underflows", of="compared"), upstream=True
     )
     yield quantized(
-        "overflows%", f"100 * ({overflows}) / n", _PERCENT, _share("overflows", of="compared"), upstream=True
+        "overflows%", f"100 * ({overflows}) / n{_LIMITED}", _PERCENT, _share("overflows", of="compared"), upstream=True
     )
     yield quantized(
         "mse",
@@ -490,7 +493,10 @@ def _of_blocks() -> Iterable[Statistic]:
     """The statistics of recipes with a scale for each block."""
     scale_bins = functools.partial(Statistic, of=Of.SCALE_BINS, merge=_BINNED, worse=Worse.NEITHER)
     for percent in PERCENTILES:
-        formula = f"the factor that {percent} % of them do not exceed, rounded down to 2^(k / 8)"
+        formula = (
+            f"the factor that {percent} % of them do not exceed, rounded down to 2^(k / 8), but in any case"
+            " from `scale_inv_min` to `scale_inv_max`"
+        )
         yield scale_bins(f"scale_inv_p{percent}", formula, _ELEMENT, _scale_percentile(percent))
     yield scale_bins(
         "scale_inv_histogram",
@@ -512,8 +518,8 @@ def _of_blocks() -> Iterable[Statistic]:
         left_out = "; such a block is left out of `scale_inv_*`" if column == "zero_blocks" else ""
         formula = f"100 * (number of blocks {what}) / blocks{left_out}"
         yield Statistic(name, formula, _PERCENT, _share(column, of="blocks"), of=Of.SCALE_LIMITS, merge=_ADD)
-    for name, what in (("underflow", "an x != 0 with y = 0"), ("overflow", "an |x| > largest code * its factor")):
-        column, formula = f"{name}_blocks", f"100 * (number of blocks with {what}) / blocks"
+    for name, what, more in (("underflow", "an x != 0 with y = 0", ""), ("overflow", f"an {_BEYOND}", _LIMITED)):
+        column, formula = f"{name}_blocks", f"100 * (number of blocks with {what}) / blocks{more}"
         yield Statistic(f"{column}%", formula, _PERCENT, _share(column, of="blocks"), of=Of.LOSSES, merge=_ADD)
     yield Statistic(
         "block_underflows%_max",
@@ -535,7 +541,10 @@ def _of_blocks() -> Iterable[Statistic]:
     )
     range_bins = functools.partial(Statistic, of=Of.RANGE_BINS, merge=_BINNED)
     for percent in PERCENTILES:
-        formula = f"the range that {percent} % of the blocks do not exceed, rounded down to k / 8, above 64 to 64"
+        formula = (
+            f"the range that {percent} % of the blocks do not exceed, rounded down to k / 8, above 64 to 64, but in any"
+            " case at least `block_dynamic_range_min`"
+        )
         yield range_bins(f"block_dynamic_range_p{percent}", formula, _POWERS, _range_percentile(percent))
     yield range_bins(
         "block_dynamic_range_histogram",

@@ -296,6 +296,8 @@ def test_percentiles_are_within_a_step(recipe: str) -> None:
         assert factor / 2**0.125 < found[f"{recipe}_scale_inv_p{percent}"] <= factor
         width = np.percentile(ranges, percent, method="inverted_cdf")
         assert width - 0.125 < found[f"{recipe}_block_dynamic_range_p{percent}"] <= width
+    assert found[f"{recipe}_scale_inv_p1"] >= min(factors)
+    assert found[f"{recipe}_block_dynamic_range_p1"] >= min(ranges)
 
 
 def test_a_range_beyond_the_last_bin() -> None:

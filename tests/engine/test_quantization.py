@@ -157,6 +157,15 @@ def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:
     assert (expected["underflows"], expected["overflows"]) == (31, 0)
 
 
+@pytest.mark.parametrize(("amax", "beyond", "counts"), [(33.0, 7.2e-8, 1), (9.0, 1.3e-8, 0), (7.0, 0.0, 0)])
+def test_an_excess_below_the_resolution_of_float32_is_no_overflow(amax: float, beyond: float, counts: int) -> None:
+    """As docs/statistics.md says of the largest element under current scaling, whose factor is rounded."""
+    factor = np.float32(1) / (np.float32(448) / np.float32(amax))
+    assert amax / (448 * float(factor)) - 1 == pytest.approx(beyond, rel=0.05)
+    expected = assert_simulated("fp8_current_scaling", torch.tensor([[amax, 1.0]]))
+    assert expected["overflows"] == counts
+
+
 def test_delayed_scaling_is_not_simulated() -> None:
     with pytest.raises(QuantizationError, match="its scale comes from the amaxes of earlier steps"):
         simulated("fp8_delayed_scaling", torch.ones(3))
