@@ -223,7 +223,7 @@ class RunFacts:
             "observe": self._options.observe,
             **({"early_steps": self._options.early_steps} if self._options.early_steps else {}),
             **({"profile": self._options.profile} if self._options.profile is not None else {}),
-            "script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "",
+            "script": _script(),
             "started_by": self._results.started_at,
         }
 
@@ -383,6 +383,12 @@ class RunFacts:
                         "since": info.since,
                         "until": info.until,
                     }
+
+
+def _script() -> str:
+    """The path of the script; ``-c`` or ``-`` for code that Python was given without a file, and empty at a prompt."""
+    started = sys.argv[0] if sys.argv else ""
+    return started if started in ("", "-", "-c") else os.path.abspath(started)
 
 
 def _section_with(feature: str, sections: Sequence[Section]) -> Section | None:

@@ -113,6 +113,20 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     assert kinds(run) == ["segment_started", "segment_ended"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "script"),
+    [(["train.py", "--fp8"], "{folder}/train.py"), (["-c"], "-c"), (["-"], "-"), ([""], ""), ([], "")],
+)
+def test_the_script_is_a_path_where_there_is_one(
+    argv: list[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", argv)
+    with InspectSession(statistics(), model=torch.nn.Sequential(te.Linear(16, 16)), log_dir=tmp_path):
+        pass
+    assert open_run(tmp_path).segments[0].facts["script"] == script.format(folder=tmp_path)
+
+
 def test_the_end_is_that_of_the_run(tmp_path: Path) -> None:
     """Not of its last step with statistics."""
     net = te.Linear(16, 16)
