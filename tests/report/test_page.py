@@ -8,12 +8,14 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
-from te_precision_callbacks.views.report import write_report
+from te_precision_callbacks.views.report import pictures, write_report
 from tests.compare.recorded import record
 from tests.report.conftest import Look
-from tests.report.runs import PARTS, drifting
+from tests.report.runs import PARTS, TENSORS, drifting
+from tests.report.test_pictures import bars_of, beyond_limits
 
 pytestmark = pytest.mark.slow  # a browser
 
@@ -244,6 +246,19 @@ def test_the_depth_profile(look: Look, report: Path) -> None:
     look.page.mouse.click(*look.at(float(base[4]) + 1, 4))
     look.page.wait_for_selector("h1.layer-name")
     assert look.page.locator("h1").inner_text() == RUN.ordered_layers[4]
+
+
+def test_the_picture_marks_what_the_page_marks(look: Look, report: Path, tmp_path: Path) -> None:
+    run = beyond_limits(tmp_path)
+    written = write_report(run, tmp_path / "report.html")
+    cases = [(run, written, "weight", step) for step in range(3)] + [(RUN, report, name, 39) for name in TENSORS]
+    for of, page, tensor, step in cases:
+        look.open(page, f"page=profile&tensor={tensor}&step={step}")
+        base, width, colours = look.plot("[plot.data[1].base, plot.data[1].x, plot.data[1].marker.color]")
+        bars = sorted(bars_of(pictures.profile(of, tensor=tensor, step=step).axes[0]), key=lambda bar: bar.get_y())
+        assert [to_hex(bar.get_facecolor()) for bar in bars] == colours, (tensor, step)
+        assert [bar.get_x() for bar in bars] == pytest.approx(base)
+        assert [bar.get_width() for bar in bars] == pytest.approx(width)
 
 
 ESM2 = [f"model.esm.encoder.layers.{n}.self_attention.{part}" for n in range(3) for part in ("layernorm_qkv", "proj")]

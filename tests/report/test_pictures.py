@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
 
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.views.report import pictures
+from te_precision_callbacks.views.report.subjects import ReportError
 from tests.compare.recorded import record
 from tests.report.runs import drifting
 
@@ -64,3 +68,47 @@ def test_rows_keep_what_differs(tmp_path: Path) -> None:
         labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
         assert labels == [f"…layers.{n}.self_attention.layernorm_qkv" for n in range(3)]
     assert names[0] in pictures.layer(run, name=names[0]).get_suptitle()
+
+
+def test_a_profile_is_of_a_step_with_numbers(tmp_path: Path) -> None:
+    numbers = {("fc1", "weight", "cur_amax"): 2.0 + np.arange(3)}
+    run = record(tmp_path, numbers, first=1, freq=5, scalars={"loss": np.arange(3.0)})
+    for step, said in ((4, "The nearest are 1 and 6, of steps 1 to 11."), (99, "The nearest is 11, of steps 1 to 11.")):
+        with pytest.raises(ReportError, match=f"no magnitudes of weight at step {step}. {said}"):
+            pictures.profile(run, step=step)
+    longer = record(tmp_path / "longer", numbers, first=1, freq=5, scalars={"loss": np.arange(9.0)})
+    assert "at step 11" in pictures.profile(longer).axes[0].get_title(loc="left")
+    with pytest.raises(ReportError, match="no step 99"):
+        pictures.heatmap(run, step=99)
+
+
+OUTSIDE = {"above": 448 * 1.1, "over": 100.0, "under": 100.0, "inside": 100.0, "assumed": 1e4}
+"""Layers by their largest magnitude, at a recorded scale factor of 1 but for the last one."""
+
+
+def beyond_limits(folder: Path) -> RecordedRun:
+    """A run in which layers are outside of E4M3 for every reason there is."""
+    numbers = {(layer, "weight", "cur_amax"): np.full(3, amax) for layer, amax in OUTSIDE.items()}
+    numbers |= {(layer, "weight", "dynamic_range"): np.full(3, 10.0) for layer in OUTSIDE}
+    for layer in list(OUTSIDE)[:-1]:
+        numbers |= {(layer, "weight", f"scale_inv_{end}"): np.ones(3) for end in ("min", "max")}
+    numbers["over", "weight", "overflows%"] = np.array([0.0, 0.5, 0.0])
+    numbers["under", "weight", "underflows%"] = np.array([0.0, 1.0, 0.9])
+    return record(folder, numbers, order=list(OUTSIDE))
+
+
+@pytest.mark.parametrize(("step", "outside"), [(0, ["above"]), (1, ["above", "over", "under"]), (2, ["above"])])
+def test_what_is_outside_is_orange(tmp_path: Path, step: int, outside: list[str]) -> None:
+    figure = pictures.profile(beyond_limits(tmp_path), step=step)
+    (axes,) = figure.axes
+    orange = {
+        round(bar.get_y() + bar.get_height() / 2) for bar in bars_of(axes) if to_hex(bar.get_facecolor()) == "#d55e00"
+    }
+    assert [name for place, name in enumerate(OUTSIDE) if place in orange] == outside
+    assert "range, known to be outside" in [text.get_text() for text in figure.legends[0].get_texts()]
+    largest = next(patch for patch in axes.patches if patch.get_label() == "E4M3: largest")
+    assert largest.get_data().values.tolist() == pytest.approx([*[np.log2(448)] * 4, np.log2(1e4)])
+
+
+def bars_of(axes: Any) -> list[Any]:
+    return [patch for patch in axes.patches if isinstance(patch, Rectangle)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report.data import nonempty
-from te_precision_callbacks.views.report.histograms import PERCENTS, Histogram, histograms
+from te_precision_callbacks.views.report.histograms import Histogram, histograms
+from te_precision_callbacks.views.report.limits import Limits, Scales
+from te_precision_callbacks.views.report.magnitudes import EXPONENTS, magnitudes
 from te_precision_callbacks.views.report.overview import ALL_RANKS, Columns, Overview, overviews
 from te_precision_callbacks.views.report.packing import Scale
 from te_precision_callbacks.views.report.ranges import FORMATS, Window
@@ -35,9 +37,9 @@ _DPI = 150
 _MOST_COLUMNS, _MOST_ROWS, _MOST_LABELS = 400, 500, 45
 _NOT_FINITE = "#e6007e"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+_INSIDE, _OUTSIDE = _COLOURS[:2]
 _MOST_PANELS = 24
 _MOST_RANGES = 250
-_EXPONENTS = "exponent_histogram"
 
 
 def png(figure: Figure) -> bytes:
@@ -66,9 +68,13 @@ def heatmap(
         step: is marked.
 
     Raises:
-        ReportError: the run has no such numbers.
+        ReportError: the run has no such numbers, or no such step.
     """
     subjects = nonempty(run)
+    steps = Columns.of(run, 10**9)
+    if step is not None and step not in steps.first:
+        known = f"{steps.first[0]} to {steps.last[-1]}" if len(steps) else "none"
+        raise ReportError(f"The run has no step {step}; its recorded steps are {known}.")
     family = subjects.family(statistic, tensor)
     (overview,) = overviews(run, [family], Columns.of(run, _MOST_COLUMNS))
     rank = ALL_RANKS if ALL_RANKS in overview.cells else family.ranks[0]
@@ -233,7 +239,7 @@ def _exponents(
     run: RecordedRun, subjects: Subjects, index: int, tensor: str | None
 ) -> tuple[FamilySeries, Histogram] | None:
     for one in subjects.histograms:
-        if one.family.statistic != _EXPONENTS or tensor not in (None, one.family.tensor) or index not in one.layer:
+        if one.family.statistic != EXPONENTS or tensor not in (None, one.family.tensor) or index not in one.layer:
             continue
         wanted = {int(one.series[np.flatnonzero(one.layer == index)[0]])}
         for histogram in histograms(run, one, Columns.of(run, _MOST_COLUMNS), wanted):
@@ -256,8 +262,9 @@ def _draw_exponents(
     )
     tops = bins.lowest + (histogram.percentiles()[:, -1] + 1) / bins.steps
     tensor = family.family.tensor
+    scales = Scales(run, subjects, tensor)
     for (name, fmt), colour in zip(FORMATS.items(), _COLOURS, strict=False):
-        recorded = _recorded(run, subjects, histogram, tensor, name)
+        recorded = _recorded(run, scales.of(histogram.layer, name), histogram)
         windows = [
             Window.at(fmt, *recorded[last]) if last in recorded else Window.assumed(fmt, 2.0**top)
             for last, top in zip(histogram.columns.last.tolist(), tops.tolist(), strict=True)
@@ -277,22 +284,13 @@ def _draw_exponents(
 
 
 def _recorded(
-    run: RecordedRun, subjects: Subjects, histogram: Histogram, tensor: str, fmt: str
+    run: RecordedRun, scales: Mapping[str, FamilySeries], histogram: Histogram
 ) -> dict[int, tuple[float, float]]:
     """The smallest and the largest recorded scale factor of a format by the last iterations of columns."""
-    found: dict[str, Any] = {}
-    for one in subjects.families:
-        request = one.family.request
-        if request is None or one.family.tensor != tensor or request.columnwise or histogram.layer not in one.layer:
-            continue
-        own = "E2M1" if request.recipe == "nvfp4" else "E5M2" if request.e5m2 else "E4M3"
-        if request.e5m2 is None and request.recipe != "nvfp4":
-            own = _format_of_operand(run, subjects.layers[histogram.layer].name, tensor) or own
-        if own == fmt and request.statistic.name in ("scale_inv_min", "scale_inv_max"):
-            found.setdefault(request.statistic.name, run.values([int(one.series[one.layer == histogram.layer][0])]))
-    if "scale_inv_max" not in found:
+    if "high" not in scales:
         return {}
-    tables = [found.get("scale_inv_min", found["scale_inv_max"]), found["scale_inv_max"]]
+    of_layer = [one.series[one.layer == histogram.layer] for one in (scales.get("low", scales["high"]), scales["high"])]
+    tables = [run.values([int(series[0])]) for series in of_layer]
     result = {}
     for last in histogram.columns.last.tolist():
         factors = []
@@ -304,74 +302,57 @@ def _recorded(
     return result
 
 
-def _format_of_operand(run: RecordedRun, layer: str, tensor: str) -> str | None:
-    told = {
-        row["format"] or ""
-        for row in run.operands.to_pylist()
-        if row["tensor"] == tensor and row["layer"] and layer.endswith(row["layer"])
-    }
-    text = " ".join(told)
-    return next((name for name, word in (("E2M1", "NVFP4"), ("E4M3", "E4M3"), ("E5M2", "E5M2")) if word in text), None)
-
-
 def profile(run: RecordedRun, *, tensor: str | None = None, step: int | None = None) -> Figure:
-    """The range of a tensor's magnitudes in all layers at a step, with what E4M3 holds if the largest magnitude becomes
-    its largest number.
+    """The range of a tensor's magnitudes in all layers at a step, with the limits of E4M3: at the recorded scales, else
+    as if the largest magnitude became its largest number. What is known to be outside is orange.
 
     Args:
         run: the run.
         tensor: the tensor; if it is not given, the first with magnitudes.
-        step: the step; if it is not given, the last one.
+        step: the step; if it is not given, the last one with magnitudes of the tensor.
 
     Raises:
-        ReportError: the run has no magnitudes of the tensor, or no such step.
+        ReportError: the run has no magnitudes of the tensor, or none at the step.
     """
     subjects = nonempty(run)
-    columns = Columns.of(run, 10**9)
-    if step is not None and step not in columns.first:
-        known = f"{columns.first[0]} to {columns.last[-1]}" if len(columns) else "none"
-        raise ReportError(f"The run has no step {step}; its recorded steps are {known}.")
-    rows = list(_magnitudes(run, subjects, tensor, step))
-    if not rows:
-        what = "any tensor" if tensor is None else f"the tensor {tensor!r}"
-        raise ReportError(
-            f"The run has no magnitudes of {what}: a depth profile needs exponent_histogram, cur_amax, or min and max."
-        )
-    tensor = rows[0][0]
-    names = [subjects.layers[index].short for _, index, *_ in rows]
-    low, middle, high = (np.array([row[place] for row in rows]) for place in (2, 3, 4))
+    found = magnitudes(run, subjects, tensor, step)
+    rows, names = found.rows, [subjects.layers[row.layer].short for row in found.rows]
+    limits = Limits(run, subjects, found, "E4M3")
     size = math.ceil(len(rows) / _MOST_RANGES)
+    low, middle, high = (np.array([getattr(row, each) for row in rows]) for each in ("low", "middle", "most"))
+    windows = [np.array(side) for side in zip(*map(limits.window, rows), strict=True)]
+    is_outside = _of_neighbours(np.any, np.array([limits.is_outside(row) for row in rows]), size)
     least, most = (_of_neighbours(of, values, size) for of, values in ((np.min, low), (np.max, high)))
-    low, middle, high = (_of_neighbours(np.median, values, size) for values in (low, middle, high))
+    low, middle, high, *windows = (_of_neighbours(np.median, each, size) for each in (low, middle, high, *windows))
     edges = np.minimum(np.arange(len(low) + 1) * size, len(rows)) - 0.5
     places = (edges[:-1] + edges[1:]) / 2
     figure = _figure(10, min(9.0, max(2.8, 1.4 + 0.2 * len(rows))))
     axes = figure.subplots()
     is_point = not (high > low).any()
-    if is_point:
-        axes.plot(high, places, "o", color=_COLOURS[0], markersize=4, label="largest")
-    else:
-        height = (0.75 if size == 1 else 1) * np.diff(edges)
-        axes.barh(places, high - low, left=low, height=height, color=_COLOURS[0], label="range")
+    name = "largest" if is_point else "range"
+    for chosen, colour, label in ((~is_outside, _INSIDE, name), (is_outside, _OUTSIDE, f"{name}, known to be outside")):
+        if not chosen.any():
+            continue
+        if is_point:
+            axes.plot(high[chosen], places[chosen], "o", color=colour, markersize=4, label=label)
+        else:
+            height = (0.75 if size == 1 else 1) * np.diff(edges)[chosen]
+            width, left = (high - low)[chosen], low[chosen]
+            axes.barh(places[chosen], width, left=left, height=height, color=colour, label=label)
     if size > 1:
         for begin, end in ((least, low), (high, most)):
             axes.hlines(places, begin, end, color="#8894a0", linewidth=0.8)
-    windows = [Window.assumed(FORMATS["E4M3"], 2.0**top) for top in high]
-    for side, style, name in ((0, "--", "E4M3: smallest"), (1, "-", "E4M3: largest")):
-        limits = [window[side] for window in windows]
-        axes.stairs(
-            limits, edges, orientation="horizontal", baseline=None, color="#333d47", linestyle=style, label=name
-        )
+    for side, style, name in zip(windows, ("--", "-"), ("E4M3: smallest", "E4M3: largest"), strict=True):
+        axes.stairs(side, edges, orientation="horizontal", baseline=None, color="#333d47", linestyle=style, label=name)
     if not np.isnan(middle).all():
         axes.plot(middle, places, "|", color="black", markersize=5, label="median or standard deviation")
     _label_rows(axes, names)
-    _around(axes, np.concatenate([low, least, most, middle, *map(np.array, zip(*windows, strict=True))]))
+    _around(axes, np.concatenate([low, least, most, middle, *windows]))
     axes.xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
     axes.set_xlabel("magnitude")
     axes.grid(alpha=0.25, axis="x")
-    figure.legend(fontsize=7, frameon=False, loc="outside lower center", ncols=4)
-    when = int(columns.last[-1]) if step is None else step
-    title = _title(f"range of {tensor} at step {when}; lines: E4M3", run)
+    figure.legend(fontsize=7, frameon=False, loc="outside lower center", ncols=5)
+    title = _title(f"range of {found.tensor} at step {found.step}; lines: E4M3", run)
     lacking = "\nOnly the largest magnitude was recorded: add dynamic_range or exponent_histogram to the statistics."
     axes.set_title(title + (lacking if is_point else ""), loc="left", fontsize=10)
     return figure
@@ -385,65 +366,6 @@ def _around(axes: Axes, values: Floats) -> None:
     axes.locator_params(axis="x", integer=True)
 
 
-def _of_neighbours(of: Callable[[Floats], Any], values: Floats, size: int) -> Floats:
-    """Of each few neighbours the median, or an extreme."""
+def _of_neighbours(of: Callable[..., Any], values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    """Of each few neighbours the median, an extreme, or whether any is."""
     return np.array([of(values[begin : begin + size]) for begin in range(0, len(values), size)])
-
-
-def _magnitudes(
-    run: RecordedRun, subjects: Subjects, tensor: str | None, step: int | None
-) -> Iterator[tuple[str, int, float, float, float]]:
-    """Tensor, layer, and the range of magnitudes as powers of two: low, middle, high."""
-    of_exponents = [
-        one for one in subjects.histograms if one.family.statistic == _EXPONENTS and tensor in (None, one.family.tensor)
-    ]
-    if of_exponents:
-        one = of_exponents[0]
-        bins = one.family.bins
-        seen: set[int] = set()
-        for histogram in histograms(run, one, Columns.of(run, 10**9)):
-            if histogram.layer in seen:
-                continue
-            seen.add(histogram.layer)
-            place = len(histogram.columns) - 1
-            if step is not None:
-                place = int(np.searchsorted(histogram.columns.first, step, "right")) - 1
-            found = histogram.percentiles()[place] if place >= 0 else np.array([-1])
-            if found[0] >= 0:
-                edge = bins.lowest + found / bins.steps
-                middle = 1 + PERCENTS.index(50)
-                yield one.family.tensor, histogram.layer, edge[1], edge[middle] + 0.5, edge[-1] + 1
-        return
-    known = [one for base in ("cur_amax", "max") for one in _plain(subjects, base, tensor)]
-    if not known:
-        return
-    tensor = known[0].family.tensor
-
-    def at(base: str) -> dict[int, float]:
-        return {layer: value for one in _plain(subjects, base, tensor) for layer, value in _at(run, one, step).items()}
-
-    ranges, stds = at("dynamic_range"), at("std")
-    last = at("cur_amax")
-    if not last:
-        least = at("min")
-        last = {layer: max(abs(value), abs(least[layer])) for layer, value in at("max").items() if layer in least}
-    for layer, value in sorted(last.items()):
-        if value > 0 and math.isfinite(value):
-            high, std = math.log2(value), stds.get(layer, 0.0)
-            yield tensor, layer, high - ranges.get(layer, 0.0), math.log2(std) if std > 0 else math.nan, high
-
-
-def _plain(subjects: Subjects, base: str, tensor: str | None) -> Iterator[FamilySeries]:
-    for one in subjects.families:
-        if one.family.statistic == base and tensor in (None, one.family.tensor):
-            yield one
-
-
-def _at(run: RecordedRun, one: FamilySeries, step: int | None) -> dict[int, float]:
-    """Layer -> its number at a step, or its last one before it."""
-    table = run.values(one.series.tolist())
-    layer_of = dict(zip(one.series.tolist(), one.layer.tolist(), strict=True))
-    kept = table["iteration"].to_numpy() <= (np.iinfo(np.int64).max if step is None else step)
-    series, values = table["series"].to_numpy()[kept], table["value"].to_numpy()[kept]
-    last = np.flatnonzero(np.diff(series, append=-1))
-    return {layer_of[int(series[place])]: float(values[place]) for place in last}
