@@ -19,7 +19,13 @@ from te_precision_callbacks.views.compare.differing_facts import facts_that_diff
 from te_precision_callbacks.views.compare.judging_scales import scale_of
 from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.spread import bounds
-from te_precision_callbacks.views.compare.wording import difference, of_losses, what_was_compared, where_first
+from te_precision_callbacks.views.compare.wording import (
+    difference,
+    lost_losses,
+    of_losses,
+    what_was_compared,
+    where_first,
+)
 from tests.compare.recorded import Subject, Values, append, layers, record
 
 Floats = npt.NDArray[np.float64]
@@ -533,6 +539,33 @@ def test_a_loss_within_the_noise_is_no_finding(runs: Runs) -> None:
     )
     assert compare(a, b).has_findings
     assert not compare(a, b, noise=[noise]).has_findings
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("since", [0, 3, STEPS - 1])
+def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, value: float, since: int) -> None:
+    curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
+    good, lost = (
+        runs.record(f"{name} {value} {since}", numbers(0), scalars={"loss": values})
+        for name, values in (("good", curve), ("lost", np.where(np.arange(STEPS) < since, curve, value)))
+    )
+    when = f"from step {since} on" if since < STEPS - 1 else f"in its last step, {since}"
+    for a, b, side, other in ((good, lost, "B", "A"), (lost, good, "A", "B")):
+        found = compare(a, b)
+        assert found.has_findings
+        assert list(lost_losses(found)) == [f"The loss of {side} is {value} {when}; that of {other} is not."]
+        assert found.loss is not None
+        assert "inf" not in " ".join(of_losses(found.loss))
+        assert found.loss.spike is None
+        assert found.loss.steps == since
+    both = compare(lost, lost)
+    assert len(list(lost_losses(both))) == 2
+    assert not both.has_findings
+    noisy = compare(good, good, noise=[lost]).loss
+    assert noisy is not None
+    assert "inf" not in " ".join(of_losses(noisy))
+    assert "nan" not in " ".join(of_losses(noisy))
 
 
 @pytest.mark.parametrize("peak", [1e6, math.inf, math.nan])

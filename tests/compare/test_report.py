@@ -144,6 +144,18 @@ def test_losses_have_their_yardsticks(look: Look, page: Path) -> None:  # noqa: 
     assert apart["the noise"][0] == pytest.approx(0.1)
 
 
+@pytest.mark.slow
+def test_a_lost_loss_is_the_first_thing_on_the_page(look: Look, tmp_path: Path) -> None:  # noqa: F811
+    lost = np.where(np.arange(STEPS) < 30, np.linspace(4, 1, STEPS), np.nan)
+    runs = [record(tmp_path / name, values(0), scalars={"loss": each})
+            for name, each in (("a", lost), ("b", loss(0)["loss"]))]  # fmt: skip
+    numbers = ComparedNumbers()
+    look.open(write_comparison(compare(*runs, numbers=numbers), numbers, tmp_path / "lost.html"))
+    look.everything_drawn()
+    assert look.page.locator("h2").first.inner_text() == "The loss of A is nan from step 30 on; that of B is not."
+    assert "inf %" not in look.page.locator("main").inner_text()
+
+
 def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
     one = {("fc1", "weight", "cur_amax"): np.ones(20), ("fc1", "weight", "sqnr_db"): np.full(20, 30.0)}
     other = {("fc1", "weight", "cur_amax"): np.full(20, 8.0), ("fc1", "weight", "sqnr_db"): np.full(20, 25.0)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
 from te_precision_callbacks.runs.answers import is_loss, loss_first
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, Yardstick
+from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Side
 
 _FP8_AGAINST_BF16 = ("FP8 against BF16", 0.0025, "DeepSeek-V3, arXiv 2412.19437, 3.3")
@@ -32,15 +33,17 @@ class LossCurves(NamedTuple):
         name: the number's name.
         iterations: [n].
         a, b: [n].
+        steps: how many there are up to where either loss is lost, to the end of its run.
         window: the steps of the running median.
-        smooth_a, smooth_b: [n], as running medians.
-        relative: [n]: (b - a) / |a| of these.
+        smooth_a, smooth_b: [n], as running medians; nan from where either is lost.
+        relative: [n]: (b - a) / |a| of these; nan where either is no number.
     """
 
     name: str
     iterations: Ints
     a: Floats
     b: Floats
+    steps: int
     window: int
     smooth_a: Floats
     smooth_b: Floats
@@ -61,9 +64,22 @@ def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
     iterations, ours, theirs = _common(a, b, name)
     if not len(iterations):
         return None
-    window = min(max(_LEAST_WINDOW, len(iterations) // _PARTS_OF_WINDOW), len(iterations))
-    x, y = _smooth(ours, window), _smooth(theirs, window)
-    return LossCurves(name.statistic, iterations, ours, theirs, window, x, y, _relative(x, y))
+    since = [lost.since for side in (a, b) if (lost := _lost(side, name)) is not None]
+    steps = int(np.searchsorted(iterations, min(since))) if since else len(iterations)
+    window = min(max(_LEAST_WINDOW, steps // _PARTS_OF_WINDOW), steps)
+    x, y = (_smooth(values, steps, window) for values in (ours, theirs))
+    return LossCurves(name.statistic, iterations, ours, theirs, steps, window, x, y, _relative(x, y))
+
+
+def _lost(side: Side, name: Subject) -> LostLoss | None:
+    """Where a loss is no number any more, to the end of the side."""
+    numbers = side.read([name])
+    finite = np.flatnonzero(np.isfinite(numbers.values))
+    rest = slice(int(finite[-1]) + 1 if finite.size else 0, None)
+    iterations, kinds = numbers.iterations[rest], {f"{value:g}" for value in numbers.values[rest].tolist()}
+    if not kinds:
+        return None
+    return LostLoss(int(iterations[0]), int(iterations[-1]), kinds.pop() if len(kinds) == 1 else "inf or nan")
 
 
 def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares, Shares]) -> LossComparison | None:
@@ -78,42 +94,53 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
     curves = None if name is None else _curves(a, b, name)
     if name is None or curves is None:
         return None
-    iterations, relative = curves.iterations, curves.relative
-    stable, early = _stable(len(relative)), len(relative) // 4
-    difference = float(relative[stable].mean())
+    iterations, relative = curves.iterations[: curves.steps], curves.relative[: curves.steps]
+    stable, early = _stable(curves.steps), curves.steps // 4
+    difference = _mean(relative[stable])
     floors = [abs(_stable_relative(a, side, name)) for side in noise if name in side.scalars]
-    largest = early + int(np.abs(relative[early:]).argmax())
+    sizes = np.nan_to_num(np.abs(relative[early:]), nan=-1.0, posinf=np.inf)
+    largest = early + int(sizes.argmax()) if sizes.size else None
     return LossComparison(
         curves.name,
-        len(iterations),
+        curves.steps,
         curves.window,
-        int(iterations[stable][0]),
-        float(curves.smooth_a[stable].mean()),
-        float(curves.smooth_b[stable].mean()),
+        int(curves.iterations[0] if largest is None else iterations[stable][0]),
+        _mean(curves.smooth_a[: curves.steps][stable]),
+        _mean(curves.smooth_b[: curves.steps][stable]),
         difference,
-        float(abs(relative[largest])),
-        int(iterations[largest]),
+        math.nan if largest is None else float(abs(relative[largest])),
+        int(curves.iterations[0] if largest is None else iterations[largest]),
         max(floors, default=None),
         _yardsticks(difference, *shares),
         _spike(curves, [found for side in noise if (found := _curves(a, side, name)) is not None]),
         (_precision(shares[0]), _precision(shares[1])),
+        _lost(a, name),
+        _lost(b, name),
     )
+
+
+def _mean(values: Floats) -> float:
+    """The mean of the numbers among these; nan without any."""
+    there = values[~np.isnan(values)]
+    return float(there.mean()) if there.size else math.nan
 
 
 def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
     """The steps whose losses are far apart though the running medians are not, unless the noise has such steps too."""
     factors = _spikes(curves)
-    at = int(factors.argmax())
-    if factors[at] < _SPIKE or any(_spikes(each).max() >= factors[at] for each in noise):
+    at = int(factors.argmax()) if factors.size else None
+    if at is None or factors[at] < _SPIKE or any(_spikes(each).max(initial=0.0) >= factors[at] for each in noise):
         return None
     steps = int((factors >= _SPIKE).sum())
     return LossSpike(steps, int(curves.iterations[at]), float(curves.a[at]), float(curves.b[at]))
 
 
 def _spikes(curves: LossCurves) -> Floats:
-    """The factor between two losses in each step; 1 where their running medians have a tenth of it or more."""
-    factors = _factors(curves.a, curves.b)
-    return np.where(factors >= _SPIKE * _factors(curves.smooth_a, curves.smooth_b), factors, 1.0)
+    """The factor between two losses in each step up to where one is lost; 1 where their running medians have a tenth
+    of it or more."""
+    a, b, x, y = (each[: curves.steps] for each in (curves.a, curves.b, curves.smooth_a, curves.smooth_b))
+    factors = _factors(a, b)
+    return np.where(factors >= _SPIKE * _factors(x, y), factors, 1.0)
 
 
 def _factors(a: Floats, b: Floats) -> Floats:
@@ -137,35 +164,40 @@ def _common(a: Side, b: Side, name: Subject) -> tuple[Ints, Floats, Floats]:
     return iterations, ours[one], theirs[other]
 
 
-def _smooth(values: Floats, window: int) -> Floats:
-    """The running median over ``window`` steps, of fewer at both ends."""
-    padded = np.pad(values, (window // 2, window - 1 - window // 2), constant_values=np.nan)
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.nanmedian(np.lib.stride_tricks.sliding_window_view(padded, window), axis=1))
+def _smooth(values: Floats, steps: int, window: int) -> Floats:
+    """The running median over ``window`` steps, of fewer at both ends; nan where they have no number, and behind the
+    first ``steps``."""
+    found = np.full(len(values), np.nan)
+    if steps:
+        padded = np.pad(values[:steps], (window // 2, window - 1 - window // 2), constant_values=np.nan)
+        windows = np.lib.stride_tricks.sliding_window_view(padded, window)
+        some = np.flatnonzero(~np.isnan(windows).all(axis=1))
+        with np.errstate(invalid="ignore"):
+            found[some] = np.nanmedian(windows[some], axis=1)
+    return found
 
 
 def _relative(x: Floats, y: Floats) -> Floats:
-    """(y - x) / |x|; inf where only y is no number, and 0 where x is 0 and y too."""
+    """(y - x) / |x|; nan where either is no number, inf where only x is 0, and 0 where both are."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = (y - x) / np.abs(x)
-    found = np.where(x == y, 0.0, found)
-    return np.where(np.isnan(found), np.inf, found)
+        found = np.where(x == y, 0.0, (y - x) / np.abs(x))
+    return np.where(np.isfinite(x) & np.isfinite(y), found, np.nan)
 
 
 def _stable(steps: int) -> slice:
-    return slice(min(steps - 1, 3 * steps // 4), steps)
+    return slice(max(min(steps - 1, 3 * steps // 4), 0), steps)
 
 
 def _stable_relative(a: Side, b: Side, name: Subject) -> float:
     curves = _curves(a, b, name)
-    return 0.0 if curves is None else float(curves.relative[_stable(len(curves.relative))].mean())
+    return 0.0 if curves is None else _mean(curves.relative[: curves.steps][_stable(curves.steps)])
 
 
 def _yardsticks(relative: float, ours: Shares, theirs: Shares) -> tuple[Yardstick, ...]:
     """The known bounds; with what the runs compute in, the one that is for B against A."""
     kinds = (_kind(ours), _kind(theirs))
     return tuple(
-        Yardstick(name, bound, source, abs(relative) < bound if kinds == runs else None)
+        Yardstick(name, bound, source, abs(relative) < bound if kinds == runs and not math.isnan(relative) else None)
         for (name, bound, source), runs in (
             (_FP8_AGAINST_BF16, ("high", "fp8")),
             (_NVFP4_AGAINST_FP8, ("fp8", "nvfp4")),

@@ -199,12 +199,27 @@ class LossSpike:
 
 
 @dataclass(frozen=True)
+class LostLoss:
+    """A loss that is no number any more, to the end of its run.
+
+    Attributes:
+        since: the first iteration of these.
+        until: the last one, which is that of the run's losses.
+        what: ``nan``, ``inf`` or ``-inf``; ``inf or nan`` for several of them.
+    """
+
+    since: int
+    until: int
+    what: str
+
+
+@dataclass(frozen=True)
 class LossComparison:
-    """The loss curves, smoothed by a running median.
+    """The loss curves, smoothed by a running median, up to where either is lost.
 
     Attributes:
         name: the number's name.
-        steps: how many steps both have.
+        steps: how many steps both have, up to where either is lost. Without any, the numbers below are nan.
         window: the steps of the running median.
         stable_since: the iteration from which on a quarter of the steps is left, the stable phase.
         a, b: the means in the stable phase.
@@ -215,6 +230,7 @@ class LossComparison:
         spike: what the running median hides; None if there is nothing, or the noise has as much.
         precisions: what A and B compute in: the low precision of a run that has one, else its most frequent precision.
             Empty if nothing is known.
+        lost_a, lost_b: where the loss of A and of B is lost; None where it is not.
     """
 
     name: str
@@ -230,11 +246,14 @@ class LossComparison:
     yardsticks: tuple[Yardstick, ...]
     spike: LossSpike | None = None
     precisions: tuple[str, str] = ("", "")
+    lost_a: LostLoss | None = None
+    lost_b: LostLoss | None = None
 
     @property
     def is_finding(self) -> bool:
-        """Whether there is a spike, or the difference is beyond a yardstick that is for these runs, and the noise."""
-        if self.spike is not None:
+        """Whether one of the losses is lost, there is a spike, or the difference is beyond a yardstick that is for
+        these runs, and the noise."""
+        if self.spike is not None or (self.lost_a is None) != (self.lost_b is None):
             return True
         broken = any(yardstick.holds is False for yardstick in self.yardsticks)
         return broken and (self.floor is None or abs(self.relative) > self.floor)

@@ -106,12 +106,31 @@ def _step(comparison: Comparison, iteration: int) -> str:
     return f"step {iteration}" if comparison.since is None else f"step {iteration} of the {comparison.lasting}"
 
 
+def lost_losses(comparison: Comparison) -> Iterator[str]:
+    """Which losses are no number any more, and since when: a sentence for each side, the first thing to read."""
+    loss = comparison.loss
+    if loss is None:
+        return
+    sides = (("A", loss.lost_a, "B", loss.lost_b), ("B", loss.lost_b, "A", loss.lost_a))
+    for side, lost, other, lost_there in sides:
+        if lost is not None:
+            when = f"from step {lost.since} on" if lost.since < lost.until else f"in its last step, {lost.since}"
+            alone = f"; that of {other} is not" if lost_there is None else ""
+            yield f"The {loss.name} of {side} is {lost.what} {when}{alone}."
+
+
 def of_losses(loss: LossComparison) -> Iterator[str]:
-    """How the losses differ: sentences."""
+    """How the losses differ, up to where one is lost: sentences."""
+    is_lost = loss.lost_a is not None or loss.lost_b is not None
+    if not loss.steps:
+        yield f"No {loss.name} is left to compare: one is lost from the first step that both have."
+        return
+    what = "steps before one is lost" if is_lost else "steps"
+    off = f", so B is {_percent(loss.relative)} off" if math.isfinite(loss.relative) else ""
+    most = f"; at most {_percent(loss.largest, signed=False)}, at step {loss.largest_at}" if off else ""
     yield (
-        f"{loss.name}, as a running median of {loss.window} of {loss.steps} steps: from step {loss.stable_since} on"
-        f" {number(loss.a)} and {number(loss.b)}, so B is {_percent(loss.relative)} off; at most"
-        f" {_percent(loss.largest, signed=False)}, at step {loss.largest_at}."
+        f"{loss.name}, as a running median of {loss.window} of {loss.steps} {what}: from step {loss.stable_since} on"
+        f" {number(loss.a)} and {number(loss.b)}{off}{most if math.isfinite(loss.largest) else ''}."
     )
     if loss.spike is not None:
         others = "" if loss.spike.steps == 1 else f", the largest of {loss.spike.steps} such steps"
@@ -119,7 +138,7 @@ def of_losses(loss: LossComparison) -> Iterator[str]:
             f"A spike: {number(loss.spike.a)} and {number(loss.spike.b)} at step {loss.spike.iteration}{others}. The"
             " running median hides it."
         )
-    if loss.floor is not None:
+    if loss.floor is not None and math.isfinite(loss.floor):
         yield f"The runs of the noise floor are {_percent(loss.floor, signed=False)} off there."
     yardsticks = [yardstick for yardstick in loss.yardsticks if yardstick.holds is not None]
     a, b = map(str.upper, loss.precisions)

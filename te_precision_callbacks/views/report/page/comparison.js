@@ -74,7 +74,10 @@ function losses(report) {
   return [made, render];
 }
 
-// The findings that only B has: what the page begins with.
+// The losses that are no number any more: what the page begins with.
+const lostLosses = ({ lost }) => lost.length > 0 && el("section", { class: "card verdict error", "aria-label": "Lost losses" }, lost.map((sentence) => el("h2", {}, sentence)));
+
+// The findings that only B has.
 function newFindings(report) {
   const { verdicts } = report;
   if (!verdicts) return null;
@@ -90,7 +93,7 @@ async function comparisonPage(report) {
   const [loss, drawLoss] = losses(report), [first] = report.parted;
   const tiles = [["A, the reference", report.a], ["B", report.b], ["Noise floor", report.floor ? report.floor.join(", ") : "none"], ["Tensors that part", shown(report.parted_total)]];
   return [[
-    newFindings(report),
+    lostLosses(report), newFindings(report),
     el("h1", {}, report.name), notes(report, "What is missing"),
     el("dl", { class: "tiles" }, tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     card("Where they part first", {}, el("div", { class: "finding first" }, sentences(report.first)),
