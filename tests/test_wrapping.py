@@ -70,6 +70,23 @@ def test_names_break_behind_a_separator_and_numbers_never(name: str, parts: list
     assert wrapped(name, 1).splitlines() == parts
 
 
+def test_a_line_that_fits_keeps_its_indentation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wrapped("stats:\n    freq: 5\n    layers: all of them", 12).splitlines() == [
+        "stats:",
+        "    freq: 5",
+        "layers: all",
+        "of them",
+    ]
+    monkeypatch.setenv("COLUMNS", "60")
+    table = terminal.table("fact", "A")
+    table.add_row("config", terminal.cell_lines(["stats:", "    freq: 5"]))
+    terminal.show(table)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "stats" in line or "freq" in line)
+    assert second.index("freq") - first.index("stats") == 4
+
+
 def test_the_widths_are_those_that_the_words_need_when_there_is_no_more_room() -> None:
     columns = [["one two", "three"], ["a.b_c", "d"]]
     whole = sum(map(len, ("three", "a.b_c")))

@@ -59,6 +59,11 @@ def table(*columns: str) -> Table:
     return made
 
 
+def is_terminal() -> bool:
+    """Whether stdout is a terminal; else it is a file or pipe."""
+    return Console().is_terminal
+
+
 def show(what: RenderableType) -> None:
     """Print a table or the like, or a line with rich's markup."""
     console = Console(highlight=False, soft_wrap=isinstance(what, str))

@@ -37,11 +37,15 @@ def fitted(columns: Sequence[Sequence[str]], width: int, widest: Sequence[int | 
 
 
 def wrapped(text: str, width: int) -> str:
-    """The text in lines of at most this width; a longer part of a name is left whole."""
+    """The text in lines of at most this width; a longer part of a name is left whole. A line that fits stays as it is,
+    with its indentation."""
     return "\n".join(line for given in text.splitlines() for line in _lines(given, width))
 
 
 def _lines(text: str, width: int) -> Iterator[str]:
+    if cell_len(text) <= width:
+        yield text
+        return
     line = ""
     for word in _words(text):
         between = " " if line else ""

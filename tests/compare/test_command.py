@@ -77,6 +77,16 @@ def test_the_names_of_facts_leave_most_of_a_line_to_what_differs(tmp_path: Path)
     assert "layernorm_qkv" in result.output
 
 
+def test_what_differs_has_60_columns_in_a_pipe(tmp_path: Path) -> None:
+    layers = ", ".join(f"decoder.layers.{n}.mlp" for n in range(30))
+    for run in ("a", "b"):
+        record(tmp_path / run, {("fc1", "weight", "cur_amax"): np.ones(STEPS)}, started_by=f"{run} of {layers}")
+    result = compare(tmp_path / "a", tmp_path / "b")
+    lines = [line for line in result.output.splitlines() if "decoder.layers." in line]
+    assert len(lines) > 5
+    assert max(map(len, result.output.splitlines())) < 36 + 2 * 60 + 12
+
+
 def test_with_noise_it_says_of_what(folder: Path) -> None:
     result = compare(folder / "a", folder / "b", "--noise", folder / "a")
     assert result.exit_code == 1

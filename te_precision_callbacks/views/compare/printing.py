@@ -36,6 +36,9 @@ _MOST_FACTS = 30
 _WIDEST_NAME = 36
 """The width of the names of facts, which may be those of many layers: most of a line is for what differs."""
 
+_WIDEST_VALUE = 60
+"""The width of what differs in a file or pipe, which has no width of its own."""
+
 _INDENT = 2
 
 
@@ -91,6 +94,8 @@ def _show_facts(facts: Sequence[FactDifference]) -> None:
         return
     table = terminal.table("fact", "A", "B")
     table.columns[0].max_width = _WIDEST_NAME
+    if not terminal.is_terminal():
+        table.columns[1].max_width = table.columns[2].max_width = _WIDEST_VALUE
     for fact in facts[:_MOST_FACTS]:
         table.add_row(*map(terminal.cell, (fact.name, fact.a, fact.b)))
     terminal.show(table)

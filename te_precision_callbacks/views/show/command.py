@@ -82,13 +82,13 @@ def show_command(
 
     view = look(recorded, statistic or (), most, judging, expecting)
     if follow:
-        view = _follow(view, again, every, _nothing() if as_json else _screen() if _is_terminal() else _lines())
+        view = _follow(view, again, every, _nothing() if as_json else _screen() if terminal.is_terminal() else _lines())
     if view.is_empty:
         why = f"no statistic, no loss and no coverage was recorded ({view.status})."
         raise NothingToShowError(" ".join([f"{path} has no numbers: {why}", *view.notes]))
     if as_json:
         terminal.show_json(_for_json(view))
-    elif not follow or not _is_terminal():
+    elif not follow or not terminal.is_terminal():
         from te_precision_callbacks.views.show.screen import Screen
 
         terminal.show(Screen(view))
@@ -179,12 +179,6 @@ def _follow(view: RunView, again: Callable[[], RunView], every: float, display: 
             failures, took = 0, time.monotonic() - begun
             show(view)
     return view
-
-
-def _is_terminal() -> bool:
-    from rich.console import Console
-
-    return Console().is_terminal
 
 
 @contextlib.contextmanager
