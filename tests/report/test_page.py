@@ -290,6 +290,16 @@ def test_one_recorded_step_has_one_tick(look: Look, tmp_path: Path) -> None:
         assert ticks == ["0"], page
 
 
+def test_the_axis_of_a_constant_is_around_its_value(look: Look, tmp_path: Path) -> None:
+    numbers = {("fc1", "weight", "cur_amax"): np.ones(9)}
+    rates = {"lr": np.full(9, 1e-3), "zero": np.zeros(9), "noise": np.array([1e5, 1e5 + 1e-6] * 4 + [1e5])}
+    report = write_report(record(tmp_path, numbers, scalars=rates), tmp_path / "report.html")
+    for name, low, high in (("lr", 0.5e-3, 1.5e-3), ("zero", -1, 1), ("noise", 0.5e5, 1.5e5)):
+        look.open(report, f"scalar={name}")
+        look.everything_drawn()
+        assert look.plot("plot.layout.yaxis.range") == pytest.approx([low, high], abs=1e-5)
+
+
 def test_a_run_of_the_default_config(look: Look, tmp_path: Path) -> None:
     report = few_steps(tmp_path, 30)
     look.open(report)

@@ -59,7 +59,7 @@ function losses(report) {
       line(`A, running median of ${loss.window}`, { steps, values: smoothA }, colourA),
       line(`B, running median of ${loss.window}`, { steps, values: smoothB }, colourB),
       ...notFinite("A", { steps, values: a }, colourA), ...notFinite("B", { steps, values: b }, colourB),
-    ], { xaxis: stepAxis(report, steps), yaxis: wantsLog([{ values: a }, { values: b }]) ? logAxis([{ values: a }, { values: b }]) : { title: { text: plotText(loss.name) }, exponentformat: "power" }, yaxis2: MARKS_AXIS, hovermode: "x unified" });
+    ], { xaxis: stepAxis(report, steps), yaxis: { title: { text: plotText(loss.name) }, ...valueAxis([{ values: a }, { values: b }]) }, yaxis2: MARKS_AXIS, hovermode: "x unified" });
     const bounds = [...loss.yardsticks.map(({ name, bound, holds }) => [name, bound, holds === null ? "dot" : "dash"]), ...(loss.floor === null ? [] : [["the noise", loss.floor, "longdash"]])];
     const stable = steps.filter((step) => step >= loss.stable_since);
     const limits = bounds.map(([name, bound, dash], at) => ({
@@ -122,7 +122,7 @@ function curvesAxis(curves, counting, log) {
   const own = ends(curves), all = ends([...curves, ...counting]);
   const [low, high] = own[1] > own[0] && all[1] - all[0] > MOST_BEYOND * (own[1] - own[0]) ? own : all;
   const margin = 0.05 * (high - low), range = high > low ? { range: [low - margin, high + margin] } : {};
-  return { ...(log ? logAxis([{ values: [10 ** low, 10 ** high] }]) : { exponentformat: "power" }), ...range };
+  return { ...valueAxis([{ values: log ? [10 ** low, 10 ** high] : [low, high] }], log), ...range };
 }
 
 // Both curves of a series, with what is ordinary around A, and from where on a difference counts.

@@ -183,7 +183,7 @@ function curvesCard(report, index, title, families, { about = "", name = (family
     }), {
       hovermode: "x unified", margin: { l: 62, r: 12, t: 26, b: 40 }, showlegend: true,
       xaxis: stepAxis(report, curves.flatMap(({ steps }) => Array.from(steps))), yaxis2: MARKS_AXIS,
-      yaxis: isLog ? logAxis(curves) : { exponentformat: "power" },
+      yaxis: valueAxis(curves, isLog),
       shapes: marked ? [{ type: "line", x0: Number(state.now.step), x1: Number(state.now.step), yref: "paper", y0: 0, y1: 1, line: { color: isDark() ? "#aaa" : "#666", width: 1, dash: "dot" } }] : [],
     });
   }

@@ -149,27 +149,36 @@ function stepAxis(report, steps) {
     : { title, tickformatstops: [{ dtickrange: [null, 0.999], value: "~g" }, { dtickrange: [1, null], value: ",d" }] };
 }
 
+// The least and the greatest of the numbers of curves that a condition holds for.
+function endsOf(curves, holds) {
+  let low = Infinity, high = -Infinity;
+  for (const { values } of curves)
+    for (const value of values)
+      if (Number.isFinite(value) && holds(value)) { low = Math.min(low, value); high = Math.max(high, value); }
+  return [low, high];
+}
+
+// A linear axis. That of a constant is around its value: plotly's reaches one to both sides, where 0.001 lies on the 0.
+function linearAxis(curves) {
+  const [low, high] = endsOf(curves, () => true), size = Math.max(Math.abs(low), Math.abs(high));
+  const isConstant = high >= low && high - low <= 1e-9 * size;
+  return { exponentformat: "power", ...(isConstant && size && { range: [low - size / 2, high + size / 2] }) };
+}
+
 // A logarithmic axis, with labels at powers of ten unless it spans less than two of them. Within one of them it is linear:
 // there may be no round number of its kind.
 function logAxis(curves) {
-  let low = Infinity, high = 0;
-  for (const { values } of curves)
-    for (const value of values)
-      if (value > 0 && Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); }
+  const [low, high] = endsOf(curves, (value) => value > 0);
   const decades = high > low ? Math.log10(high / low) : 0;
-  if (decades < 1) return { exponentformat: "power" };
+  if (decades < 1) return linearAxis(curves);
   return { type: "log", exponentformat: "power", dtick: decades > 2 ? Math.ceil(decades / 6) : "D2" };
 }
 
+// The axis of curves.
+const valueAxis = (curves, isLog = wantsLog(curves)) => isLog ? logAxis(curves) : linearAxis(curves);
+
 // Whether numbers want a logarithmic axis.
 function wantsLog(curves) {
-  let low = Infinity, high = 0;
-  for (const { values } of curves)
-    for (const value of values) {
-      if (!Number.isFinite(value)) continue;
-      if (value <= 0) return false;
-      low = Math.min(low, value);
-      high = Math.max(high, value);
-    }
-  return high > 100 * low;
+  const [low, high] = endsOf(curves, () => true);
+  return low > 0 && high > 100 * low;
 }

@@ -123,7 +123,7 @@ function lossCard(report) {
     const colour = colourOf("activation", 0);
     await draw(node, [line(one.name, own, colour), ...notFinite(one.name, own, colour)], {
       showlegend: false, hovermode: "x unified", margin: { l: 64, r: 16, t: 8, b: 40 },
-      xaxis: stepAxis(report, own.steps), yaxis: wantsLog([own]) ? logAxis([own]) : { exponentformat: "power" }, yaxis2: MARKS_AXIS,
+      xaxis: stepAxis(report, own.steps), yaxis: valueAxis([own]), yaxis2: MARKS_AXIS,
     });
   }
   return [made, render];
