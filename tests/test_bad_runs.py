@@ -82,7 +82,7 @@ def without_a_whole_part(path: Path) -> None:
 
 NO_NUMBERS = {
     "report": "nothing was recorded",
-    "show": "has no numbers: no statistic, no loss and no coverage was recorded",
+    "show": "nothing was recorded",
     "compare": "has no numbers yet",
 }
 

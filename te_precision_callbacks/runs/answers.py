@@ -1,5 +1,5 @@
-"""What every view asks of a recorded run: how much ran in which precision, what was not measured, and which of its
-numbers is the loss."""
+"""What every view asks of a recorded run: whether anything was recorded, how much ran in which precision, what was not
+measured, and which of its numbers is the loss."""
 
 from __future__ import annotations
 
@@ -7,10 +7,38 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 
 _MOST_NAMED = 4
+
+_OF_EVERY_RUN = {"segment_started", "segment_ended"}
+"""Kinds of events that say nothing of what happened."""
+
+
+def has_numbers(run: RecordedRun) -> bool:
+    """Whether a run has any number, of a layer or of the trainer, or a coverage."""
+    return bool(len(run.series) or len(run.scalars) or len(run.gemms))
+
+
+def why_nothing_to_show(run: RecordedRun) -> str:
+    """What is said of a run of which nothing was recorded; empty if there is a number, a coverage or an event."""
+    if has_numbers(run) or set(run.events["kind"].to_pylist()) - _OF_EVERY_RUN:
+        return ""
+    return (
+        f"{visible(str(run.path))} has no numbers, no coverage and no events: nothing was recorded. A run has records"
+        " from its first step on. A process that is killed loses up to the last 5 seconds. Train for a step at least,"
+        " and for longer before a kill."
+    )
+
+
+def no_step_in_words(run: RecordedRun) -> list[str]:
+    """That a run has no step, as a line; none if it has one, or a part of it cannot be read."""
+    if has_numbers(run) or len(run.steps) or run.unread:
+        return []
+    yet = " yet" if run.segments and run.segments[-1].status == "running" else ""
+    return [f"The run has no step{yet}, so it has no numbers and no coverage."]
 
 
 def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:

@@ -22,9 +22,12 @@ from typer.testing import CliRunner, Result
 from te_precision_callbacks import cli
 from te_precision_callbacks.diagnosis import Verdict, diagnose, replay
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
+from te_precision_callbacks.runs.answers import no_step_in_words
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.views.compare.sides import side_of_run
+from te_precision_callbacks.views.report.data import PageData
 from te_precision_callbacks.views.report.facts import scalars
+from te_precision_callbacks.views.report.numbers import numbers
 from te_precision_callbacks.views.show import command
 from te_precision_callbacks.views.show.screen import Screen
 from te_precision_callbacks.views.show.sparklines import sparkline
@@ -201,6 +204,21 @@ def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
     result = show(tmp_path / "empty")
     assert isinstance(result.exception, NothingToShowError)
     assert "has no numbers" in str(result.exception)
+
+
+def test_a_run_without_a_step_is_told_as_its_report_tells_it(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path) as run:
+        run.add_event("contract_judged", "The contract was never judged.", severity="warning", iteration=0)
+        (running,) = no_step_in_words(open_run(tmp_path))
+        assert running.startswith("The run has no step yet")
+    says = "The run has no step, so it has no numbers and no coverage."
+    result = show(tmp_path)
+    assert result.exit_code == 0
+    assert f"Note: {says}" in result.output
+    assert "The contract was never judged." in result.output
+    assert PageData.of(open_run(tmp_path), 10**6).told["notes"] == [says]
+    assert numbers(open_run(tmp_path))["notes"] == [says]
+    assert not no_step_in_words(record(tmp_path / "one", {("fc1", "weight", "cur_amax"): np.ones(1)}))
 
 
 # ---------------------------------------------------------------------- following

@@ -25,7 +25,7 @@ from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.recorded import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
-from te_precision_callbacks.runs.answers import not_measured_in_words
+from te_precision_callbacks.runs.answers import no_step_in_words, not_measured_in_words, why_nothing_to_show
 from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_beside
@@ -100,7 +100,9 @@ class PageData:
             "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "levels": LEVELS,
             "run": _run(run),
-            "notes": [visible(note) for note in (*run.notes, *not_measured_in_words(run), *left_out)],
+            "notes": [
+                visible(note) for note in (*no_step_in_words(run), *run.notes, *not_measured_in_words(run), *left_out)
+            ],
             "layers": _layers(run, subjects),
             "scalars": _scalars(run, packed),
             "formats": {
@@ -132,23 +134,15 @@ class PageData:
         return cls(told, packed.texts)
 
 
-_OF_EVERY_RUN = {"segment_started", "segment_ended"}
-"""Kinds of events that say nothing of what happened."""
-
-
 def nonempty(run: RecordedRun) -> Subjects:
     """The subjects of a run.
 
     Raises:
         ReportError: nothing was recorded.
     """
-    happened = set(run.events["kind"].to_pylist()) - _OF_EVERY_RUN
-    if not (len(run.series) or len(run.scalars) or len(run.gemms) or happened):
-        raise ReportError(
-            f"{visible(str(run.path))} has no numbers, no coverage and no events: nothing was recorded. A run"
-            " has records from its first step on. A process that is killed loses up to the last 5 seconds. Train for a"
-            " step at least, and for longer before a kill."
-        )
+    why = why_nothing_to_show(run)
+    if why:
+        raise ReportError(why)
     return Subjects(run)
 
 

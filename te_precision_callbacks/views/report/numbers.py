@@ -12,7 +12,7 @@ import numpy as np
 
 from te_precision_callbacks.coverage.recorded import other_steps_of_run
 from te_precision_callbacks.diagnosis.replay import diagnose
-from te_precision_callbacks.runs.answers import not_measured_in_words
+from te_precision_callbacks.runs.answers import no_step_in_words, not_measured_in_words
 from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.speed.devices import Device
@@ -69,7 +69,7 @@ def numbers(
         **diagnose(run).as_json(),
         "run": {"path": str(run.path), "run_id": run.run_id, "source": run.source},
         "outcome": outcome_in_words(run),
-        "notes": [*run.notes, *not_measured_in_words(run)],
+        "notes": [*no_step_in_words(run), *run.notes, *not_measured_in_words(run)],
         "unread": list(run.unread),
         "segments": facts.segments(run),
         "duration": facts.duration(run),

@@ -7,8 +7,8 @@ Usage::
     te-precision show logs --follow | tee show.txt     # a line where something is new, and the whole at the end
     te-precision show logs --statistic underflows% --most 10
 
-The exit code is 0; 2 for wrong use, such as a path that is no run, or a run of which neither numbers nor a coverage
-were recorded. ``--json`` prints one JSON object.
+The exit code is 0; 2 for wrong use, such as a path that is no run, or a run of which nothing was recorded. ``--json``
+prints one JSON object.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def show_command(
     as_json: Json = False,
 ) -> None:
     """Show a run: the verdict, coverage, the loss, the worst layers by each statistic, the last events."""
+    from te_precision_callbacks.runs.answers import why_nothing_to_show
     from te_precision_callbacks.runs.choosing import chosen_run
     from te_precision_callbacks.views.show.view import NothingToShowError, look
 
@@ -84,8 +85,10 @@ def show_command(
     if follow:
         view = _follow(view, again, every, _nothing() if as_json else _screen() if terminal.is_terminal() else _lines())
     if view.is_empty:
-        why = f"no statistic, no loss and no coverage was recorded ({view.status})."
-        raise NothingToShowError(" ".join([f"{path} has no numbers: {why}", *view.notes]))
+        read = chosen_run(path, chosen)[0] if follow else recorded
+        why = why_nothing_to_show(read)
+        if why:
+            raise NothingToShowError(why + read.notes_in_words)
     if as_json:
         terminal.show_json(_for_json(view))
     elif not follow or not terminal.is_terminal():

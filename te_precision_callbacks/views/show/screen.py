@@ -60,8 +60,6 @@ class Screen:
             names = ", ".join(folded(view.more_statistics, most=8))
             yield Text()
             yield Paragraph(f"Not shown: {names}. --statistic shows one.", "dim")
-        if view.is_empty:
-            yield Text("\nNo numbers yet.")
         if view.events:
             yield Text("\nLast events", style="bold")
             yield from map(_event, view.events)

@@ -17,7 +17,12 @@ from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs import RecordedRun, list_runs
-from te_precision_callbacks.runs.answers import loss_first, not_measured_in_words, precision_shares
+from te_precision_callbacks.runs.answers import (
+    loss_first,
+    no_step_in_words,
+    not_measured_in_words,
+    precision_shares,
+)
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.outcomes import outcome_in_words
@@ -195,7 +200,7 @@ def look(
         worst={name: tuple(_worst(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),
         events=tuple(_events(run)),
-        notes=(*run.notes, *not_measured_in_words(run), *_first_steps_alone(groups, chosen)),
+        notes=(*no_step_in_words(run), *run.notes, *not_measured_in_words(run), *_first_steps_alone(groups, chosen)),
         unread=run.unread,
         lacks=run.lacks_in_words,
         names=_names(run.layers["layer"], run.series["layer"]),
