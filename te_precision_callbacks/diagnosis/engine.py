@@ -30,7 +30,9 @@ class Diagnosis:
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
         self._judges: list[tuple[Rule, Judge]] = [(rule, rule.judge()) for rule in rules]
+        self._places = {rule.id: place for place, (rule, _) in enumerate(self._judges)}
         self._findings: dict[_Key, Finding] = {}
+        self._found: dict[_Key, tuple[int, int]] = {}  # iteration and place of the rule, by which findings are in order
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self._checkpoints: list[int] = []
@@ -77,7 +79,9 @@ class Diagnosis:
             elif judge.applies is not False:
                 why = judge.why_not
                 not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", "" if why else rule.collect))
-        return Verdict(tuple(worst_first(self._findings.values())), tuple(judged), tuple(not_judged))
+        # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
+        findings = worst_first(self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))
+        return Verdict(tuple(findings), tuple(judged), tuple(not_judged))
 
     def _judge(self, iteration: int, look: Callable[[Judge], Iterable[Sighting]]) -> list[Finding]:
         changed: dict[_Key, Finding] = {}
@@ -93,6 +97,7 @@ class Diagnosis:
                 key = (rule.id, sighting.tensor, sighting.key)
                 finding, is_news = self._noted(rule, sighting, self._findings.get(key), iteration, judge.steps)
                 self._findings[key] = finding
+                self._found.setdefault(key, (iteration, self._places[rule.id]))
                 if is_news:
                     changed[key] = finding
         return worst_first(changed.values())

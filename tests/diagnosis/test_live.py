@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -423,3 +424,22 @@ def test_a_gradient_norm_that_creeps_up(tmp_path: Path) -> None:
         ("gradient-norm", "note", 0)
     ]
     assert diagnose(tmp_path) == session.findings
+
+
+@pytest.mark.parametrize("logs_before", [True, False], ids=["before step()", "after step()"])
+def test_a_loss_that_is_nan_stops_the_training(tmp_path: Path, logs_before: bool) -> None:
+    """No statistic that shows inf or nan is collected."""
+    net = te.Linear(32, 32)
+    running = InspectSession(statistics(stats=["max"], freq=20), model=net, log_dir=tmp_path, on_finding="stop")
+    with pytest.raises(PrecisionFindingError, match=r"the model: loss is nan \(nonfinite-loss, since step 2\)"):
+        with running as session:
+            for step in range(9):
+                loss = {"loss": net(torch.ones(16, 32)).mean() * (math.nan if step >= 2 else 1)}
+                if logs_before:
+                    session.log(loss)
+                session.step(step)
+                if not logs_before:
+                    session.log(loss, step)
+    assert running.iteration == (3 if logs_before else 4)
+    assert not running.healthy
+    assert diagnose(tmp_path) == running.findings

@@ -485,6 +485,49 @@ def test_few_logged_steps_are_not_judged() -> None:
     assert "gradient-norm" in logged([1.0] * 30, [2.0] * 30).judged
 
 
+def told(*logged: Mapping[str, float]) -> Verdict:
+    """The verdict on what the trainer logs in one iteration after the other."""
+    diagnosis = Diagnosis()
+    for iteration, values in enumerate(logged):
+        diagnosis.scalars(iteration, values)
+    return diagnosis.verdict
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["loss", "train_loss", "train/loss_step", "Loss/train"])
+def test_a_loss_that_is_not_finite(name: str, value: float) -> None:
+    finding = only(told({name: 2.0}, {name: value}, {name: 2.0}, {name: value}), "nonfinite-loss")
+    assert (finding.severity, finding.layers, finding.seen) == ("error", (), f"{name} is {value}")
+    assert (finding.since, finding.last_good, finding.until) == (1, 0, 3)
+
+
+@pytest.mark.parametrize(
+    "name", ["eval_loss", "val/loss", "loss/validation", "grad_norm", "loss_scale", "aux_loss", "best_loss", "accuracy"]
+)
+def test_numbers_that_are_not_the_loss_of_the_training(name: str) -> None:
+    verdict = told(*[{"loss": 2.0, name: math.nan}] * 3)
+    assert not len(verdict)
+    assert "nonfinite-loss" in verdict.judged
+    alone = told(*[{name: math.nan}] * 3)
+    assert not len(alone)
+    assert "nonfinite-loss" in [each.rule for each in alone.not_judged]
+
+
+def test_findings_of_a_step_come_in_one_order() -> None:
+    """A trainer logs before a step or after it; a tensor with nan comes first, since it names the layer."""
+    rows = [Row("h.0.fc1", "activation", None, "nonfinite_num", 1.0)]
+    for logs_first in (True, False):
+        diagnosis, table = Diagnosis(), SeriesTable()
+        records = StepRecords.from_rows(0, 0, rows, table=table)
+        step = Splitter(table.__getitem__).step(0, records.series, np.frombuffer(records.values))
+        if logs_first:
+            diagnosis.scalars(0, {"loss": math.nan})
+        diagnosis.step(step)
+        if not logs_first:
+            diagnosis.scalars(0, {"loss": math.nan})
+        assert [finding.rule for finding in diagnosis.verdict] == ["nonfinite", "nonfinite-loss"]
+
+
 def saturated(*blocks: int) -> Numbers:
     return ordinary(**{f"b{block}_fc1_activation_overflows": 1.0 for block in blocks})
 

@@ -1,4 +1,4 @@
-"""The rule on what the trainer logs: a gradient norm that grows while the loss no longer falls."""
+"""Rules on what the trainer logs: a loss that is inf or nan, a gradient norm that grows while the loss no longer falls."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ FLAT, RISING = 0.01, 0.10
 
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
+_OF_TRAINING = frozenset({"loss", "train", "training", "total", "step", "epoch", "batch", "avg", "mean"})
+"""The words of a name that can only be that of the training's loss. A part of the loss, such as ``aux_loss``, may be nan
+where it has no value, and ``best_loss`` is inf at first."""
+
 
 class _Point(NamedTuple):
     """Means over some logged steps.
@@ -41,6 +45,22 @@ class _Point(NamedTuple):
     iteration: int
     norm: float
     loss: float
+
+
+class NonfiniteLoss(Judge):
+    """A loss of the training that is inf or nan, whatever statistics are collected."""
+
+    _kind_of_step = "logged step"
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        losses = [name for name in values if is_loss(name) and _words(name) <= _OF_TRAINING]
+        if losses:
+            self.saw(iteration)
+        for name in loss_first(losses):
+            if not math.isfinite(values[name]):
+                yield Sighting((), "", "", f"{name} is {values[name]}", iteration)
+                return
 
 
 class GradientNorm(Judge):
@@ -111,6 +131,30 @@ def _words(name: str) -> set[str]:
 
 
 RULES = (
+    Rule(
+        id="nonfinite-loss",
+        title="the loss is inf or nan",
+        subject="model",
+        needs="the loss, as the trainer logs it",
+        collect='session.log({"loss": ...}) in each step, with a name such as loss, train_loss or train/loss',
+        condition=(
+            "a number that the trainer logs as the loss of the training, such as loss, train_loss or train/loss, is inf"
+            " or nan"
+        ),
+        silent=(
+            "losses of evaluations; parts of the loss and other numbers, which are nan where they have no value;"
+            " gradients scaled for float16, whose overflow leaves the loss finite"
+        ),
+        severity="error",
+        source="arithmetic",
+        why="the gradients of such a loss are inf or nan in all layers, and the optimizer writes them into the weights",
+        disproof="the script skips the batch, for example one without labels, and the next losses are finite",
+        remedy=(
+            "Go back to a checkpoint from before, and run the steps from there with debug='activation_overflow', which"
+            " stops at the module and batch that made the first inf or nan"
+        ),
+        judge=NonfiniteLoss,
+    ),
     Rule(
         id="gradient-norm",
         title="the gradient norm creeps up while the loss no longer falls",
