@@ -283,6 +283,13 @@ class Facts:
         return "" if known is None else known.recipe
 
     @property
+    def has_run(self) -> bool:
+        """Whether something has run: a forward of a layer, or a step of an optimizer."""
+        layers = self.layers.values()
+        stepped = self.settings is not None and (self.settings.loss_is_scaled or self.settings.adds_eps is not None)
+        return stepped or any(layer.low or layer.reasons or layer.forward is not None for layer in layers)
+
+    @property
     def has_delayed_scaling(self) -> bool:
         """Whether a layer runs with delayed scaling."""
         return any(layer.recipe == "fp8_delayed_scaling" for layer in self.layers.values())

@@ -443,3 +443,17 @@ def test_a_loss_that_is_nan_stops_the_training(tmp_path: Path, logs_before: bool
     assert running.iteration == (3 if logs_before else 4)
     assert not running.healthy
     assert diagnose(tmp_path) == running.findings
+
+
+@pytest.mark.parametrize("forwards", [0, 1])
+def test_a_run_without_a_step_is_judged_by_its_forwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forwards: int
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    net = te.Linear(32, 32)
+    with InspectSession(model=net, log_dir=tmp_path) as session:
+        for _ in range(forwards):
+            net(torch.ones(16, 32))
+    assert bool(session.findings.judged) == bool(forwards)
+    assert ("te-precision: Nothing could be judged." in capsys.readouterr().err) == (not forwards)
+    assert diagnose(tmp_path) == session.findings

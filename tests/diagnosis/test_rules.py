@@ -758,3 +758,11 @@ def test_who_makes_the_error_of_a_gemm(changed: dict[str, float], rule: str, see
     else:
         assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer", "gemm-excess"} <= set(verdict.judged)
     assert not [each for each in judged([ordinary()], known).judged if each.startswith("gemm-")]
+
+
+def test_a_run_in_which_nothing_ran_is_not_judged() -> None:
+    """A training of 0 steps has layers and settings, which nothing has used."""
+    rows = [{"layer": layer, "class": "Linear", "weight_dtype": "bfloat16"} for layer in LAYERS]
+    verdict = judged([], Facts.from_rows(rows, (), (), settings=Settings(ignored=[{}])))
+    assert not verdict.judged
+    assert not len(verdict)
