@@ -129,7 +129,7 @@ class Diagnosis:
                     checkpoint=max(saved, default=None),
                     seen=sighting.seen,
                     why=rule.why,
-                    remedy=rule.remedy,
+                    remedy=sighting.remedy or rule.remedy,
                     patch=sighting.patch,
                     disproof=rule.disproof,
                     source=rule.source,

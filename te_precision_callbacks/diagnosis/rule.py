@@ -30,6 +30,7 @@ class Sighting(NamedTuple):
         severity: None for that of the rule.
         patch: a section of a config that mends it; empty where there is none.
         key: what else keeps findings of a rule and a tensor apart.
+        remedy: empty for that of the rule.
     """
 
     layers: tuple[str, ...]
@@ -40,6 +41,7 @@ class Sighting(NamedTuple):
     severity: Severity | None = None
     patch: str = ""
     key: str = ""
+    remedy: str = ""
 
 
 class Judge:

@@ -138,6 +138,13 @@ def test_nonfinite_names_the_first_layer_by_execution() -> None:
     assert finding.seen == "2 elements are inf or nan; 2 more layers have some in the same step"
 
 
+def test_the_remedy_for_a_weight_names_what_looks_at_weights() -> None:
+    """A layer in FP8 casts an inf of its weight to a finite number, so no activation shows it."""
+    weight = only(judged([ordinary(b3_fc1_weight_nonfinite_num=1.0)], facts()), "nonfinite")
+    assert "DebugActivationOverflow(model, parameters=True)" in weight.remedy
+    assert "debug='activation_overflow'" in only(judged([NAN], facts()), "nonfinite").remedy
+
+
 @pytest.mark.parametrize(("checkpoints", "last"), [((7, 14), 7), ((10, 11), 10), ((14,), None), ((), None)])
 def test_the_checkpoint_is_from_before_the_last_good_step(checkpoints: Sequence[int], last: int | None) -> None:
     """The step 20 shows a nan that may have come in each step after 10."""
@@ -211,6 +218,15 @@ def test_a_sibling_needs_three_steps(factor: float) -> None:
     assert "sibling" not in [finding.rule for finding in judged([odd] * 2, facts())]
     finding = next(finding for finding in judged([odd] * 3, facts()) if finding.rule == "sibling")
     assert (finding.severity, finding.layers, finding.tensor) == ("warning", ("h.4.fc1",), "gradient")
+
+
+@pytest.mark.parametrize("shown", ["nonfinite_num", "cur_amax"])
+def test_a_scale_of_a_tensor_with_inf_is_not_stale(shown: str) -> None:
+    """Its scale follows the inf, and the rule nonfinite names it."""
+    broken = ordinary(b3_fc1_weight_scale_inv_max=2.0, b3_fc1_weight_underflows=4.0)
+    assert [finding.rule for finding in judged([broken] * 4, facts(recipe="fp8_delayed_scaling"))] == ["stale-scale"]
+    broken["h.3.fc1", "weight", shown] = 1.0 if shown == "nonfinite_num" else math.inf
+    assert only(judged([broken] * 4, facts(recipe="fp8_delayed_scaling")), "nonfinite").layers == ("h.3.fc1",)
 
 
 def test_a_sibling_with_a_consequence_may_be_nearer() -> None:

@@ -30,6 +30,12 @@ _CAN_OVERFLOW = ("fp8_delayed_scaling", "")
 
 _OF_UNKNOWN = max(UNDERFLOW.values())
 
+_REMEDY_OF_WEIGHT = (
+    "Go back to a checkpoint from before, and run the steps from there with DebugActivationOverflow(model,"
+    " parameters=True) around the training. It looks at weights too, which debug='activation_overflow' does not: a"
+    " layer in FP8 casts an inf of its weight to a finite number, so its output does not show it"
+)
+
 
 class Nonfinite(Judge):
     """Inf and nan: the first step that has any, and in it the first layer."""
@@ -79,7 +85,8 @@ def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, it
     layer, tensor = min(found, key=lambda place: facts.place(*place))
     others = len({name for name, _ in found} - {layer})
     inherit = f"; {others} more layers have some in the same step" if others else ""
-    return Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, iteration)
+    remedy = _REMEDY_OF_WEIGHT if tensor == "weight" else ""
+    return Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, iteration, remedy=remedy)
 
 
 class _OfQuantized(Judge):
@@ -207,7 +214,8 @@ RULES = (
         disproof="the optimizer has skipped the step, as with a GradScaler",
         remedy=(
             "Go back to a checkpoint from before, and run the steps from there with debug='activation_overflow', which"
-            " stops at the module and batch that made the first one"
+            " stops at the module and batch that made the first one. For a weight take DebugActivationOverflow(model,"
+            " parameters=True), which looks at weights too"
         ),
         judge=Nonfinite,
     ),

@@ -63,7 +63,7 @@ class StaleScale(Judge):
             largest = _largest(numbers, facts, scales)
             if np.isnan(largest).all():
                 continue
-            found = amax.at(scales.layers, np.nan)
+            found = np.where(_has_nonfinite(numbers, scales), np.nan, amax.at(scales.layers, np.nan))
             before = self._last.get(tensor, amax).at(scales.layers, np.inf)  # the same at first: it does not rise
             self._last[tensor] = amax
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -113,6 +113,15 @@ class StaleScale(Judge):
                 losing,
                 key="large",
             )
+
+
+def _has_nonfinite(numbers: StepNumbers, scales: Column) -> npt.NDArray[np.bool_]:
+    """[layers of the column]: whether the tensor has inf or nan, which its amax leaves out and its scale may not."""
+    count = numbers.one("nonfinite_num", scales.family.tensor)
+    if count is None:
+        return np.zeros(len(scales.layers), bool)
+    has: npt.NDArray[np.bool_] = count.at(scales.layers, 0.0) > 0
+    return has
 
 
 class ScalesDiffer(Judge):
@@ -193,7 +202,7 @@ RULES = (
         ),
         silent=(
             "the first step, which has no scale yet; the growth of gradients in the first steps of a healthy run, which"
-            " the scale follows a step late"
+            " the scale follows a step late; steps in which the tensor has inf or nan"
         ),
         severity="warning",
         source="arXiv 2605.26189 (a stale amax); the thresholds are ours, calibrated on planted spikes",
