@@ -130,9 +130,12 @@ def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:
         load_config(tmp_path / "nosuch.yaml")
     with pytest.raises(ConfigError, match="folder does not exist either"):
         load_config(tmp_path / "nowhere" / "config.yaml")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_config(tmp_path)
-    for nothing in ("", 3, ["config.yaml"]):
+    for folder in (tmp_path, ".", Path("."), ".."):
+        with pytest.raises(ConfigError, match=r"^The config '[^']+' is a folder\. Give the path of a YAML file\.$"):
+            load_config(folder)
+    with pytest.raises(ConfigError, match="path is empty"):
+        load_config("")
+    for nothing in (3, ["config.yaml"]):
         with pytest.raises(ConfigError):
             load_config(nothing)  # type: ignore[arg-type]
 

@@ -154,6 +154,8 @@ def load_config(
         return _checked(source, Places("the config mapping"), known, None, problems)
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"A config must be a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
+    if source == "":  # to a Path it is the current folder
+        raise ConfigError("The config's path is empty. Give the path of a YAML file, a mapping, or None.")
     path = Path(source).expanduser()
     data, places = read_yaml(path, problems)
     return _checked(data, places, known, path, problems)

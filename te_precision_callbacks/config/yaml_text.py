@@ -162,8 +162,6 @@ def _too_many() -> str:
 
 
 def _text_of(path: Path, what: str) -> str:
-    if path == Path():
-        raise ConfigError(f"The {what}'s path is empty. Give the path of a YAML file, a mapping, or None.")
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -173,6 +171,8 @@ def _text_of(path: Path, what: str) -> str:
             f"The {what} file {shown(str(path))} does not exist (looked in {shown(str(path.absolute().parent))})."
             + _similar_files(path)
         ) from None
+    except IsADirectoryError:
+        raise ConfigError(f"The {what} {shown(str(path))} is a folder. Give the path of a YAML file.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"The {what} file {shown(str(path))} cannot be read: {shortened(str(error))}.") from error
     if text is None:
