@@ -508,15 +508,15 @@ def test_the_limit_is_said_once(
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     table, sink = SeriesTable(), RecordSink(tmp_path, limit=100_000)
     sink.start(info(tmp_path))
+    numbers = np.random.default_rng(0).random((100, 150))  # equal ones would need no room in a sealed part
     for iteration in range(100):
-        sink.write(records(iteration, table, [1.0] * 100))
-        time.sleep(0.005)
+        sink.write(records(iteration, table, numbers[iteration].tolist()))
     sink.close(None)
     run = open_run(tmp_path)
     assert run.steps["iteration"].to_pylist() == list(range(100))
-    assert 0 < len(run.values()) < 100 * 100
+    assert 0 < len(run.values()) < 100 * 150
     assert run.thinned
-    assert run.events["kind"].to_pylist().count("records_thinned") == 1
+    assert [text.count("every 10th one is kept") for text in run.events["text"].to_pylist()].count(1) == 1
     assert caplog.text.count("have reached their limit of 100,000 bytes") == 1
 
 
@@ -592,14 +592,20 @@ def test_a_rank_that_has_nothing_of_its_own_writes_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("given", "limit"), [("on", DEFAULT_LIMIT), (True, DEFAULT_LIMIT), ("off", 0), (False, 0),
-                                               ("64GiB", 64 << 30)])  # fmt: skip
+                                               ("64GiB", 64 << 30), ("1MiB", 1 << 20)])  # fmt: skip
 def test_the_option(given: object, limit: int) -> None:
     assert record_limit(given) == limit
 
 
 @pytest.mark.parametrize("given", ["maybe", 3, None, "0GB"])
 def test_another_option(given: object) -> None:
-    with pytest.raises(OptionError, match="records= must be 'on', 'off', or a size"):
+    with pytest.raises(OptionError, match="records= must be 'on' or True, 'off' or False, or a size"):
+        record_limit(given)
+
+
+@pytest.mark.parametrize("given", ["10", "64kB", "1023KiB"])
+def test_a_limit_in_which_nothing_has_room(given: str) -> None:
+    with pytest.raises(OptionError, match=rf"records='{given}' leaves [\d,]+ bytes .* at least 1MiB"):
         record_limit(given)
 
 
