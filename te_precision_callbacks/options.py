@@ -212,9 +212,9 @@ class SessionOptions:
             also its lines in nvidia-dlfw-inspect's log of events. ``"off"``: none. A size, such as ``"4GiB"`` or
             ``"rank0, 4GiB"``, is the most that a rank's log grows to, by default 1 GiB: its older half is dropped when
             it is full. ``"rank0, unlimited"`` sets no limit.
-        records: whether the run is recorded in ``<log_dir>/precision_records``: ``"on"``, ``"off"``, or a size such as
-            ``"64GiB"``, the most that a rank records of a run, whose old steps are then thinned; ``"on"`` means 16 GiB.
-            See docs/records.md.
+        records: whether the run is recorded in ``<log_dir>/precision_records``: ``"on"`` or True, ``"off"`` or False,
+            or a size of at least 1 MiB such as ``"64GiB"``, the most that a rank records of a run, whose old steps are
+            then thinned; ``"on"`` means 16 GiB. See docs/records.md.
         report: whether the page of the run is written to ``<log_dir>/report.html`` when it has ended without an error,
             and attached to Weights & Biases; other loggers get its path. See docs/report.md.
         start_step: the debug iteration at start. None: 0, or the resumed step.

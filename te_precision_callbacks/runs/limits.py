@@ -8,6 +8,9 @@ from te_precision_callbacks.config.byte_sizes import size_in_bytes
 DEFAULT_LIMIT = 16 << 30
 """The bytes that a rank records of a run: some 10^9 values."""
 
+LEAST_LIMIT = 1 << 20
+"""The smallest limit: the parts of a run are thinned one by one, and those of a smaller limit would be too small."""
+
 Records = bool | str
 """``"on"`` or True, ``"off"`` or False, or a size such as ``"64GiB"``."""
 
@@ -19,7 +22,7 @@ def record_limit(records: object) -> int:
         records: a :data:`Records`.
 
     Raises:
-        OptionError: it is none.
+        OptionError: it is none, or below :data:`LEAST_LIMIT`.
     """
     if isinstance(records, bool):
         return DEFAULT_LIMIT if records else 0
@@ -28,7 +31,14 @@ def record_limit(records: object) -> int:
         if word in ("on", "off"):
             return DEFAULT_LIMIT if word == "on" else 0
         try:
-            return size_in_bytes(records)
+            limit = size_in_bytes(records)
         except ValueError:
-            pass
-    raise OptionError(f"records= must be 'on', 'off', or a size such as '64GiB', not {records!r}.")
+            limit = 0
+        if limit >= LEAST_LIMIT:
+            return limit
+        if limit:
+            raise OptionError(
+                f"records={records!r} leaves {limit:,} bytes for a run, which is too little to keep anything. Give a"
+                " size of at least 1MiB, such as '64GiB', or 'off'."
+            )
+    raise OptionError(f"records= must be 'on' or True, 'off' or False, or a size such as '64GiB', not {records!r}.")
