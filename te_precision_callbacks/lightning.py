@@ -198,6 +198,10 @@ class PrecisionDebugCallback(Callback):
         if self._live.overflow is not None:
             self._live.overflow.watch_loss(loss)
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Note the learning rate of the step: when the batch ends, a scheduler has set that of the next one."""
+        self._numbers.note_step(trainer)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -290,35 +294,48 @@ class TrainerNumbers:
 
     def __init__(self) -> None:
         self._losses: list[torch.Tensor] = []
+        self._of_step: dict[str, Any] = {}
+        self._own: set[str] = set()
         self._seen: dict[str, torch.Tensor] = {}
 
     def note(self, trainer: Trainer, outputs: Any) -> None:
-        """Note the loss of a batch, which Lightning has divided by the number of batches that it accumulates."""
+        """Note the loss of a batch. Lightning has divided it by the number of batches that it accumulates, of which the
+        last accumulation of an epoch may have fewer."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self._losses.append(loss.detach())
+            self._losses.append(loss.detach().float().reshape(()) * trainer.accumulate_grad_batches)
+
+    def note_step(self, trainer: Trainer) -> None:
+        """Note what the step of an optimizer uses; of several steps in a batch the first counts."""
+        self._of_step = self._of_step or _step_settings(trainer)
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
-        """The numbers of the step that ends."""
-        found: dict[str, Any] = {}
-        if self._losses:
-            found["loss"] = torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()
-            self._losses = []
-        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
-        if rates:
-            found["lr"] = rates[0]
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None and scaler.is_enabled():
-            found["loss_scale"] = scaler.get_scale()
-        return {**found, **self.logged(trainer)}
+        """The numbers of the step that ends. What the module logs under the same name does not replace them."""
+        loss = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
+        own = {**loss, **(self._of_step or _step_settings(trainer))}
+        self._losses, self._of_step = [], {}
+        self._own |= own.keys()
+        return {**own, **self.logged(trainer)}
 
     def logged(self, trainer: Trainer) -> dict[str, Any]:
         """What was logged since the last call: Lightning keeps what was logged before, in the same memory."""
-        metrics = dict(trainer.callback_metrics)
+        metrics = {name: value for name, value in trainer.callback_metrics.items() if name not in self._own}
         seen = {name: value.data_ptr() for name, value in self._seen.items()}
         new = {name: value for name, value in metrics.items() if value.data_ptr() != seen.get(name)}
         self._seen = metrics
         return new
+
+
+def _step_settings(trainer: Trainer) -> dict[str, Any]:
+    """The learning rate of the first optimizer, and the scale of the loss, as they are now."""
+    found: dict[str, Any] = {}
+    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
+    if rates:
+        found["lr"] = rates[0].clone() if isinstance(rates[0], torch.Tensor) else rates[0]  # schedulers fill a tensor
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        found["loss_scale"] = scaler.get_scale()
+    return found
 
 
 def _log_dir_of(trainer: Trainer) -> Path:

@@ -29,7 +29,7 @@ from te_precision_callbacks.session import PrecisionContractError
 from te_precision_callbacks.sinks import writer_thread
 from tests.accelerate import loops
 from tests.conftest import Keeper, feature, statistics
-from tests.lightning.models import Plain, loader
+from tests.lightning.models import Plain, TwoOptimizers, loader
 from tests.lightning.models import trainer as lightning_trainer
 from tests.runs.test_files import files_up_to
 from tests.transformers.models import Net, arguments
@@ -383,6 +383,55 @@ def test_lightning(tmp_path: Path) -> None:
     assert scalars(run, "val_loss") == {1: 7.0, 3: 7.0}
     assert run.segments[0].facts["front_door"] == "lightning"
     assert "lightning" in run.segments[0].facts["versions"]
+
+
+class Scheduled(Logs):
+    """Also logs numbers under the names of those that are recorded anyway, and halves the learning rate in each step."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"loss": loss, "lr": 7.0})
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("loss", 7.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.parametrize(("step_on", "rates"), [("optimizer_step", [1, 0.5, 0.25]), ("batch", [1, 1, 0.5, 0.5, 0.25])])
+def test_lightning_records_what_a_step_has_used(tmp_path: Path, step_on: Any, rates: list[float]) -> None:
+    """The mean loss of the batches, also of a last accumulation with fewer, the learning rate, and the scale."""
+    module, plugin = Scheduled(), L.pytorch.plugins.MixedPrecision("bf16-mixed", "cpu")
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path, step_on=step_on)
+    fit = lightning_trainer(tmp_path, callbacks=[callback], accumulate_grad_batches=2, plugins=[plugin])
+    plugin.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    fit.fit(module, loader(5), loader(1))
+    run, every = open_run(tmp_path), 1 if step_on == "batch" else 2
+    parts = [module.losses[first : first + every] for first in range(0, 5, every)]
+    assert scalars(run, "loss") == pytest.approx({step: sum(part) / len(part) for step, part in enumerate(parts)})
+    assert scalars(run, "lr") == dict(enumerate(rates))
+    assert scalars(run, "loss_scale") == {step: 4 / rate for step, rate in enumerate(rates)}
+
+
+class ByHand(TwoOptimizers):
+    """Returns the number of the batch as its loss, which Lightning hands on as it is."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        return torch.tensor(float(batch_idx))
+
+
+def test_lightning_with_manual_optimization(tmp_path: Path) -> None:
+    module = ByHand(every=2)
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
+    lightning_trainer(tmp_path, callbacks=[callback]).fit(module, loader(4))
+    run = open_run(tmp_path)
+    assert scalars(run, "loss") == {0: 0.5, 1: 2.5}, "the means of the batches' numbers"
+    assert scalars(run, "lr") == {0: pytest.approx(0.01), 1: pytest.approx(0.01)}
 
 
 def test_the_hugging_face_trainer(tmp_path: Path) -> None:
