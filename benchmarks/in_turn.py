@@ -92,7 +92,7 @@ def _by_chance(samples: Sequence[float], median: float) -> float:
     """How probable it is that so many samples, or more, are on one side of their median, if this is it."""
     above = sum(sample > median for sample in samples)
     count, fewer = len(samples), min(above, len(samples) - above)
-    return min(1.0, sum(math.comb(count, number) for number in range(fewer + 1)) / 2 ** (count - 1))
+    return min(1.0, sum(math.comb(count, number) for number in range(fewer + 1)) / 2.0 ** (count - 1))
 
 
 Way = Callable[[], AbstractContextManager[Callable[[], object]]]
