@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 class PrecisionDebugCallback(Callback):
     """Runs Transformer Engine's precision debugging during ``trainer.fit``.
 
-    Logged to every logger of the trainer, on rank 0, at the step of the batch's own metrics:
+    Logged to every logger of the trainer, on rank 0, at the step of the batch's own metrics, or with ``step_on="batch"``
+    at the number of the batch (docs/lightning.md#each-batch-as-an-iteration):
 
     - ``te.<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
       ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are those of the tensor; a statistic whose name ends
@@ -215,7 +216,8 @@ class PrecisionDebugCallback(Callback):
             self._live.step(self._step_of_batch)
 
     def _logging_step(self, trainer: Trainer) -> int:
-        """The step at which the trainer logs the metrics of the current batch, or the count of batches before it."""
+        """The step at which the trainer logs the metrics of the current batch. With ``step_on="batch"`` the count of
+        batches before it: the trainer has one step for all batches of an accumulation."""
         if self._step_on == "batch":
             return trainer.fit_loop.total_batch_idx
         return trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -372,7 +374,7 @@ class LightningLoggerSink(LoggerSink):
         self._receiver = receiver
 
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
-        """Log, at the step of the batch's own metrics."""
+        """Log all of a step's numbers."""
         if metrics:
             self._receiver.log_metrics(_named_for(self._receiver, metrics), step=step)
         for name, counts in histograms.items():

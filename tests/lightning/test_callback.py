@@ -62,14 +62,24 @@ def test_an_accumulation_is_one_iteration(tmp_path: Path) -> None:
     assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(expected)
 
 
+class AtTheBatch(Plain):
+    """Logs its metrics at the number of the batch, as docs/lightning.md says."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.log("step", float(self.trainer.fit_loop.total_batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
 def test_every_batch_may_be_an_iteration(tmp_path: Path) -> None:
     board = TensorBoardLogger(tmp_path, name="board", version="")
     callback = PrecisionDebugCallback(statistics(), step_on="batch", log_dir=tmp_path / "debug")
-    trainer(tmp_path, callbacks=[callback], accumulate_grad_batches=4, logger=board).fit(Plain(), loader(6))
+    trainer(tmp_path, callbacks=[callback], accumulate_grad_batches=4, logger=board).fit(AtTheBatch(), loader(6))
     lines = logged_lines(tmp_path / "debug")
     expected = {step: largest(step) for step in range(6)}
     assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(expected)
-    assert board_scalars(tmp_path / "board")["te.net.0/activation/max"] == pytest.approx(expected)
+    logged = board_scalars(tmp_path / "board")
+    assert logged["te.net.0/activation/max"] == pytest.approx(expected)
+    assert logged["batch_idx"] == {3: 3, 5: 5}, "each optimizer step is logged once, at its last batch"
 
 
 @pytest.mark.parametrize(
