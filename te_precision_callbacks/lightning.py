@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 class PrecisionDebugCallback(Callback):
     """Runs Transformer Engine's precision debugging during ``trainer.fit``.
 
-    Logged to every logger of the trainer, on rank 0, at the step of the batch's own metrics, or with ``step_on="batch"``
+    Logged to every logger of the trainer, on rank 0, at the step of the batch's own metrics, with ``step_on="batch"``
     at the number of the batch (docs/lightning.md#each-batch-as-an-iteration):
 
     - ``te.<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as

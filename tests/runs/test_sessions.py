@@ -386,7 +386,7 @@ def test_lightning(tmp_path: Path) -> None:
 
 
 class Scheduled(Logs):
-    """Also logs numbers under the names of those that are recorded anyway, and halves the learning rate in each step."""
+    """Also logs numbers under the names of those that are recorded anyway; halves the learning rate in each step."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
