@@ -39,6 +39,7 @@ from te_precision_callbacks.cli.doctor.runnable_recipes import Recipes
 from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine, transformer_engine
 from te_precision_callbacks.reference import target
 from tests.forked import executable
+from tests.manual.test_command import one_line
 from tests.reference.processes import REPOSITORY, run
 
 if sys.version_info >= (3, 11):
@@ -120,7 +121,8 @@ def test_a_machine_where_everything_is_wrong(without_engine: Path, tmp_path: Pat
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     _, _, shown = done.stdout.partition("Findings\n")
-    first, second, third, fourth = (line for line in shown.splitlines() if not line.startswith("   -> "))
+    first, second, third, fourth = map(one_line, re.split(r"^(?=\d\. )", shown, flags=re.MULTILINE)[1:])
+    shown = one_line(shown)
     assert first.startswith("1. (stops a run) neither the compiled Transformer Engine nor the reference backend")
     assert "No module named 'transformer_engine'" in first
     assert "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'" in shown

@@ -72,14 +72,24 @@ def show(what: RenderableType) -> None:
     if isinstance(what, Table):
         _show_table(what, console)
     else:
+        _print(what, console)
+
+
+def _print(what: RenderableType, console: Console) -> None:
+    """Print on a console; in a file or pipe without the blanks that fill its lines."""
+    if console.is_terminal:
         console.print(what)
+        return
+    with console.capture() as captured:
+        console.print(what)
+    typer.echo("\n".join(line.rstrip(" ") for line in captured.get().split("\n")), nl=False)
 
 
 def _show_table(made: Table, console: Console) -> None:
     """Print a table. Without room for a word of each column, a row is a paragraph with a line for each cell."""
     result = fitted_table(made, console.width)
     if result is not None:
-        console.print(result)
+        _print(result, console)
         return
     headings, *rows = zip(*_texts(made), strict=True)
     for row in rows:

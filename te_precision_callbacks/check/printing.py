@@ -17,7 +17,7 @@ from te_precision_callbacks.check.rows import Row, rows
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.memory.printing import as_json as memory_as_json
-from te_precision_callbacks.speed.memory.printing import describe
+from te_precision_callbacks.speed.memory.printing import show as show_memory
 
 _INDENT = 2
 _MOST_NAMES = 8
@@ -63,7 +63,7 @@ def show(
         terminal.show_text(f"The forward does not reach these: {names}.")
     if checked.memory is not None:
         typer.echo()
-        terminal.show_as_it_is(describe(checked.memory))
+        show_memory(checked.memory)
     terminal.show_notes(checked.notes)
     if checked.findings:
         typer.echo(f"\n{len(checked.findings)} finding{'s' if len(checked.findings) > 1 else ''}")

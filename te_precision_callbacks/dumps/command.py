@@ -88,7 +88,7 @@ def list_command(
     others = [file for file in found.foreign if file.path.suffix not in _ENDINGS]
     for file in found.foreign:
         if file not in others or len(others) <= _MOST_FOREIGN:
-            terminal.show(terminal.cell(f"not a dump: {file.path}: {file.why}"))
+            terminal.show_text(f"not a dump: {file.path}: {file.why}", hanging=2)
     if len(others) > _MOST_FOREIGN:
         terminal.show_text(f"{len(others)} files of other kinds, such as {others[0].path}; --json lists them.")
 
@@ -127,8 +127,10 @@ def show_command(
         }
         terminal.show_json({"path": str(file), "header": header} | terminal.plain(described))
         return
-    for name, value in _flat(header):
-        typer.echo(f"{terminal.visible(name):<40} {terminal.visible(value)}")
+    table = terminal.table("header", "")
+    for row in _flat(header):
+        table.add_row(*map(terminal.cell, row))
+    terminal.show(table)
     table = terminal.table("tensor", "dtype", "shape", "min", "max", "mean", "nan", "inf", "zeros")
     for tensor in tensors:
         numbers = (f"{number:.6g}" for number in (tensor.minimum, tensor.maximum, tensor.mean))
@@ -161,7 +163,7 @@ def diff_command(
         for difference in result.differences:
             if difference.internals is not None and difference.internals.first_block is not None:
                 block = difference.internals.first_block
-                terminal.show(
+                terminal.show_text(
                     f"{difference.what}: the first block that differs is {block.index}, rows {_range(block.rows)} and"
                     f" columns {_range(block.columns)} of the data: {block.codes_differing} codes; its factors are"
                     f" {block.factors[0]!r} in A and {block.factors[1]!r} in B"
@@ -194,7 +196,7 @@ def _loaded(file: Path, allow_pickle: bool) -> Any:
 
 def _print_not_compared(what: tuple[str, ...]) -> None:
     for words in what:
-        terminal.show(terminal.cell(f"not compared: {words}"))
+        terminal.show_text(f"not compared: {words}", hanging=2)
 
 
 def _difference_table(differences: Any) -> Table:

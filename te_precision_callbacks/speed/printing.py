@@ -15,7 +15,7 @@ from te_precision_callbacks.speed.advice import Advice
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.estimate import StepSpeed
 from te_precision_callbacks.speed.expected import CallPlan, ProductTime, Total, alike, total
-from te_precision_callbacks.speed.memory.printing import describe_rows
+from te_precision_callbacks.speed.memory.printing import show_rows
 from te_precision_callbacks.speed.run_speed import RunSpeed
 from te_precision_callbacks.speed.trace import describe
 from te_precision_callbacks.speed.waterfall import Waterfall
@@ -113,7 +113,7 @@ def show_run(known: RunSpeed) -> None:
     if known.memory:
         terminal.show_text("")
         terminal.show_text("Memory of the layers of a rank, and what they save for the backward")
-        terminal.show_as_it_is("\n".join(describe_rows(known.memory)))
+        show_rows(known.memory)
     terminal.show_notes(known.notes)
 
 

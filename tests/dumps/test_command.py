@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from te_precision_callbacks.dumps import describing
 from te_precision_callbacks.dumps.contents import dump_of
 from te_precision_callbacks.dumps.dump_files import write
 from tests.dumps.storages import mxfp8, some_mxfp8, some_nvfp4
+from tests.manual.test_command import one_line
 from tests.reference.processes import te_precision
 
 X = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -70,7 +72,7 @@ def test_list_command(folder: Path) -> None:
     assert places == sorted(places)
     assert "bfloat16, MXFP8TensorStorage" in lines[places[0]]
     assert "a pickle without a header" in output
-    assert any(line.startswith("not a dump:") and "notes.txt" in line for line in lines)
+    assert re.search(r"not a dump: \S*notes.txt", one_line(output))
     others = [folder / f"events{number}.log" for number in range(4)]
     for other in others:
         other.write_text("no dump")
@@ -78,7 +80,7 @@ def test_list_command(folder: Path) -> None:
     broken.write_bytes(b"no header")
     _, output = run("list", folder)
     assert "5 files of other kinds" in output
-    assert f"not a dump: {broken}" in output
+    assert f"not a dump: {broken}" in one_line(output)
     for other in (*others, broken):
         other.unlink()
     code, output = run("list", folder, "--json")
@@ -121,7 +123,7 @@ def test_show_prints_the_rest_of_a_dump_that_cannot_be_compared(tmp_path: Path) 
     for output in (run("show", tmp_path / "a"), run("show", tmp_path / "a", "--json")):
         assert output[0] == 0
         for words in ("decoder.fc1", "rowwise_block_scale_inv", "(20, 96) and b (40, 96)"):
-            assert words in output[1]
+            assert words in one_line(output[1])
     answer = json.loads(run("show", tmp_path / "a", "--json")[1])
     assert answer["quantization_error"] == []
     assert len(answer["not_compared"]) == 1
@@ -168,6 +170,17 @@ def test_the_numbers_of_blocks() -> None:
     assert found.smallest_block == describing.BlockAmax((1, 1), 2.0**-7, 2.0**-7)
 
 
+def test_lines_in_a_pipe_are_as_wide_as_columns_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    dumps.save(some_mxfp8(), folder / "long", high_precision=X, layer="decoder.layers.0.self_attention.layernorm_qkv")
+    a = folder / "rank_0" / "iter_000009" / "a.safetensors"
+    monkeypatch.chdir(folder)
+    for arguments in (("show", "long"), ("diff", a, folder / "long"), ("list", ".")):
+        lines = run(*arguments)[1].splitlines()
+        assert max(map(len, lines)) <= 60, arguments
+        assert not any(line.endswith(" ") for line in lines)
+
+
 def test_diff_command(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("same", 0), ("b", 1)):
         dumps.save(some_mxfp8(seed=seed), tmp_path / name, high_precision=X)
@@ -176,7 +189,8 @@ def test_diff_command(tmp_path: Path) -> None:
     assert "The dumps are equal." in output
     code, output = run("diff", tmp_path / "a", tmp_path / "b")
     assert code == 1
-    assert "rowwise: the first block that differs is (0, 0), rows 0 to 0 and columns 0 to 31 of the data" in output
+    first = "rowwise: the first block that differs is (0, 0), rows 0 to 0 and columns 0 to 31 of the data"
+    assert first in one_line(output)
     code, output = run("diff", tmp_path / "a", tmp_path / "b", "--json")
     answer = json.loads(output)
     assert code == 1

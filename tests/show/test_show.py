@@ -20,6 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
+from te_precision_callbacks.base import terminal
 from te_precision_callbacks.diagnosis import Verdict, diagnose, replay
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.answers import no_step_in_words
@@ -412,6 +413,13 @@ def test_of_many_findings_the_first_are_shown(tmp_path: Path) -> None:
     assert f"t{MOST_FINDINGS - 1} of" in text
     assert f"t{MOST_FINDINGS} of" not in text
     assert f"and {40 - MOST_FINDINGS} more findings; more: te-precision diagnose" in " ".join(text.split())
+
+
+def test_a_line_in_a_pipe_has_no_blanks_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.show(Screen(look(open_run(defective(tmp_path)))))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert [line for line in lines if line.endswith(" ")] == []
 
 
 def test_the_verdict_in_json_is_that_of_diagnose(tmp_path: Path) -> None:

@@ -57,11 +57,14 @@ def _for_json(examination: Examination, found: tuple[Finding, ...]) -> dict[str,
 
 # ---------------------------------------------------------------------- the screen
 
+_INDENT = 3
+"""The indent of the lines of a finding below its number."""
+
 
 def _show(examination: Examination, found: tuple[Finding, ...]) -> None:
     from te_precision_callbacks.cli.doctor.examination import Failed
 
-    terminal.show(terminal.cell(f"te-precision doctor on {examination.platform}"))
+    terminal.show_text(f"te-precision doctor on {examination.platform}")
     parts = (
         ("Packages", examination.packages, _show_packages),
         ("Transformer Engine", examination.transformer_engine, _show_engine),
@@ -80,14 +83,14 @@ def _show(examination: Examination, found: tuple[Finding, ...]) -> None:
             show_part(part)
     terminal.show("\n[bold]Findings[/bold]")
     for number, finding in enumerate(found, 1):
-        terminal.show(terminal.cell(f"{number}. ({finding.severity}) {finding.what}"))
-        terminal.show(terminal.cell(f"   -> {finding.remedy}"))
+        terminal.show_text(f"{number}. ({finding.severity}) {finding.what}", hanging=_INDENT)
+        terminal.show_text(f"-> {finding.remedy}", _INDENT, hanging=_INDENT)
     if not found:
         terminal.show("none")
 
 
 def _line(name: str, value: object) -> None:
-    terminal.show(terminal.cell(f"  {name:<25} {value}"))
+    terminal.show_text(f"{name:<25} {value}", 2, hanging=2)
 
 
 def _show_packages(packages: tuple[Package, ...]) -> None:

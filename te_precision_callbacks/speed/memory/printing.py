@@ -1,14 +1,16 @@
-"""Prints the memory of a model: as text, or as an object for JSON.
+"""Prints the memory of a model: for the terminal, as text, or as an object for JSON.
 
+show(memory)
 print(describe(memory))
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import size
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.memory.rows import (
@@ -16,7 +18,6 @@ from te_precision_callbacks.speed.memory.rows import (
     LIVES,
     SAVED,
     Bytes,
-    Kind,
     Lives,
     Memory,
     MemoryRow,
@@ -27,11 +28,39 @@ from te_precision_callbacks.speed.memory.why import MemoryReason, break_even_fac
 
 _MOST_NAMES = 4
 _MOST_REASONS = 8
+_COLUMNS = ("", "planned", "in high precision", "added")
+_INDENT = 2
+
+
+def show(memory: Memory) -> None:
+    """Print what :func:`describe` gives, fitted to the terminal."""
+    terminal.show_text(_heading(memory))
+    show_rows(memory.rows)
+    for line in _below(memory):
+        terminal.show_text(line, hanging=_INDENT + len(line) - len(line.lstrip()))
+
+
+def show_rows(rows: Sequence[MemoryRow]) -> None:
+    """Print the bytes by kind beside high precision, and what low precision adds or saves while what is there."""
+    table = terminal.table(*_COLUMNS)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for cells in _cells_of(rows):
+        table.add_row(*map(terminal.cell, cells))
+    terminal.show(table)
+    for line in _balances(rows):
+        terminal.show_text(line)
 
 
 def describe(memory: Memory) -> str:
     """The bytes by kind beside high precision, the break-even, and why they are not fewer."""
-    lines = [_heading(memory), "", *describe_rows(memory.rows)]
+    rows = [*_aligned([_COLUMNS, *_cells_of(memory.rows)]), "", *_balances(memory.rows)]
+    return "\n".join([_heading(memory), "", *rows, *_below(memory)])
+
+
+def _below(memory: Memory) -> list[str]:
+    """The lines below the rows: the break-even, why the bytes are not fewer, and notes."""
+    lines = []
     factor = break_even_factor(memory)
     if factor is not None:
         of = f"{factor:.2f} times the tokens" if memory.tokens is None else f"{factor * memory.tokens:,.0f} tokens"
@@ -42,17 +71,12 @@ def describe(memory: Memory) -> str:
         lines += [line for reason in found[:_MOST_REASONS] for line in _of_reason(reason)]
     for layers, why in _not_planned(memory):
         lines += ["", f"Not planned: {layers}: {why}"]
-    lines += [text for note in memory.notes for text in ("", f"Note: {note}")]
-    return "\n".join(lines)
+    return lines + [text for note in memory.notes for text in ("", f"Note: {note}")]
 
 
-def describe_rows(rows: Sequence[MemoryRow]) -> list[str]:
-    """The bytes by kind beside high precision, and what low precision adds or saves while what is there, in lines."""
-    return [
-        *_table(by_kind(rows), total(rows)),
-        "",
-        *(_balance([row for row in rows if row.lives == lives], lives) for lives in LIVES if _has(rows, lives)),
-    ]
+def _balances(rows: Sequence[MemoryRow]) -> list[str]:
+    """What low precision adds or saves while what is there, in lines."""
+    return [_balance([row for row in rows if row.lives == lives], lives) for lives in LIVES if _has(rows, lives)]
 
 
 def as_json(memory: Memory) -> dict[str, Any]:
@@ -94,10 +118,12 @@ def _has(rows: Iterable[MemoryRow], lives: Lives) -> bool:
     return any(row.lives == lives for row in rows)
 
 
-def _table(found: Mapping[Kind, Bytes], whole: Bytes) -> list[str]:
-    cells = [("", "planned", "in high precision", "added")]
-    cells += [(KINDS[kind], *_cells(found[kind])) for kind in found]
-    cells.append(("all on the device", *_cells(whole)))
+def _cells_of(rows: Sequence[MemoryRow]) -> list[tuple[str, ...]]:
+    found = [(KINDS[kind], *_cells(bytes_)) for kind, bytes_ in by_kind(rows).items()]
+    return [*found, ("all on the device", *_cells(total(rows)))]
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in (1, 2, 3))]).rstrip()

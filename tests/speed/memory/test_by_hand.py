@@ -19,6 +19,7 @@ from te_precision_callbacks.base.counts import size
 from te_precision_callbacks.check.named_recipes import recipe_named
 from te_precision_callbacks.layers.naming import named_te_modules
 from te_precision_callbacks.speed.memory import Memory, break_even_tokens, describe, plan_memory, reasons
+from te_precision_callbacks.speed.memory.printing import show
 from tests.capability import any_capability, stand_for
 from tests.check.running import BF16
 
@@ -150,11 +151,16 @@ def test_blackwell_needs_no_transposes(recipe: str) -> None:
     assert "columnwise_weights" not in {reason.key for reason in reasons(blackwell)}
 
 
-def test_the_break_even() -> None:
+def test_the_break_even(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Codes of a weight take 2 N K and a little, and a saved input is M K smaller: at M = 2 N they are even."""
     memory = planned(te.Linear(4096, 4096, bias=False, params_dtype=BF16, device="meta"), "fp8_current_scaling")
     assert break_even_tokens(memory) == pytest.approx(2 * 4096, rel=1e-6)
     assert "8,192 tokens or more" in describe(memory)
+    monkeypatch.setenv("COLUMNS", "60")
+    show(memory)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 60
+    assert set(describe(memory).split()) <= set(shown.split()), "the same words, wrapped"
     factor = f"{2 * 4096 / M:.2f} times the tokens or more"
     assert factor in describe(replace(memory, tokens=None)), "as a batch has it, whose tokens are those of each layer"
 
