@@ -16,6 +16,7 @@ from te_precision_callbacks.base.vocabulary import PRECISIONS
 from te_precision_callbacks.config.contract import Contract, OnBroken
 from te_precision_callbacks.config.problems import ConfigError, suggestion
 from te_precision_callbacks.coverage.coverage import (
+    MOST_WITHOUT_BACKWARD,
     NOTHING,
     Coverage,
     Product,
@@ -141,8 +142,8 @@ class ContractKeeper:
             ranks: those that judge together.
 
         Returns:
-            What is broken, in words; empty if nothing is; None if it was not the time, and if ranks that judge together
-            are apart.
+            What is broken, in words; empty if nothing is; None if it was not the time, if no step has had a backward
+            yet, and if ranks that judge together are apart.
 
         Raises:
             PrecisionContractError: the contract is broken, and is not only to be warned of; on all ranks.
@@ -163,6 +164,9 @@ class ContractKeeper:
         products = shared_products(own, ranks, "products to judge")
         coverage = Coverage(products, state=shared_state(own.state, ranks, "types to judge"))
         if ranks.several and not ranks.are_together:
+            return None
+        if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
+            self._judged = -1  # there is nothing but forwards yet: a later step is judged
             return None
         self._judged_until = self._judged
         self._say_left_out(coverage, ranks)

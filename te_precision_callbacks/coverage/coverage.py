@@ -212,6 +212,11 @@ class Coverage(tuple[Product, ...]):
         return self.macs(precision, gemm=gemm, backward=backward) / whole if whole else float("nan")
 
     @property
+    def has_backward(self) -> bool:
+        """Whether products of a backward have run, counted or not."""
+        return any(product.backward and product.runs != "never" for product in self)
+
+    @property
     def in_high_precision(self) -> list[Product]:
         """The products that run, and not in low precision; the largest first."""
         return sorted((product for product in self if product.macs and not product.is_low), key=lambda p: -p.macs)
@@ -273,6 +278,9 @@ def left_out_in_words(coverage: Coverage) -> list[str]:
 
 NOTHING = Coverage()
 """That of a run without products."""
+
+MOST_WITHOUT_BACKWARD = 10
+"""So many steps without a backward, as of batches that a script skips, count as steps before the first one."""
 
 _MOST_CAUSES = 3
 

@@ -32,7 +32,8 @@ class GemmPrecision:
             is suspected. False: some are the formats of the quantizers.
         not_run: why the GEMM has not run in training so far, one of :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
             :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; empty if it has run. NO_BACKWARD is reported of the steps in
-            which the layer is asked, since it can be seen only there.
+            which the layer is asked, since it can be seen only there, if a backward has reached other parts of the
+            model.
         since: the first debug iteration in which this held; in ``session.precision`` the first one of the GEMM.
         until: the last debug iteration in which this held; None while it still holds.
         recipe: the recipe under which the layer ran: one of ``fp8_delayed_scaling``, ``fp8_current_scaling``,
@@ -73,7 +74,8 @@ class Precision(AnyIteration[GemmPrecision]):
     session.precision(at=120)      # those of iteration 120, with the span of iterations in which they held
 
     Of an iteration these are all GEMMs that were known by then. A GEMM that did not run in the iteration has the reason
-    in ``not_run``. A layer that no forward reached in the iteration keeps its previous precision.
+    in ``not_run``. A layer that no forward reached in the iteration keeps its previous precision; so do the GEMMs of
+    the backward in an iteration without any, such as a batch that the script skips.
     """
 
     def _repr_html_(self) -> str:

@@ -68,6 +68,11 @@ class Call:
         may_come = not self.is_known or self.graph is None or self.graph() is not None
         return self.has_backward or may_come
 
+    @property
+    def misses_backwards(self) -> bool:
+        """Whether calls that it is counted in place of had a backward, which only its own would have shown."""
+        return self.like is None and self.is_known and not self.has_backward and self.backwards > 1
+
 
 class _Here(threading.local):
     """The call that runs in a thread."""
@@ -146,6 +151,11 @@ class Calls:
             known.update(map(id, call.behind))
         return counted
 
+    @property
+    def misses_backwards(self) -> bool:
+        """Whether a backward of the step is not counted, since that of the first of several calls did not run."""
+        return any(call.misses_backwards for call in self._all)
+
     def left_out(self) -> list[str]:
         """What is not counted of the calls of the step, in words."""
         texts = [] if self._was_called else [NOT_CALLED]
@@ -155,7 +165,7 @@ class Calls:
                 texts.append(
                     f"{others} are taken as equal to the first, though they took another way through the model"
                 )
-            if call.like is None and call.is_known and not call.has_backward and call.backwards > 1:
+            if call.misses_backwards:
                 texts.append(f"the backward of {others}, since that of the first did not run")
         return texts
 

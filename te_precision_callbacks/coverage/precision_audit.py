@@ -104,6 +104,7 @@ class PrecisionAudit:
         self._history = PrecisionHistory(iterations)
         self._iteration: int | None = None
         self._now: defaultdict[str, _Notes] = defaultdict(_Notes)
+        self._had_backward = False
         self._in_history: dict[str, _Notes] = {}  # the notes of a layer that its last facts in the history come from
 
     def enter(self, iteration: int) -> None:
@@ -113,7 +114,7 @@ class PrecisionAudit:
         self._end()
         if self._iteration is not None and iteration < self._iteration:
             self._in_history.clear()  # the history is cut there
-        self._iteration = iteration
+        self._iteration, self._had_backward = iteration, False
 
     def leave(self, iteration: int) -> None:
         """Note that an iteration has run, whatever was noted in it."""
@@ -126,9 +127,32 @@ class PrecisionAudit:
             if not self._now[layer].told:  # a compiled model runs its GEMMs where the tap does not know their layer
                 self.plan(formats)
         self._unseen.clear()
+        if not self._had_backward:  # as of a batch that was skipped, which says nothing of the GEMMs of a backward
+            for notes in self._now.values():
+                notes.expected.clear()
         self._write()
         self._in_history.update(self._now)
         self._now.clear()
+
+    def abandon(self) -> None:
+        """Drop what was noted in this iteration, which an error has ended halfway."""
+        self._unseen.clear()
+        self._now.clear()
+
+    @property
+    def lacks_backward(self) -> bool:
+        """Whether layers have run forward in this iteration, and no backward is known of."""
+        return bool(self._now) and not self._had_backward
+
+    def note_backward(self) -> None:
+        """Note that a backward has run in this iteration; GEMMs that are expected and not seen were not reached."""
+        self._had_backward = True
+
+    @property
+    def last(self) -> int | None:
+        """The last iteration that has run, or of which something is noted; None if there is none."""
+        self._write()
+        return self._history.last
 
     @property
     def changes(self) -> int:
@@ -162,7 +186,7 @@ class PrecisionAudit:
         for layer, notes in self._now.items():
             if notes != self._in_history.get(layer):
                 self._in_history.pop(layer, None)
-                self._history.put(layer, self._iteration, *_facts(notes))
+                self._history.put(layer, self._iteration, *_facts(notes, had_backward=self._had_backward))
 
     def holds(self, formats: Mapping[Operand, Format]) -> bool:
         """Whether these formats are among those of the last iteration, but for those of GEMMs that are left out."""
@@ -213,6 +237,7 @@ class PrecisionAudit:
         """Note the formats of what a GEMM was handed in training; a listener of the tap."""
         if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return
+        self._had_backward |= event.gemm != "fprop"
         for operand in event.operands:
             text = format_of(operand.data, columnwise=operand.columnwise)
             text += MODIFIED if _is_modified(operand) else ""
@@ -285,9 +310,14 @@ def _of_gemm(gemm: Gemm, told: Mapping[Operand, Mapping[Format, bool]]) -> _OfGe
     return {tensor: told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
 
 
-def _facts(notes: _Notes) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
-    """The facts about a layer's GEMMs by what was noted in an iteration, and the GEMMs whose operands were all seen."""
-    facts = {gemm.gemm: GemmFact((), NO_BACKWARD) for gemm in notes.expected}
+def _facts(notes: _Notes, *, had_backward: bool) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
+    """The facts about a layer's GEMMs by what was noted in an iteration, and the GEMMs whose operands were all seen.
+
+    Args:
+        notes: what was noted.
+        had_backward: whether a backward has run in the iteration; else nothing is known of the GEMMs that it runs.
+    """
+    facts = {gemm.gemm: GemmFact((), NO_BACKWARD) for gemm in (notes.expected if had_backward else ())}
     facts |= {gemm.gemm: GemmFact((), reason) for gemm, reason in notes.left_out.items()}
     seen: list[GemmName] = []
     for gemm in dict.fromkeys(Gemm(operand.layer, operand.gemm) for operand in notes.told):

@@ -103,6 +103,11 @@ class PrecisionHistory:
         """Whether the facts of a layer have become others in a later iteration."""
         return any(len(entries.since) > 1 for entries in self._layers.values())
 
+    @property
+    def last(self) -> int | None:
+        """The last iteration that has run; None if none has."""
+        return self._iterations.last
+
     def ran(self, iteration: int) -> None:
         """Note that an iteration has run; what is known of later ones, which ran before a return to a checkpoint, is
         dropped."""

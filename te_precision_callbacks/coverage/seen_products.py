@@ -67,6 +67,11 @@ class ModelProducts:
         """Whether products are counted: from :meth:`watch` until the end of the first step that has any."""
         return self._watch.active
 
+    @property
+    def misses_backwards(self) -> bool:
+        """As :attr:`Calls.misses_backwards`."""
+        return self._watch.operators.calls.misses_backwards
+
     # ------------------------------------------------------------------ its life
 
     def watch(self, model: Model, names: Mapping[int, str], operations: Iterable[str]) -> None:

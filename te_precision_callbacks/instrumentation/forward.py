@@ -170,8 +170,7 @@ class ForwardHooks:
         if (self._watched.armed or self._tap.operations.has_new or attentions) and not self._classify.kept:
             listeners = (self.order, self._audit.look, self._fused_observation, self._gemm_records, self.gemm_errors)
         if self.products.counting:
-            listeners = (*listeners, self.products.note)
-        if self.products.counting:
+            listeners = (*(listeners or (self._audit.look,)), self.products.note)
             self._tap.hear(self._watched.layers, {**attentions, **self.products.attentions})
         else:
             self._tap.hear(self._watched.armed, attentions)
@@ -221,6 +220,7 @@ class ForwardHooks:
     def keep(self) -> None:
         """End observation, but keep the features that change precision, until :meth:`remove`."""
         self._classify.kept = True
+        self.products.close()
         self.arm()
 
     def install(self) -> None:

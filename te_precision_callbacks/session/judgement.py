@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.contract_keeper import ContractKeeper, PrecisionContractError, require_layers
-from te_precision_callbacks.coverage.coverage import NOTHING
+from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD, NOTHING, Coverage
 from te_precision_callbacks.coverage.other_steps import in_lines
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.shared_products import shared_products
@@ -17,7 +17,7 @@ from te_precision_callbacks.session.results import Results, RunResults
 
 
 class Judgement:
-    """Shares the products of the first step with the other ranks, and judges the contract.
+    """Shares the products of the first step that has a backward with the other ranks, and judges the contract.
 
     Args:
         options: the session's options.
@@ -38,7 +38,7 @@ class Judgement:
         self._chronicle = chronicle
         self._contract = options.require
         self._keeper = None if options.require is None else ContractKeeper(options.require, options.on_broken)
-        self._shares_products = False
+        self._shares_left = 0
 
     @property
     def demands(self) -> bool:
@@ -54,7 +54,7 @@ class Judgement:
         Raises:
             ConfigError: the contract has such a pattern.
         """
-        self._shares_products = self._ranks.several
+        self._shares_left = MOST_WITHOUT_BACKWARD if self._ranks.several else 0
         if self._contract is not None:
             try:
                 require_layers(self._contract, self._ranks.pool(names, "names"))
@@ -78,11 +78,11 @@ class Judgement:
             PrecisionContractError: the contract is broken, and that is to end the run.
         """
         results = self._results
-        if self._shares_products:
-            self._shares_products = False
+        if self._shares_left:
             own = results.coverage_at(iteration)
-            kind = "products of the first step"
-            results.coverage.put_of_ranks(shared_products(own, self._ranks, kind, of_one=True))
+            shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
+            results.coverage.put_of_ranks(shared)
+            self._shares_left = 0 if shared.has_backward else self._shares_left - 1
         if self._keeper is not None:
             keeper, changes = self._keeper, self._changes
             self._judge(iteration, lambda: keeper.end_step(results.coverage_at, changes, iteration, self._ranks))

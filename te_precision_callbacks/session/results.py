@@ -137,7 +137,7 @@ class Results:
             IterationError: the iteration has not run under this session; a LookupError.
         """
         results = self._results
-        iteration = results.iterations.last if at is None else at
+        iteration = results.audit.last if at is None else at
         if iteration is None:
             return NOTHING
         own = results.coverage_at(iteration)

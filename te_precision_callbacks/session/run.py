@@ -151,7 +151,7 @@ class Run:
         )
         self._scaling = LossScaling(model.is_trained_by, self._note_scaling, failures.report)
         self._optimizer_steps = OptimizerSteps(
-            self._forgotten.note, self.hooks.products.note_optimizer_step, self._updates.after_step
+            self._forgotten.note, self.hooks.products.note_optimizer_step, self._updates.after_step, self._note_backward
         )
         self._delivery = Delivery(
             inspector,
@@ -241,6 +241,12 @@ class Run:
 
     def _note_scaling(self) -> None:
         self._results.scales_loss = True
+
+    def _note_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that a backward has run, by the gradients that an optimizer had in its step."""
+        audit, parameters = self._results.audit, (p for group in optimizer.param_groups for p in group["params"])
+        if audit.lacks_backward and any(p.grad is not None for p in parameters) and self.model.is_trained_by(optimizer):
+            audit.note_backward()
 
     def step(self, logging_step: int | None) -> StepRecords | None:
         """As ``InspectSession.step``."""
@@ -408,6 +414,8 @@ class Run:
         ended_by = error or sys.exc_info()[1]
         termination = None if self._ends is None else self._ends.termination
         with Uninterrupted(termination) as guard, without_collections(), ExitStack() as stack:
+            if ended_by is not None and not self._forgotten.has_trained:
+                self._results.audit.abandon()
             # Callbacks in the stack run in reverse order, whatever fails.
             stack.callback(self._failures.summarize)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def run(
     *,
     steps: int = 5,
     off: tuple[int, ...] = (),
+    skipped: Collection[int] = (),
     config: Any = CONFIG,
     calls_step: bool = True,
     **keywords: Any,
@@ -58,7 +60,9 @@ def run(
     with InspectSession(config, model=net, log_dir=tmp_path, require=require, **keywords) as session:
         for step in range(steps):
             net.fp8 = step not in off
-            net(torch.ones(16, 32, requires_grad=True)).sum().backward()
+            loss = net(torch.ones(16, 32, requires_grad=True)).sum()
+            if step not in skipped:
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if not calls_step:
@@ -81,6 +85,19 @@ def run(
 )
 def test_one_that_holds(require: Any, tmp_path: Path) -> None:
     assert run(tmp_path, require) == 5
+
+
+@pytest.mark.parametrize(("skipped", "judged"), [((0,), 2), ((1, 2), 2), (range(4), 4), (range(30), 12)])
+def test_it_is_judged_on_a_step_with_a_backward(skipped: Collection[int], judged: int, tmp_path: Path) -> None:
+    """Batches that the script skips have none. A run without any is judged all the same."""
+    backward = "fp8 wgrad >= 45%"
+    if judged == 12:
+        with pytest.raises(PrecisionContractError, match=r"after step 12:\n- fp8 wgrad >= 45%: there are no such"):
+            run(tmp_path, backward, steps=14, skipped=skipped)
+        return
+    assert run(tmp_path, backward, skipped=skipped) == 5
+    with pytest.raises(PrecisionContractError, match=rf"after step {judged}:\n- fp8 wgrad >= 95%: it is 50.0 %"):
+        run(tmp_path, "fp8 wgrad >= 95%", skipped=skipped)
 
 
 def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Recipe type changed")
 
 CURRENT = Float8CurrentScaling()
 ALL_GEMMS = "FP8 in 100 % of the multiply-adds (fprop 100, dgrad 100, wgrad 100)"
+WATCHED = {"s": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}
 ONE_LAYER = "FP8 in 50.0 % of the multiply-adds (fprop 50.0, dgrad 50.0, wgrad 50.0)"
 
 
@@ -73,6 +75,96 @@ def test_a_step_that_an_error_ends_halfway_is_no_other_precision(tmp_path: Path)
             out.sum().backward()
             session.step()
     assert lines(session) == other_steps_of_run(open_run(tmp_path)) == []
+
+
+class Net(torch.nn.Module):
+    """A layer of Transformer Engine's and one of torch's, with as many multiply-adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = te.Linear(32, 32), torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=CURRENT):
+            x = self.fc(x)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+def of_steps(session: InspectSession, *, skipped: Collection[int] = (), raises: BaseException | None = None) -> None:
+    """Train for five steps, some of which have no backward; with an error, that in a sixth one after its forward."""
+    net = Net()
+    with session:
+        session.attach(net)
+        for step in range(6 if raises else 5):
+            out = net(torch.ones(16, 32, requires_grad=True))
+            if step == 5 and raises:
+                raise raises
+            if step not in skipped:
+                out.sum().backward()
+            session.step()
+
+
+@pytest.mark.parametrize("sections", [None, WATCHED], ids=["default", "each step"])
+@pytest.mark.parametrize("skipped", [(0,), (0, 1, 2), (2, 3), (4,)], ids=str)
+def test_a_batch_that_is_skipped_is_no_other_precision(
+    skipped: Collection[int], sections: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """The script forwards it, and runs no backward."""
+    session = InspectSession(sections, log_dir=tmp_path)
+    of_steps(session, skipped=skipped)
+    assert {str(session.coverage(at=step)) for step in range(5)} == {
+        f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
+    }
+    assert lines(session) == other_steps_of_run(open_run(tmp_path)) == []
+    last = {entry.gemm: (entry.operands, entry.not_run, entry.until) for entry in session.precision(at=4)}
+    assert last["wgrad"] == ({"gradient": "FP8 E5M2", "activation": "FP8 E4M3"}, "", None)
+
+
+@pytest.mark.parametrize("skipped", [(0,), (1,), (0, 2)], ids=str)
+def test_micro_batches_that_are_skipped_in_the_first_step(skipped: Collection[int], tmp_path: Path) -> None:
+    """Where that is the one that counts for the others, the next step is counted instead."""
+    net = Net()
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for step in range(2):
+            for micro_batch in range(3):
+                out = net(torch.ones(16, 32, requires_grad=True))
+                if step or micro_batch not in skipped:
+                    out.sum().backward()
+            session.step()
+    calls = {product.gemm: product.calls for product in session.coverage() if product.layer == "head"}
+    assert calls == {"fprop": 3, "dgrad": 2 if skipped == (1,) else 3, "wgrad": 2 if skipped == (1,) else 3}
+    assert str(session.coverage(at=0)) == f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
+
+
+@pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt(), SystemExit(1)], ids=repr)
+@pytest.mark.parametrize("sections", [None, WATCHED], ids=["default", "each step"])
+def test_a_step_that_an_error_ends_after_its_forward_changes_nothing(
+    error: BaseException, sections: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    session = InspectSession(sections, log_dir=tmp_path)
+    with pytest.raises(type(error)):
+        of_steps(session, raises=error)
+    assert (
+        str(session.coverage()) == str(session.coverage(at=4)) == f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
+    )
+    assert lines(session) == other_steps_of_run(open_run(tmp_path)) == []
+    assert (tmp_path / "precision_summary.txt").read_text().count("FP8 in ") == 1
+
+
+def test_a_layer_that_no_backward_reaches_any_more_is_told(tmp_path: Path) -> None:
+    """Unlike in a step without a backward; the optimizer shows that there was one, of torch's layer alone."""
+    net = Net()
+    net.head.register_forward_pre_hook(lambda _, given: (given[0].detach(),) if session.iteration > 1 else None)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with InspectSession(WATCHED, model=net, log_dir=tmp_path) as session:
+        for _ in range(4):
+            net(torch.ones(16, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    last = {entry.gemm: (entry.not_run, entry.since) for entry in session.precision(at=3)}
+    assert last["wgrad"] == ("no backward has reached it", 2)
 
 
 def test_every_output_has_the_steps_in_which_a_section_acted(
