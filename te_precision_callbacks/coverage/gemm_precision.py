@@ -39,6 +39,8 @@ class GemmPrecision:
         recipe: the recipe under which the layer ran: one of ``fp8_delayed_scaling``, ``fp8_current_scaling``,
             ``mxfp8``, ``fp8_block_scaling`` and ``nvfp4``, the class of a user's own recipe, or :data:`HIGH_PRECISION`
             outside of FP8. If it changed during the run: all, joined by an arrow. Empty for a GEMM that has not run.
+        excluded: whether the layer ran in high precision since a region of ``te.autocast(enabled=False)`` was around
+            its forward.
     """
 
     layer: str
@@ -49,6 +51,7 @@ class GemmPrecision:
     since: int = 0
     until: int | None = None
     recipe: str = ""
+    excluded: bool = False
 
 
 def in_short(operands: Mapping[str, str]) -> str:

@@ -44,13 +44,11 @@ class LayerFacts:
         kept: GEMM -> the features that keep it in high precision.
         backward_override: that of its recipe; empty if there is none.
         recomputed_outside: whether a checkpoint has computed its forward again outside of its autocast.
-        excluded: whether its forward ran in a region of ``te.autocast(enabled=False)``.
     """
 
     kept: Mapping[str, tuple[Kept, ...]]
     backward_override: str = ""
     recomputed_outside: bool = False
-    excluded: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,8 +223,7 @@ def _reason(entry: GemmPrecision, facts: LayerFacts | None) -> tuple[Reason, str
     if facts is not None and facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
         return Reason.RECOMPUTED, Reason.RECOMPUTED.value
     if entry.recipe == HIGH_PRECISION:
-        excluded = facts is not None and facts.excluded
-        return Reason.NO_AUTOCAST, _EXCLUDED if excluded else Reason.NO_AUTOCAST.value
+        return Reason.NO_AUTOCAST, _EXCLUDED if entry.excluded else Reason.NO_AUTOCAST.value
     kept = () if facts is None else facts.kept.get(entry.gemm, ())
     keeping = next((feature for feature in kept if feature.acts_in(entry.since)), None)
     if keeping is not None:

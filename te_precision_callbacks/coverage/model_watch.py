@@ -19,9 +19,9 @@ from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
 from te_precision_callbacks.coverage.micro_batches import Call, leaves
-from te_precision_callbacks.coverage.operator_products import OperatorProducts, in_backward
+from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
-from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.layers.forwards import in_backward, outside_of_dynamo
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")

@@ -31,7 +31,7 @@ from te_precision_callbacks.coverage.micro_batches import Call, Calls
 from te_precision_callbacks.coverage.nodes import NodesOfProducts, products_of_node
 from te_precision_callbacks.coverage.precision_audit import dtype_name
 from te_precision_callbacks.coverage.seen_product import UNFUSED, SeenProduct, kind_of
-from te_precision_callbacks.layers.forwards import NO_BACKWARD, in_evaluation, is_computing_again
+from te_precision_callbacks.layers.forwards import in_backward, in_evaluation, is_computing_again
 
 _SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
 
@@ -314,11 +314,6 @@ class OperatorProducts:
                     return found
             frame = frame.f_back
         return None
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward."""
-    return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 def _words(operator: str, why: str) -> str:

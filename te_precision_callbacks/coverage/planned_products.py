@@ -251,7 +251,7 @@ class _Planner:
         kept = kept_by_sections(sections)
         modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
         excluded = self._recipe is not None and self._recipes.get(layer, in_force) is None
-        self._facts[layer] = LayerFacts(kept, override or "", excluded=excluded)
+        self._facts[layer] = LayerFacts(kept, override or "")
         rows = max(1, self._tokens // groups)
         macs = self._tokens * sizes[0] * sizes[1] // groups
         for gemm, (n, m, k) in gemm_sizes(rows, *sizes).items():
@@ -265,7 +265,9 @@ class _Planner:
                 + (MODIFIED if (gemm, tensor) in modified else "")
                 for tensor in OPERANDS[gemm]
             }
-            self._precision.append(GemmPrecision(layer, gemm, operands, seen=False, recipe=recipe or NO_RECIPE))
+            self._precision.append(
+                GemmPrecision(layer, gemm, operands, seen=False, recipe=recipe or NO_RECIPE, excluded=excluded)
+            )
 
     def _formats_of(
         self, quantizers: Mapping[str, Any], dtype: torch.dtype, recipe: str, override: str | None

@@ -43,7 +43,7 @@ from te_precision_callbacks.coverage.gemm_precision import (
     GemmPrecision,
 )
 from te_precision_callbacks.coverage.precision_history import Format, GemmFact, PrecisionHistory, joined
-from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 
 MODIFIED = " (modified)"
 """What is added to the format of a tensor that a feature has made."""
@@ -81,11 +81,12 @@ it."""
 @dataclass
 class _Notes:
     """The notes on one layer in an iteration: the formats of its operands, the GEMMs that are going to run, and those
-    that are left out."""
+    that are left out; and whether its forward ran in a region of ``te.autocast(enabled=False)``."""
 
     told: dict[Operand, _Told] = field(default_factory=dict)
     expected: dict[Gemm, None] = field(default_factory=dict)
     left_out: dict[Gemm, str] = field(default_factory=dict)
+    excluded: bool = False
 
 
 class PrecisionAudit:
@@ -186,7 +187,8 @@ class PrecisionAudit:
         for layer, notes in self._now.items():
             if notes != self._in_history.get(layer):
                 self._in_history.pop(layer, None)
-                self._history.put(layer, self._iteration, *_facts(notes, had_backward=self._had_backward))
+                facts, seen = _facts(notes, had_backward=self._had_backward)
+                self._history.put(layer, self._iteration, facts, seen, excluded=notes.excluded)
 
     def holds(self, formats: Mapping[Operand, Format]) -> bool:
         """Whether these formats are among those of the last iteration, but for those of GEMMs that are left out."""
@@ -211,9 +213,15 @@ class PrecisionAudit:
             if not _is_left_out(self._history.now(operand.layer)[GEMMS.index(operand.gemm)])
         }
 
-    def plan(self, formats: Mapping[Operand, Format]) -> None:
-        """Note the formats that quantizers make, of the operands of GEMMs that run unseen."""
+    def plan(self, formats: Mapping[Operand, Format], *, excluded: bool = False) -> None:
+        """Note the formats that quantizers make, of the operands of GEMMs that run unseen.
+
+        Args:
+            formats: the formats.
+            excluded: whether layers in high precision have run in a region of ``te.autocast(enabled=False)``.
+        """
         for operand, made in formats.items():
+            self._now[operand.layer].excluded |= excluded and not made.recipe
             for found in self._formats(operand):
                 found.setdefault(made, False)
 
@@ -238,6 +246,8 @@ class PrecisionAudit:
         if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return
         self._had_backward |= event.gemm != "fprop"
+        if event.gemm == "fprop" and not (event.recipe or in_backward()) and _in_a_region():
+            self._now[event.layer].excluded = True
         for operand in event.operands:
             text = format_of(operand.data, columnwise=operand.columnwise)
             text += MODIFIED if _is_modified(operand) else ""
@@ -256,14 +266,14 @@ class PrecisionAudit:
             for gemm in [Gemm(operand.layer, operand.gemm)]
         )
 
-    def doubt(self, formats: Mapping[Operand, Format], iteration: int) -> None:
-        """Note that the layers may have run in these formats in an iteration, which is over."""
+    def doubt(self, formats: Mapping[Operand, Format], iteration: int, *, excluded: bool) -> None:
+        """Note that the layers may have run in these formats in an iteration, which is over; as :meth:`plan`."""
         layers = {operand.layer for operand in formats}
         if not self.tells(formats):
             self._doubted |= layers
         for layer in layers:
             self._in_history.pop(layer, None)
-            self._history.doubt(layer, iteration)
+            self._history.doubt(layer, iteration, excluded=excluded)
 
     def trust(self, formats: Mapping[Operand, Format], iteration: int) -> None:
         """Take a doubt back, since the formats have been met in training: the iteration had what was met."""
@@ -295,7 +305,8 @@ class PrecisionAudit:
                     texts[formats] = joined(formats)
                 operands, recipe = texts[formats]
                 seen = _is_seen(of_gemm) and layer not in self._doubted
-                yield GemmPrecision(*gemm, operands, seen, since=self._history.since(*gemm), recipe=recipe)
+                excluded, since = self._history.is_excluded(layer, recipe), self._history.since(*gemm)
+                yield GemmPrecision(*gemm, operands, seen, since=since, recipe=recipe, excluded=excluded)
 
 
 _Formats = tuple[tuple[str, tuple[Format, ...]], ...]
@@ -326,6 +337,13 @@ def _facts(notes: _Notes, *, had_backward: bool) -> tuple[dict[GemmName, GemmFac
         if _is_seen(of_gemm):
             seen.append(gemm.gemm)
     return facts, seen
+
+
+def _in_a_region() -> bool:
+    """Whether the script is in a region of ``te.autocast``, enabled or not (TE 2.20.2, ``pytorch/quantization.py``)."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return bool(FP8GlobalStateManager.quantization_state.autocast_depth)
 
 
 def _has_run(of_gemm: _OfGemm) -> bool:

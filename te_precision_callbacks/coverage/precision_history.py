@@ -16,6 +16,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
 
 _DOUBT = 1 << len(GEMMS)
+_EXCLUDED = _DOUBT << 1
 
 MOST_SPANS = 64
 """The most changes of a layer that :meth:`PrecisionHistory.spans` gives."""
@@ -46,7 +47,12 @@ def _arrow(texts: Iterable[str]) -> str:
     return " -> ".join(dict.fromkeys(texts))
 
 
-_Told = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str]
+def _is_excluded(seen: bytes | bytearray, recipe: str) -> bool:
+    """Whether a forward of entries in high precision ran in a region of ``te.autocast(enabled=False)``."""
+    return recipe == HIGH_PRECISION and any(bits & _EXCLUDED for bits in seen)
+
+
+_Told = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bool]
 """What is known of a GEMM of a layer: the fields of :class:`GemmPrecision` after the layer."""
 
 LayerFacts = tuple[GemmFact | None, ...]
@@ -54,7 +60,8 @@ LayerFacts = tuple[GemmFact | None, ...]
 
 
 class _Entries:
-    """Those of one layer: of each the first iteration, the number of its facts, and which GEMMs were seen."""
+    """Those of one layer: of each the first iteration, the number of its facts, and which GEMMs were seen; with a bit
+    for a doubt, and one for a forward in a region of ``te.autocast(enabled=False)``."""
 
     def __init__(self) -> None:
         self.since, self.facts, self.seen = array("q"), array("q"), bytearray()
@@ -115,7 +122,15 @@ class PrecisionHistory:
             for entries in self._layers.values():
                 entries.cut(iteration)
 
-    def put(self, layer: str, iteration: int, facts: Mapping[GemmName, GemmFact], seen: Iterable[GemmName]) -> None:
+    def put(
+        self,
+        layer: str,
+        iteration: int,
+        facts: Mapping[GemmName, GemmFact],
+        seen: Iterable[GemmName],
+        *,
+        excluded: bool = False,
+    ) -> None:
         """Let facts of some of a layer's GEMMs hold from an iteration on; those of the others go on.
 
         Args:
@@ -123,25 +138,26 @@ class PrecisionHistory:
             iteration: the last one that has run.
             facts: GEMM -> what it computed with in the iteration.
             seen: the GEMMs whose operands were seen in it.
+            excluded: whether the layer's forward ran in a region of ``te.autocast(enabled=False)``.
         """
-        bits = sum(1 << GEMMS.index(gemm) for gemm in seen)
+        bits = sum(1 << GEMMS.index(gemm) for gemm in seen) | (_EXCLUDED if excluded else 0)
         before = self.now(layer)
         number = self._number(before, facts)
         self.changes += self._facts[number] != before
         self._layers.setdefault(layer, _Entries()).put(iteration, number, bits)
 
-    def doubt(self, layer: str, iteration: int) -> None:
+    def doubt(self, layer: str, iteration: int, *, excluded: bool) -> None:
         """Note that facts other than the previous ones may hold in an iteration, even if only in that one."""
         entries = self._layers.get(layer)
         if entries is not None and entries.since:
-            entries.put(iteration, entries.facts[-1], _DOUBT)
+            entries.put(iteration, entries.facts[-1], _DOUBT | (_EXCLUDED if excluded else 0))
 
     def settle(self, layer: str, iteration: int) -> None:
         """Let the facts of the last iteration also hold in a doubtful iteration."""
         entries = self._layers.get(layer)
         number = -1 if entries is None else bisect_right(entries.since, iteration) - 1
         if entries is not None and number >= 0 and entries.seen[number] & _DOUBT:
-            entries.facts[number], entries.seen[number] = entries.facts[-1], 0
+            entries.facts[number], entries.seen[number] = entries.facts[-1], entries.seen[number] & _EXCLUDED
 
     def now(self, layer: str) -> LayerFacts:
         """The facts of a layer that hold in the last iteration."""
@@ -155,6 +171,11 @@ class PrecisionHistory:
             if self._facts[number][column] is not None:
                 return since
         return 0
+
+    def is_excluded(self, layer: str, recipe: str) -> bool:
+        """Whether a layer that has only run under this recipe, or none, did so in ``te.autocast(enabled=False)``."""
+        entries = self._layers.get(layer)
+        return entries is not None and _is_excluded(entries.seen, recipe)
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """What is known of all GEMMs in an iteration, in the order in which layers came.
@@ -198,10 +219,11 @@ class PrecisionHistory:
                 fact, begun, after = facts[begin], since[begin], since[end]
                 if fact is None or begun is None:
                     continue
-                seen = any(bits >> column & 1 for bits in entries.seen[first + begin : first + end])
+                found = entries.seen[first + begin : first + end]
+                seen = any(bits >> column & 1 for bits in found)
                 operands, recipe = joined(fact.operands)
                 until = None if after is None else after - 1
-                yield gemm, operands, seen, fact.not_run, begun, until, recipe
+                yield gemm, operands, seen, fact.not_run, begun, until, recipe, _is_excluded(found, recipe)
 
     def _entry(self, gemm: GemmName, entries: _Entries, number: int) -> Iterator[_Told]:
         column = GEMMS.index(gemm)
@@ -214,10 +236,12 @@ class PrecisionHistory:
             first -= 1
         while after < len(facts) and facts[after] == fact:
             after += 1
-        seen = any(bits >> column & 1 for bits in entries.seen[first:after]) and not entries.seen[number] & _DOUBT
+        found = entries.seen[first:after]
+        seen = any(bits >> column & 1 for bits in found) and not entries.seen[number] & _DOUBT
         until = entries.since[after] - 1 if after < len(facts) else None
         operands, recipe = joined(fact.operands)
-        yield gemm, operands, seen, fact.not_run, entries.since[first], until, recipe
+        excluded = _is_excluded(found, recipe)
+        yield gemm, operands, seen, fact.not_run, entries.since[first], until, recipe, excluded
 
     def _number(self, before: LayerFacts, facts: Mapping[GemmName, GemmFact]) -> int:
         """The number of the facts of a layer, where some of them are new."""

@@ -16,19 +16,11 @@ from te_precision_callbacks.coverage.gemm_events import AttentionEvent, Attentio
 from te_precision_callbacks.coverage.masks import share_left
 from te_precision_callbacks.coverage.matrix_products import Role
 from te_precision_callbacks.coverage.model_watch import ModelWatch
-from te_precision_callbacks.coverage.operator_products import in_backward
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
 from te_precision_callbacks.coverage.seeing import is_seen_by
 from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct, summed
-from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
-
-
-def _in_a_region() -> bool:
-    """Whether the script is in a region of ``te.autocast``, enabled or not (TE 2.20.2, ``pytorch/quantization.py``)."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    return bool(FP8GlobalStateManager.quantization_state.autocast_depth)
 
 
 class ModelProducts:
@@ -44,7 +36,6 @@ class ModelProducts:
         recomputed_outside: the layers that a reentrant checkpoint has computed again without a recipe, though their
             first forward had one. Such a checkpoint of torch keeps no autocast of Transformer Engine. If the autocast
             is around the checkpointed part, as in Accelerate, the backward belongs to a forward in high precision.
-        excluded: the layers whose forward ran in a region of ``te.autocast(enabled=False)``.
     """
 
     def __init__(
@@ -55,7 +46,6 @@ class ModelProducts:
     ) -> None:
         self.attentions: Mapping[int, str] = {}
         self.recomputed_outside: set[str] = set()
-        self.excluded: set[str] = set()
         self._first_in_recipe: set[str] = set()
         self._report = report
         self._watch = ModelWatch(report, is_paused, in_gemm_layer)
@@ -112,7 +102,6 @@ class ModelProducts:
         """Count no longer, and leave torch as it was."""
         self._watch.close()
         self.attentions, self.recomputed_outside, self._first_in_recipe = {}, set(), set()
-        self.excluded = set()
         self._operations, self._root = frozenset(), ""
 
     @property
@@ -160,8 +149,6 @@ class ModelProducts:
             return
         if event.gemm == "fprop":
             self._note_recomputed(event)
-            if not event.recipe and not in_backward() and _in_a_region():
-                self.excluded.add(event.layer)
         if event.kind is not ForwardKind.OBSERVED:
             return
         b, a = (format_of(operand.data, columnwise=operand.columnwise) for operand in (event.b, event.a))

@@ -152,7 +152,7 @@ class ForwardHooks:
         self.answers.forget_forwards()
         self.gemm_errors.begin_iteration()
         other_regions = self._regions.end_step()
-        self._watched.begin(iteration, all_at_once=other_regions)
+        self._watched.begin(iteration, all_at_once=other_regions, excluded=self._regions.excludes_more)
         self._classify.was_paused = False
         self._tap.begin_iteration(all_operations=other_regions)
         self._listen()

@@ -16,9 +16,16 @@ _MOST_RECIPES = 64
 
 
 class AutocastRegions:
-    """Compares the autocast regions of each step with those of the step before."""
+    """Compares the autocast regions of each step with those of the step before.
+
+    Attributes:
+        excludes_more: whether the last step that has ended entered more regions with ``enabled=False`` than the step
+            before it: a layer that is in high precision since that step is in one of them.
+    """
 
     def __init__(self) -> None:
+        self.excludes_more = False
+        self._disabled = self._disabled_before = 0
         self._recipes: list[Any] = []
         self._entered = self._before = 0
 
@@ -32,6 +39,7 @@ class AutocastRegions:
         ) -> Any:
             if not torch.compiler.is_compiling():  # a compiled function would be compiled anew for each new number
                 self._entered = hash((self._entered, enabled, self._number(fp8_recipe)))
+                self._disabled += not enabled
             return upstream(enabled, calibrating, fp8_recipe, *arguments, **keywords)
 
         return autocast_enter
@@ -39,6 +47,8 @@ class AutocastRegions:
     def end_step(self) -> bool:
         """Whether the step that ends has entered other regions than the step before it."""
         before, self._before, self._entered = self._before, self._entered, 0
+        self.excludes_more = self._disabled > self._disabled_before
+        self._disabled_before, self._disabled = self._disabled, 0
         return self._before != before
 
     def _number(self, recipe: Any) -> int:

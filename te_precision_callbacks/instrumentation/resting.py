@@ -88,7 +88,13 @@ class RestingLayers:
         return [module for module in new if id(module) not in armed]
 
     def follow(
-        self, iteration: int, armed: Collection[int], new: Collection[torch.nn.Module], *, all_at_once: bool
+        self,
+        iteration: int,
+        armed: Collection[int],
+        new: Collection[torch.nn.Module],
+        *,
+        all_at_once: bool,
+        excluded: bool,
     ) -> None:
         """Look for changes of precision in a step that has ended.
 
@@ -99,6 +105,7 @@ class RestingLayers:
             armed: the ids of the modules that did not rest in the step.
             new: the modules that rested for the first time in it.
             all_at_once: whether all modules are looked at.
+            excluded: whether those that are in high precision since the step are in ``te.autocast(enabled=False)``.
         """
         self._audit.leave(iteration)
         looked: Iterable[torch.nn.Module] = self._turns.take(len(armed))
@@ -109,10 +116,10 @@ class RestingLayers:
         if new:
             self._audit.leave(iteration)
         for module in self._moved(new, armed):
-            self._look_at_state(module, iteration)
+            self._look_at_state(module, iteration, excluded=excluded)
         if all_at_once or self._moved(looked, armed):
             for module in self._moved(self._modules.values(), armed):
-                self._look_at_state(module, iteration)
+                self._look_at_state(module, iteration, excluded=excluded)
 
     def _moved(self, looked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
         """The modules that rested, and that a forward has left in another state than when they were looked at."""
@@ -141,7 +148,7 @@ class RestingLayers:
         if not self._audit.holds(formats):
             self._audit.plan(self._audit.of_gemms_that_run(formats))
 
-    def _look_at_state(self, module: torch.nn.Module, iteration: int) -> None:
+    def _look_at_state(self, module: torch.nn.Module, iteration: int, *, excluded: bool) -> None:
         """Notice that a resting module has run in a precision that the audit does not have.
 
         This is read from the state that the module's last forward has left. That forward may have been an evaluation
@@ -167,9 +174,9 @@ class RestingLayers:
             return
         is_new = not self._audit.tells(formats)
         if trained or key in self._refused:
-            self._audit.plan(self._audit.of_gemms_that_run(formats))
+            self._audit.plan(self._audit.of_gemms_that_run(formats), excluded=excluded)
         else:
-            self._audit.doubt(formats, iteration)
+            self._audit.doubt(formats, iteration, excluded=excluded)
         if key not in self._refused and (is_new or not trained):
             self._suspicions[key] = _Suspicion(module, formats, iteration, is_new)
             self._ask_again(module)

@@ -98,12 +98,13 @@ class WatchedModules:
         for module in self.modules.values():
             self.ask_again(module)
 
-    def begin(self, iteration: int, *, all_at_once: bool) -> None:
+    def begin(self, iteration: int, *, all_at_once: bool, excluded: bool) -> None:
         """Arm the modules on which a feature may act in an iteration; the others rest.
 
         Args:
             iteration: the iteration.
             all_at_once: whether all modules at rest are looked at, and not only those that have their turn.
+            excluded: as :attr:`AutocastRegions.excludes_more`.
         """
         ended, was_armed = iteration - 1, frozenset(self.armed)
         new_at_rest = self.resting.take_new(was_armed)
@@ -116,7 +117,7 @@ class WatchedModules:
         for module in self._waiting.pop(iteration, {}).values():
             self._arm(module)
         try:
-            self.resting.follow(ended, was_armed, new_at_rest, all_at_once=all_at_once)
+            self.resting.follow(ended, was_armed, new_at_rest, all_at_once=all_at_once, excluded=excluded)
         except Exception as error:
             self._failures.report("looking for changes of the precision of", f"iteration {ended}", error)
 

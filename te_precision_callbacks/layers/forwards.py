@@ -92,7 +92,7 @@ class ForwardClassifier:
             return self._evaluation
         if self.paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
-        if torch._C._current_graph_task_id() != NO_BACKWARD:
+        if in_backward():
             # Inside a backward pass, so recomputed for an activation checkpoint. A reentrant one (an autograd Function)
             # ran the first forward without gradients: this is the one to observe. Any other kind recomputes from a hook
             # of a saved tensor, and its first forward was observed.
@@ -102,6 +102,11 @@ class ForwardClassifier:
             return ForwardKind.OBSERVED
         # A reentrant checkpoint recomputes it later.
         return self._evaluation if in_evaluation() else ForwardKind.SILENT
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 def _always() -> bool:

@@ -292,8 +292,7 @@ class ObservedModel:
 
         Those of the next step take their place where the backward is missing, as where the script skips a batch.
         """
-        outside, excluded = self._hooks.products.recomputed_outside, self._hooks.products.excluded
-        is_missing = self._hooks.products.misses_backwards
+        outside, is_missing = self._hooks.products.recomputed_outside, self._hooks.products.misses_backwards
         found = self._hooks.products.end_step()
         if found is not None:
             self._say_recomputed(outside)
@@ -309,7 +308,6 @@ class ObservedModel:
                     kept_by_sections(sections[name] for name in info.sections),
                     overrides.get(info.name, ""),
                     info.name in outside,
-                    info.name in excluded,
                 )
                 for info in self._results.layers.now
             }

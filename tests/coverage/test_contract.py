@@ -289,7 +289,7 @@ def test_one_that_is_never_judged_and_only_warns(tmp_path: Path, caplog: pytest.
 def test_a_change_is_judged_again(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError, match=r"^3: .*\n- fp8 >= 50%: it is 0 %") as caught:
         run(tmp_path, "fp8 >= 50%", off=(3,))
-    assert "fc fprop, dgrad, wgrad: 50.0 % in fp32: runs outside of te.autocast. To change that, run" in str(
+    assert "fc fprop, dgrad, wgrad: 50.0 % in fp32: runs inside te.autocast(enabled=False). To change that, run" in str(
         caught.value
     )
 

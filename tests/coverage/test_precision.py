@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,35 @@ def test_a_layer_without_features_is_looked_at_again_when_autocast_changes(tmp_p
     assert shown["fprop"].operands["activation"] == "FP32 -> FP8 E4M3"
     assert shown["dgrad"].operands["gradient"] == "FP32 -> FP8 E5M2 -> FP8 E4M3"
     assert not shown["fprop"].seen
+
+
+def toggled(folder: Path, regions: str, *, says_when: bool, config: Any = None) -> InspectSession:
+    """Train with a region a step: of FP8 (8), in enabled=False (0), or none (-); beside a layer in enabled=False."""
+    net = torch.nn.ModuleList([te.Linear(32, 32), te.Linear(32, 32)])
+    session = InspectSession(config, model=net, log_dir=folder, allow_unmatched=True)
+    session.start(eval_mode_counts=not says_when)
+    for region in regions:
+        with nullcontext() if region == "-" else te.autocast(enabled=region == "8"):
+            out = net[0](torch.randn(16, 32, requires_grad=True))
+        with te.autocast(enabled=False):
+            net[1](out).sum().backward()
+        session.step()
+    session.stop()
+    return session
+
+
+@pytest.mark.parametrize("layers", [["0"], ["nowhere"]], ids=["watched", "at rest"])
+@pytest.mark.parametrize("says_when", [True, False], ids=["front door", "loop"])
+@pytest.mark.parametrize("regions", ["000000", "888000", "808088", "888---", "88--88"])
+def test_a_region_that_excludes_a_layer_is_told_from_no_region(
+    regions: str, says_when: bool, layers: list[str], tmp_path: Path
+) -> None:
+    """In whatever step the script changes it; also by the first step in which it does."""
+    session = toggled(tmp_path, regions, says_when=says_when, config=statistics(layers=layers))
+    told = {"0": "runs inside te.autocast(enabled=False)", "-": "runs outside of te.autocast", "8": ""}
+    why = [{product.why for product in session.coverage(at=step) if product.layer == "0"} for step in range(6)]
+    assert why == [{told[region]} for region in regions]
+    assert {product.why for product in session.coverage() if product.layer == "1"} == {told["0"]}
 
 
 def test_the_summary_fits_into_80_columns(tmp_path: Path) -> None:
