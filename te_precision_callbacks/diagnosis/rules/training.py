@@ -1,4 +1,4 @@
-"""Rules on what the trainer logs: a loss that is inf or nan, a gradient norm that grows while the loss no longer falls."""
+"""Rules on what the trainer logs: a loss that is inf or nan, a gradient norm that grows without a falling loss."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FLAT, RISING = 0.01, 0.10
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
 _OF_TRAINING = frozenset({"loss", "train", "training", "total", "step", "epoch", "batch", "avg", "mean"})
-"""The words of a name that can only be that of the training's loss. A part of the loss, such as ``aux_loss``, may be nan
-where it has no value, and ``best_loss`` is inf at first."""
+"""The words of a name that can only be that of the training's loss. A part of the loss, such as ``aux_loss``, may be
+nan where it has no value, and ``best_loss`` is inf at first."""
 
 
 class _Point(NamedTuple):
