@@ -81,6 +81,16 @@ class LayerFacts:
         """Whether its weight needs no gradient."""
         return self.never.get("wgrad", NO_BACKWARD) != NO_BACKWARD
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward has reached it."""
+        return not self.low.union(self.reasons).isdisjoint(("dgrad", "wgrad"))
+
+    @property
+    def lacks_backward(self) -> bool:
+        """Whether its weight needs a gradient, and no backward has reached it."""
+        return self.never.get("wgrad") == NO_BACKWARD and not self.has_backward
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -445,6 +445,35 @@ def test_a_loss_that_is_nan_stops_the_training(tmp_path: Path, logs_before: bool
     assert diagnose(tmp_path) == running.findings
 
 
+class Detached(torch.nn.Module):
+    """Layers of Transformer Engine before a head that is none, with a detach() between them in most steps."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.layer, self.head = te.Linear(32, 32), torch.nn.Linear(32, 8)
+        self.step, self.every = 0, every
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self.layer(tensor)
+        self.step += 1
+        result: torch.Tensor = self.head(made.detach() if self.step % self.every else made)
+        return result
+
+
+@pytest.mark.parametrize(("every", "found"), [(99, ["dead-gradient"]), (5, [])], ids=["always", "four of five steps"])
+def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, every: int, found: list[str]) -> None:
+    net = Detached(every)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with InspectSession(model=net, log_dir=tmp_path) as session:
+        for _ in range(21):
+            net(torch.randn(16, 32)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    assert [finding.rule for finding in session.findings.wrong] == found
+    assert diagnose(tmp_path) == session.findings
+
+
 @pytest.mark.parametrize("forwards", [0, 1])
 def test_a_run_without_a_step_is_judged_by_its_forwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forwards: int

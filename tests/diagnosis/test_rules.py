@@ -283,6 +283,25 @@ def test_a_backward_that_never_comes(not_run: str, found: int) -> None:
     assert [finding.rule for finding in verdict] == ["dead-gradient"] * found
 
 
+@pytest.mark.parametrize(
+    ("lacking", "not_run", "found"),
+    [(20, "no backward has reached it", 20), (19, "no backward has reached it", 0), (20, "frozen weight", 0)],
+    ids=["all", "one had a backward", "frozen"],
+)
+@pytest.mark.parametrize("others", [True, False], ids=["a head learns", "no backward at all"])
+def test_a_backward_that_comes_to_no_layer_with_statistics(
+    lacking: int, not_run: str, found: int, others: bool
+) -> None:
+    """The head is none of Transformer Engine's, and the model's output is detached before it."""
+    step = {key: value for key, value in ordinary().items() if key[1] != "gradient"}
+    head = {"reason": "NOT_TE", "reason_ref": ""} if others else {"runs": "never"}
+    gone = {layer: {"runs": "never", "not_run": not_run} for layer in LAYERS[:lacking]}
+    verdict = judged([step] * 3, facts([*LAYERS, "head"], changed={"head": head, **gone}))
+    assert [len(finding.layers) for finding in verdict] == [found] * bool(others and found)
+    if lacking == 20 and not len(verdict):
+        assert why(verdict, "dead-gradient") == "no backward has reached a layer that has statistics"
+
+
 def test_growth_is_a_note_unless_something_is_lost() -> None:
     steps = [ordinary(b4_fc2_activation_cur_amax=4.0 * 2.0 ** (2 * step)) for step in range(6)]
     notes = [finding for finding in judged(steps, facts()) if finding.rule == "growth"]
