@@ -276,7 +276,8 @@ class InspectSession(Results):
         No other failure of a step is raised: it is reported once, and training goes on.
         """
         run = self._running("step()")
-        logging_step = _logging_step(logging_step)
+        if logging_step is not None:
+            logging_step = step_number("logging_step=", logging_step)
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
         records = run.step(logging_step)
@@ -298,7 +299,8 @@ class InspectSession(Results):
         Raises:
             OptionError: ``logging_step`` is no whole number from 0 on.
         """
-        logging_step = _logging_step(logging_step)
+        if logging_step is not None:
+            logging_step = step_number("logging_step=", logging_step)
         if self._run is not None and self._run.live:
             step = self._run.log(scalars, logging_step)
             if step is not None:
@@ -466,10 +468,6 @@ class InspectSession(Results):
                 f"{what}: the session is not running. Call start() first, or use 'with InspectSession(...)'."
             )
         return self._run
-
-
-def _logging_step(step: int | None) -> int | None:
-    return None if step is None else step_number("logging_step=", step)
 
 
 def _place_in_script() -> str:
