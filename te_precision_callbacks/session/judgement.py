@@ -82,7 +82,8 @@ class Judgement:
             own = results.coverage_at(iteration)
             shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
             results.coverage.put_of_ranks(shared)
-            self._shares_left = 0 if shared.has_backward else self._shares_left - 1
+            is_over = shared.has_backward or not self._ranks.are_together  # ranks that are apart share nothing again
+            self._shares_left = 0 if is_over else self._shares_left - 1
         if self._keeper is not None:
             keeper, changes = self._keeper, self._changes
             self._judge(iteration, lambda: keeper.end_step(results.coverage_at, changes, iteration, self._ranks))
