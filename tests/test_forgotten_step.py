@@ -74,35 +74,37 @@ def test_loops_that_step(
     assert said(caplog) == []
 
 
-def test_a_loop_that_steps_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = te.Linear(32, 32)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
-        for _ in range(5):
-            net(torch.ones(16, 32)).sum().backward()
-            optimizer.step()
-            session.step()
-            session.step()
-    assert [text.partition(":")[0] for text in caplog.messages if "twice" in text] == [
-        "step() is called twice after each step of the optimizer"
-    ]
-
-
-@pytest.mark.parametrize("trains", [(True,), (False,), (True, True, False), (True, False, False)], ids=str)
-def test_loops_that_do_not_step_twice(
-    trains: tuple[bool, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kinds", "twice"),
+    [
+        (("train", "nothing"), True),
+        (("train",), False),
+        (("train", "train", "nothing"), False),
+        (("train", "forward"), False),  # a rollout before each training
+        (("first net", "second net"), False),  # a GAN
+        (("micro-batch", "train"), False),
+    ],
+    ids=str,
+)
+def test_a_loop_that_steps_twice(
+    kinds: tuple[str, ...], twice: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step for each micro-batch, and one without training now and then, as where an optimizer skips it."""
-    net = te.Linear(32, 32)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
+    nets = torch.nn.ModuleList([te.Linear(32, 32), te.Linear(32, 32)])
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    with InspectSession(CONFIG, model=nets, log_dir=tmp_path) as session:
         for batch in range(12):
-            if trains[batch % len(trains)]:
-                net(torch.ones(16, 32)).sum().backward()
-            if batch % 2:
-                optimizer.step()
+            kind = kinds[batch % len(kinds)]
+            if kind != "nothing":
+                which = kind == "second net"
+                with te.autocast():
+                    out = nets[which](torch.ones(16, 32))
+                if kind != "forward":
+                    out.sum().backward()
+                if kind in ("train", "first net", "second net"):
+                    optimizers[which].step()
             session.step()
-    assert not [text for text in caplog.messages if "twice" in text]
+    said = [text.partition(":")[0] for text in caplog.messages if "twice" in text]
+    assert said == ["step() is called twice after each step of the optimizer"] * twice
 
 
 def test_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

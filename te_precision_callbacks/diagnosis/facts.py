@@ -82,14 +82,9 @@ class LayerFacts:
         return self.never.get("wgrad", NO_BACKWARD) != NO_BACKWARD
 
     @property
-    def has_backward(self) -> bool:
-        """Whether a backward has reached it."""
-        return not self.low.union(self.reasons).isdisjoint(("dgrad", "wgrad"))
-
-    @property
     def lacks_backward(self) -> bool:
         """Whether its weight needs a gradient, and no backward has reached it."""
-        return self.never.get("wgrad") == NO_BACKWARD and not self.has_backward
+        return self.never.get("wgrad") == NO_BACKWARD
 
 
 @dataclass(frozen=True)

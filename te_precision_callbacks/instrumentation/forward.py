@@ -217,6 +217,11 @@ class ForwardHooks:
             notes.report_quantized_input(module)
         return wanted
 
+    @property
+    def has_entered_regions(self) -> bool:
+        """Whether the iteration has entered a region of ``te.autocast``."""
+        return self._regions.has_entered
+
     def keep(self) -> None:
         """End observation, but keep the features that change precision, until :meth:`remove`."""
         self._classify.kept = True

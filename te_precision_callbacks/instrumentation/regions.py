@@ -44,6 +44,11 @@ class AutocastRegions:
 
         return autocast_enter
 
+    @property
+    def has_entered(self) -> bool:
+        """Whether the step that runs has entered a region."""
+        return self._entered != 0
+
     def end_step(self) -> bool:
         """Whether the step that ends has entered other regions than the step before it."""
         before, self._before, self._entered = self._before, self._entered, 0

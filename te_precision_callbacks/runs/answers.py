@@ -76,7 +76,7 @@ def not_measured_in_words(run: RecordedRun) -> list[str]:
 
 def is_loss(name: str) -> bool:
     """Whether a number of the trainer is a loss by its name: ``loss``, ``train/loss``; not ``loss_scale``."""
-    words = re.split(r"[/._]", name.lower())
+    words = re.split(r"[/._\s-]", name.lower())
     return "loss" in words and "scale" not in words
 
 

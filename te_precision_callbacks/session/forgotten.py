@@ -20,7 +20,7 @@ from te_precision_callbacks.session.loop import Loop
 logger = logging.getLogger(__name__)
 
 _TWICE = (True, False) * 3
-"""Whether something was trained in each of the last iterations, of a loop that calls ``step()`` twice each time."""
+"""Whether something ran in each of the last iterations, of a loop that calls ``step()`` twice each time."""
 
 MOST_OPTIMIZER_STEPS = 10
 """The number of steps of one optimizer in one debug iteration at which the loop has probably forgotten to step."""
@@ -40,16 +40,6 @@ _REMEDY = "Call step() of the session after each step of the optimizer."
 def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
     """Whether all modules are in evaluation mode; False where there are none."""
     return bool(modules) and not any(named.module.training for named in modules)
-
-
-def _trained(modules: Sequence[NamedModule]) -> tuple[int, ...] | None:
-    """What every backward and every optimizer step changes: the versions of a parameter and of its gradient; None
-    without a parameter that is trained."""
-    for parameter in (parameter for named in modules for parameter in named.module.parameters()):
-        if parameter.requires_grad and parameter.is_leaf and not parameter.is_inference():
-            gradient = parameter.grad
-            return id(parameter), parameter._version, *(() if gradient is None else (id(gradient), gradient._version))
-    return None
 
 
 class ForgottenSteps:
@@ -78,19 +68,19 @@ class ForgottenSteps:
         self._is_of_model = is_of_model
         self._iteration = iteration
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._state: tuple[int, ...] | None = None
-        self._has_trained: deque[bool] = deque(maxlen=len(_TWICE))
+        self._was_busy: deque[bool] = deque(maxlen=len(_TWICE))
 
     @property
     def has_trained(self) -> bool:
         """Whether an optimizer of the model has stepped since the last ``step()``."""
         return any(self._is_of_model(optimizer) for optimizer in list(self._steps))
 
-    def end_step(self, modules: Sequence[NamedModule]) -> None:
+    def end_step(self, modules: Sequence[NamedModule], *, in_regions: bool) -> None:
         """Note that a debug iteration has ended; warn after the first one if the model is trained in evaluation mode.
 
         Args:
             modules: the modules that are observed.
+            in_regions: whether the iteration has entered a region of ``te.autocast``.
         """
         if not self.has_stepped and is_in_evaluation(modules) and self.has_trained and own_rank() == 0:
             logger.warning(
@@ -99,19 +89,18 @@ class ForgottenSteps:
                 " training, or ignore this warning if the layers are meant to stay so.",
                 in_sentence(*(named.name for named in modules), most=2),
             )
+        if not self._loop.trainer_steps and own_rank() == 0:
+            self._look_for_second_steps(is_busy=in_regions or bool(self._steps))
         self.has_stepped = True
         self._steps.clear()
-        if not self._loop.trainer_steps and own_rank() == 0:
-            self._look_for_second_steps(modules)
 
-    def _look_for_second_steps(self, modules: Sequence[NamedModule]) -> None:
-        former, self._state = self._state, _trained(modules)
-        self._has_trained.append(self._state != former)
-        if self._state and tuple(self._has_trained) == _TWICE and self._notices.first("stepped twice"):
+    def _look_for_second_steps(self, *, is_busy: bool) -> None:
+        self._was_busy.append(is_busy)
+        if tuple(self._was_busy) == _TWICE and self._notices.first("stepped twice"):
             logger.warning(
                 "step() is called twice after each step of the optimizer: every second debug iteration holds nothing,"
-                " so iterations and schedules count double. Call it once. (Nothing has changed the model's weights or"
-                " gradients in %d of the last %d iterations.)",
+                " so iterations and schedules count double. Call it once. (%d of the last %d iterations had no"
+                " te.autocast and no step of an optimizer.)",
                 len(_TWICE) // 2,
                 len(_TWICE),
             )

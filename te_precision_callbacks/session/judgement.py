@@ -17,7 +17,8 @@ from te_precision_callbacks.session.results import Results, RunResults
 
 
 class Judgement:
-    """Shares the products of the first step that has a backward with the other ranks, and judges the contract.
+    """Shares the products of the first steps with the other ranks, until all have had a backward, and judges the
+    contract.
 
     Args:
         options: the session's options.
@@ -82,7 +83,8 @@ class Judgement:
             own = results.coverage_at(iteration)
             shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
             results.coverage.put_of_ranks(shared)
-            is_over = shared.has_backward or not self._ranks.are_together  # ranks that are apart share nothing again
+            is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step"))
+            is_over = is_over or not self._ranks.are_together  # ranks that are apart share nothing again
             self._shares_left = 0 if is_over else self._shares_left - 1
         if self._keeper is not None:
             keeper, changes = self._keeper, self._changes

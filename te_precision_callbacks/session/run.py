@@ -322,7 +322,7 @@ class Run:
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
         self._profiling.end(ending.iteration)
-        self._forgotten.end_step(self.model.layers.modules)
+        self._forgotten.end_step(self.model.layers.modules, in_regions=self.hooks.has_entered_regions)
         self.inspector.report_events()
         self.model.say_refused()
         self.model.note_order()

@@ -18,10 +18,6 @@ from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, loses, most_
 DEAD_STEPS = 3
 """Due steps in a row in which a gradient is 0."""
 
-UNREACHED = 10
-"""Iterations in which no backward reaches any layer with statistics: a generator that is trained in every fifth step
-has had one by then, or its weights have changed."""
-
 ZEROS, ZEROS_STEPS = 7.0, 3
 """Percent of the elements of a weight's gradient that are 0, and due steps in a row."""
 
@@ -37,20 +33,12 @@ class DeadGradient(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(DEAD_STEPS)
-        self._reached: set[str] = set()
         self._lacks_backward = False
-        self._lacks_since: int | None = None
-        self._weights: Column | None = None
-
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
-        self._reached |= {name for name, layer in facts.layers.items() if layer.has_backward}
-        yield from ()
 
     @property
     def why_not(self) -> str:
         """As of :class:`Judge`."""
-        lacks = "no backward has reached a layer that has statistics" if self._lacks_backward else ""
+        lacks = "no backward has reached a layer with statistics in a due step" if self._lacks_backward else ""
         return super().why_not or lacks
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
@@ -58,20 +46,16 @@ class DeadGradient(Judge):
         gradient = numbers.one("cur_amax", "gradient")
         activation = numbers.one("cur_amax", "activation")
         if gradient is None:
-            if activation is not None:
-                yield from self._without_gradients(numbers, facts, activation)
+            names = () if activation is None else numbers.names_of(activation)
+            self._lacks_backward = any(name in facts.layers and facts.layers[name].lacks_backward for name in names)
             return
         self.saw(numbers.iteration)
-        self._reached.update(numbers.names_of(gradient))  # the facts of a live run may come late
         if activation is None:
             works = np.ones(len(gradient.layers), bool)
         else:
             active = activation.layers[activation.values != 0]
             works = np.isin(gradient.layers, active) | ~np.isin(gradient.layers, activation.layers)
-            names = numbers.names_of(activation)
-            learns = np.array([name in facts.layers and not facts.layers[name].is_frozen for name in names])
-            absent = ~np.isin(activation.layers, gradient.layers) & learns
-            yield from self._that_never_come(numbers, facts, activation, absent)
+            yield from self._that_never_come(numbers, facts, activation, gradient)
         lost = numbers.one(
             "nonfinite_num", "gradient"
         )  # amax leaves out inf and nan, and is 0 if nothing else is there
@@ -81,40 +65,14 @@ class DeadGradient(Judge):
             numbers, facts, gradient, (gradient.values == 0) & works, "all elements are 0", key="zero"
         )
 
-    def _without_gradients(self, numbers: StepNumbers, facts: Facts, activation: Column) -> Iterator[Sighting]:
-        """Judge a step without any gradient: layers that no backward has reached in the run, though others have one."""
-        names = numbers.names_of(activation)
-        self._lacks_backward = self._reached.isdisjoint(names)
-        lacks = np.array([name in facts.layers and facts.layers[name].lacks_backward for name in names])
-        lacks &= ~self._have_changed(numbers, activation)
-        if not (self._lacks_backward and self._reached and lacks.any()):
-            return
-        self._lacks_since = numbers.iteration if self._lacks_since is None else self._lacks_since
-        lasts = numbers.iteration - self._lacks_since >= UNREACHED
-        if lasts:
-            self.saw(numbers.iteration)
-        yield from self._that_never_come(numbers, facts, activation, lacks, tells=lacks & lasts)
-
-    def _have_changed(self, numbers: StepNumbers, activation: Column) -> npt.NDArray[np.bool_]:
-        """[layers of the column]: whether the weight is another one than in the last due step, so that it learns."""
-        before, self._weights = self._weights, numbers.one("std", "weight")
-        if before is None or self._weights is None:
-            return np.zeros(len(activation.layers), bool)
-        old, new = (column.at(activation.layers, np.nan) for column in (before, self._weights))
-        changed: npt.NDArray[np.bool_] = (old != new) & np.isfinite(old) & np.isfinite(new)
-        return changed
-
     def _that_never_come(
-        self,
-        numbers: StepNumbers,
-        facts: Facts,
-        activation: Column,
-        absent: npt.NDArray[np.bool_],
-        tells: npt.NDArray[np.bool_] | None = None,
+        self, numbers: StepNumbers, facts: Facts, activation: Column, gradient: Column
     ) -> Iterator[Sighting]:
-        absent = absent & (activation.values != 0)
+        names = numbers.names_of(activation)
+        learns = np.array([name in facts.layers and not facts.layers[name].is_frozen for name in names])
+        absent = ~np.isin(activation.layers, gradient.layers) & (activation.values != 0) & learns
         for sighting in self._streaks.sightings(
-            numbers, facts, activation, absent, "no backward reaches the layer", tells=tells, key="absent"
+            numbers, facts, activation, absent, "no backward reaches the layer", key="absent"
         ):
             yield sighting._replace(tensor="gradient")
 
@@ -221,12 +179,11 @@ RULES = (
         collect="LogTensorStats with tensors: [activation, gradient] and stats: [cur_amax], or no config at all",
         condition=(
             f"the gradient of a layer is 0, or no backward reaches it although it has a weight to train, in"
-            f" {DEAD_STEPS} due steps in a row in which its activation is not 0. If no layer with statistics has a"
-            f" gradient, but others have one: if that lasts {UNREACHED} iterations, and the weight stays the same"
+            f" {DEAD_STEPS} due steps in a row in which its activation is not 0"
         ),
         silent=(
             "the first steps of LoRA and of layers that begin at 0, experts without tokens, frozen layers, gradients"
-            " with inf or nan; a run without any backward"
+            " with inf or nan"
         ),
         severity="warning",
         source="arithmetic; the number of steps is ours",

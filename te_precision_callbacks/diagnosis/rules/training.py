@@ -28,9 +28,9 @@ FLAT, RISING = 0.01, 0.10
 
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
-_OF_TRAINING = frozenset({"loss", "train", "training", "total", "step", "epoch", "batch", "avg", "mean"})
+_OF_TRAINING = frozenset({"loss", "train", "training", "total", "step", "batch"})
 """The words of a name that can only be that of the training's loss. A part of the loss, such as ``aux_loss``, may be
-nan where it has no value, and ``best_loss`` is inf at first."""
+nan where it has no value, the mean of an epoch until the epoch ends, and ``best_loss`` is inf at first."""
 
 
 class _Point(NamedTuple):
@@ -127,7 +127,7 @@ class GradientNorm(Judge):
 
 
 def _words(name: str) -> set[str]:
-    return set(re.split(r"[/._]", name.lower()))
+    return set(re.split(r"[/._\s-]", name.lower()))
 
 
 RULES = (
