@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 import torch.distributed
 from typing_extensions import TypedDict, get_type_hints
 
 from te_precision_callbacks.base.debug_values import DebugValue, parse_debug
 from te_precision_callbacks.base.errors import MissingExtraError, OptionError
+from te_precision_callbacks.base.spans import whole_number
 from te_precision_callbacks.base.vocabulary import LayerNames, Observe
 from te_precision_callbacks.config.byte_sizes import size_in_bytes
 from te_precision_callbacks.config.contract import Contract, ContractSource, OnBroken, read_contract
@@ -127,11 +126,8 @@ def step_number(what: str, step: object) -> int:
     Raises:
         OptionError: it is no whole number, or below 0.
     """
-    number = -1
-    if isinstance(step, SupportsIndex) and not isinstance(step, bool):
-        with suppress(TypeError):  # a tensor or an array that is none
-            number = operator.index(step)
-    if number < 0:
+    number = whole_number(step)
+    if number is None or number < 0:
         raise OptionError(f"{what} must be a whole number >= 0, not {step!r}.")
     return number
 

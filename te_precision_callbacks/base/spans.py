@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex, TypeVar
 
@@ -14,6 +15,16 @@ class IterationError(PrecisionDebugError, LookupError):
     """The requested iteration has not run."""
 
 
+def whole_number(value: object) -> int | None:
+    """A whole number of Python or numpy as an int, such as an iteration; None for anything else, and for True and False."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # a tensor or an array that is none
+        return None
+
+
 class Iterations:
     """The debug iterations that have run under a session."""
 
@@ -21,9 +32,8 @@ class Iterations:
         self._ran: list[list[int]] = []  # first and last of each span
 
     def __contains__(self, iteration: object) -> bool:
-        if isinstance(iteration, bool) or not isinstance(iteration, SupportsIndex):
-            return False
-        return any(first <= iteration.__index__() <= last for first, last in self._ran)
+        number = whole_number(iteration)
+        return number is not None and any(first <= number <= last for first, last in self._ran)
 
     @property
     def first(self) -> int | None:

@@ -289,10 +289,10 @@ class Facts:
 
     @property
     def has_run(self) -> bool:
-        """Whether something has run: a forward of a layer, or a step of an optimizer."""
+        """Whether something has run of a model with layers: a forward of one, or a step of an optimizer."""
         layers = self.layers.values()
         stepped = self.settings is not None and (self.settings.loss_is_scaled or self.settings.adds_eps is not None)
-        return stepped or any(layer.low or layer.reasons or layer.forward is not None for layer in layers)
+        return any(stepped or layer.low or layer.reasons or layer.forward is not None for layer in layers)
 
     @property
     def has_delayed_scaling(self) -> bool:

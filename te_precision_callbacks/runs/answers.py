@@ -74,9 +74,14 @@ def not_measured_in_words(run: RecordedRun) -> list[str]:
     return lines
 
 
+def words_of(name: str) -> set[str]:
+    """The words of the name of a number of the trainer, in small letters."""
+    return set(re.split(r"[/._\s-]", name.lower()))
+
+
 def is_loss(name: str) -> bool:
     """Whether a number of the trainer is a loss by its name: ``loss``, ``train/loss``; not ``loss_scale``."""
-    words = re.split(r"[/._\s-]", name.lower())
+    words = words_of(name)
     return "loss" in words and "scale" not in words
 
 

@@ -16,7 +16,7 @@ class LossScaling(Judge):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         settings = facts.settings
-        if settings is None or not facts.layers or not facts.has_run:
+        if settings is None or not facts.has_run:
             return
         self.judged = True
         if settings.loss_is_scaled and not settings.float16 and not _has_float16(facts):
@@ -44,7 +44,7 @@ class AmaxReduction(Judge):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         settings = facts.settings
-        if settings is None or not facts.layers or not facts.has_run:
+        if settings is None or not facts.has_run:
             return
         self.applies = settings.ranks > 1 and facts.has_delayed_scaling
         self.judged = bool(self.applies and settings.amaxes)
@@ -73,7 +73,7 @@ class IgnoredArgument(Judge):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         settings = facts.settings
-        if settings is None or not facts.layers or not facts.has_run:
+        if settings is None or not facts.has_run:
             return
         self.judged = True
         for row in settings.ignored:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.runs.answers import is_loss, loss_first
+from te_precision_callbacks.runs.answers import is_loss, loss_first, words_of
 
 WINDOW, OF_MEAN, MEANS = 30, 8, (1, 8, 64, 512)
 """Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
@@ -54,7 +53,7 @@ class NonfiniteLoss(Judge):
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        losses = [name for name in values if is_loss(name) and _words(name) <= _OF_TRAINING]
+        losses = [name for name in values if is_loss(name) and words_of(name) <= _OF_TRAINING]
         if losses:
             self.saw(iteration)
         for name in loss_first(losses):
@@ -76,10 +75,10 @@ class GradientNorm(Judge):
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        losses = [name for name in values if is_loss(name) and _OF_EVALUATION.isdisjoint(_words(name))]
+        losses = [name for name in values if is_loss(name) and _OF_EVALUATION.isdisjoint(words_of(name))]
         if losses:
             self._loss = values[loss_first(losses)[0]]
-        norms = [name for name in values if {"grad", "norm"} <= _words(name) or "gradnorm" in _words(name)]
+        norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
         if not norms:
             return
         name = min(norms, key=lambda name: (name != "grad_norm", len(name), name))
@@ -124,10 +123,6 @@ class GradientNorm(Judge):
             f" loss has changed by {100 * change:+.2g} %"
         )
         yield Sighting((), "", "", seen, window[0].iteration, severity)
-
-
-def _words(name: str) -> set[str]:
-    return set(re.split(r"[/._\s-]", name.lower()))
 
 
 RULES = (

@@ -37,6 +37,7 @@ class LossCurves(NamedTuple):
         window: the steps of the running median.
         smooth_a, smooth_b: [n], as running medians; nan from where either is lost.
         relative: [n]: (b - a) / |a| of these; nan where either is no number.
+        lost_a, lost_b: where each is lost; None where it is not.
     """
 
     name: str
@@ -48,6 +49,8 @@ class LossCurves(NamedTuple):
     smooth_a: Floats
     smooth_b: Floats
     relative: Floats
+    lost_a: LostLoss | None
+    lost_b: LostLoss | None
 
 
 def loss_curves(a: Side, b: Side) -> LossCurves | None:
@@ -64,11 +67,12 @@ def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
     iterations, ours, theirs = _common(a, b, name)
     if not len(iterations):
         return None
-    since = [lost.since for side in (a, b) if (lost := _lost(side, name)) is not None]
+    lost = _lost(a, name), _lost(b, name)
+    since = [each.since for each in lost if each is not None]
     steps = int(np.searchsorted(iterations, min(since))) if since else len(iterations)
     window = min(max(_LEAST_WINDOW, steps // _PARTS_OF_WINDOW), steps)
     x, y = (_smooth(values, steps, window) for values in (ours, theirs))
-    return LossCurves(name.statistic, iterations, ours, theirs, steps, window, x, y, _relative(x, y))
+    return LossCurves(name.statistic, iterations, ours, theirs, steps, window, x, y, _relative(x, y), *lost)
 
 
 def _lost(side: Side, name: Subject) -> LostLoss | None:
@@ -114,8 +118,8 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
         _yardsticks(difference, *shares),
         _spike(curves, [found for side in noise if (found := _curves(a, side, name)) is not None]),
         (_precision(shares[0]), _precision(shares[1])),
-        _lost(a, name),
-        _lost(b, name),
+        curves.lost_a,
+        curves.lost_b,
     )
 
 
