@@ -16,7 +16,7 @@ class IterationError(PrecisionDebugError, LookupError):
 
 
 def whole_number(value: object) -> int | None:
-    """A whole number of Python or numpy as an int, such as an iteration; None for anything else, and for True and False."""
+    """A whole number of Python or numpy as an int, such as an iteration; None for anything else, True and False too."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
