@@ -372,7 +372,7 @@ def test_a_callback_can_be_pickled_and_a_model_copied_while_it_trains(tmp_path: 
 def test_a_second_callback_of_a_trainer_is_named_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = (PrecisionDebugTrainerCallback(statistics()) for _ in range(2))
     trainer(arguments(tmp_path, max_steps=1), first, second).train()
-    # Transformers warns as well, of every second callback of a class, and its log reaches the root logger where CI is set.
+    # Transformers warns of every second callback of a class as well; its log reaches the root logger where CI is set.
     said = [record.getMessage() for record in caplog.records if record.name.startswith("te_precision_callbacks")]
     assert [text for text in said if "PrecisionDebugTrainerCallback" in text] == [
         "The trainer has several PrecisionDebugTrainerCallback. The first one observes the training, and the others do"
