@@ -43,6 +43,9 @@ StepOn = Literal["optimizer_step", "batch"]
 StatisticsLogRanks = Literal["rank0", "all", "off"]
 """The ranks that write statistics that are reduced over ranks into their statistics log."""
 
+StatisticsLogValue = StatisticsLogRanks | bool | int | str
+"""What ``statistics_log=`` takes: of bool False alone, as which YAML reads ``off``."""
+
 
 class LogChoice(NamedTuple):
     """What ``statistics_log=`` says.
@@ -57,15 +60,15 @@ class LogChoice(NamedTuple):
 
 
 def read_statistics_log(statistics_log: object) -> LogChoice:
-    """The value of ``statistics_log=``: ranks, a size, or both, such as ``"rank0, 4GiB"``.
+    """The value of ``statistics_log=``: ranks, a size, or both, such as ``"rank0, 4GiB"``; False for ``"off"``.
 
     Raises:
         OptionError: it is none.
     """
     ranks: list[StatisticsLogRanks] = []
     limits: list[int] = []
-    for word in statistics_log.split(",") if isinstance(statistics_log, str) else ():
-        word = word.strip()
+    text = "off" if statistics_log is False else statistics_log
+    for word in map(str.strip, text.split(",")) if isinstance(text, str) else [text]:
         if word in get_args(StatisticsLogRanks):
             ranks.append(cast(StatisticsLogRanks, word))
         elif word == "unlimited":
@@ -141,7 +144,7 @@ class SessionKeywords(TypedDict, total=False):
     sinks: Sequence[Sink]
     process_group: torch.distributed.ProcessGroup | None
     reduce: bool
-    statistics_log: StatisticsLogRanks | str
+    statistics_log: StatisticsLogValue
     records: Records
     report: bool
     start_step: int | None
@@ -205,12 +208,12 @@ class SessionOptions:
         reduce: False keeps the statistics of each rank, without a collective.
         statistics_log: which ranks write the statistics log. ``"rank0"``: the first of the ranks that reduce together,
             which all have the same numbers, writes all numbers; the others write only their own. ``"all"``: each rank,
-            also its lines in nvidia-dlfw-inspect's log of events. ``"off"``: none. A size, such as ``"4GiB"`` or
-            ``"rank0, 4GiB"``, is the most that a rank's log grows to, by default 1 GiB: its older half is dropped when
-            it is full. ``"rank0, unlimited"`` sets no limit.
+            also its lines in nvidia-dlfw-inspect's log of events. ``"off"`` or False: none. A size, such as ``"4GiB"``,
+            a number of bytes, or ``"rank0, 4GiB"``, is the most that a rank's log grows to, by default 1 GiB: its older
+            half is dropped when it is full. ``"rank0, unlimited"`` sets no limit.
         records: whether the run is recorded in ``<log_dir>/precision_records``: ``"on"`` or True, ``"off"`` or False,
-            or a size of at least 1 MiB such as ``"64GiB"``, the most that a rank records of a run, whose old steps are
-            then thinned; ``"on"`` means 16 GiB. See docs/records.md.
+            or a size of at least 1 MiB such as ``"64GiB"`` or a number of bytes, the most that a rank records of a run,
+            whose old steps are then thinned; ``"on"`` means 16 GiB. See docs/records.md.
         report: whether the page of the run is written to ``<log_dir>/report.html`` when it has ended without an error,
             and attached to Weights & Biases; other loggers get its path. See docs/report.md.
         start_step: the debug iteration at start. None: 0, or the resumed step.
@@ -262,7 +265,7 @@ class SessionOptions:
     sinks: tuple[Sink, ...] = ()
     process_group: torch.distributed.ProcessGroup | None = None
     reduce: bool = True
-    statistics_log: StatisticsLogRanks | str = "rank0"
+    statistics_log: StatisticsLogValue = "rank0"
     records: Records = "on"
     report: bool = False
     start_step: int | None = None

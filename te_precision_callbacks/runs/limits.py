@@ -11,8 +11,8 @@ DEFAULT_LIMIT = 16 << 30
 LEAST_LIMIT = 1 << 20
 """The smallest limit: the parts of a run are thinned one by one, and those of a smaller limit would be too small."""
 
-Records = bool | str
-"""``"on"`` or True, ``"off"`` or False, or a size such as ``"64GiB"``."""
+Records = bool | int | str
+"""``"on"`` or True, ``"off"`` or False, or a size such as ``"64GiB"``, or a number of bytes."""
 
 
 def record_limit(records: object) -> int:
@@ -26,19 +26,18 @@ def record_limit(records: object) -> int:
     """
     if isinstance(records, bool):
         return DEFAULT_LIMIT if records else 0
-    if isinstance(records, str):
-        word = records.strip().lower()
-        if word in ("on", "off"):
-            return DEFAULT_LIMIT if word == "on" else 0
-        try:
-            limit = size_in_bytes(records)
-        except ValueError:
-            limit = 0
-        if limit >= LEAST_LIMIT:
-            return limit
-        if limit:
-            raise OptionError(
-                f"records={records!r} leaves {limit:,} bytes for a run, which is too little to keep anything. Give a"
-                " size of at least 1MiB, such as '64GiB', or 'off'."
-            )
+    word = records.strip().lower() if isinstance(records, str) else ""
+    if word in ("on", "off"):
+        return DEFAULT_LIMIT if word == "on" else 0
+    try:
+        limit = size_in_bytes(records)
+    except ValueError:
+        limit = 0
+    if limit >= LEAST_LIMIT:
+        return limit
+    if limit:
+        raise OptionError(
+            f"records={records!r} leaves {limit:,} bytes for a run, which is too little to keep anything. Give a"
+            " size of at least 1MiB, such as '64GiB', or 'off'."
+        )
     raise OptionError(f"records= must be 'on' or True, 'off' or False, or a size such as '64GiB', not {records!r}.")

@@ -17,6 +17,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.contract import ContractSource
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.diagnosis.reaction import OnFinding
+from te_precision_callbacks.options import StatisticsLogValue
 from te_precision_callbacks.runs.limits import Records
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.transformers.arguments import parse_options
@@ -65,7 +66,7 @@ class Trainer(transformers.Trainer):
         te_precision_config: ConfigSource = None,
         te_precision_require: ContractSource = None,
         te_precision_records: Records | None = None,
-        te_precision_statistics_log: str | None = None,
+        te_precision_statistics_log: StatisticsLogValue | None = None,
         te_precision_on_finding: OnFinding | None = None,
         te_precision_report: bool | None = None,
         **keywords: Any,

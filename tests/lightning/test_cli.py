@@ -15,7 +15,9 @@ from transformer_engine.debug.features.api import TEConfigAPIMapper
 
 from te_precision_callbacks import PrecisionDebugCallback
 from te_precision_callbacks.config.contract import read_contract
-from te_precision_callbacks.options import SessionKeywords, SessionOptions
+from te_precision_callbacks.options import LogChoice, SessionKeywords, SessionOptions, read_statistics_log
+from te_precision_callbacks.runs.limits import record_limit
+from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT
 from tests.conftest import Keeper, statistics
 from tests.lightning.models import Plain, loader, logged_lines
 
@@ -143,6 +145,25 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
     assert list(made.log_filter) == ["*/net.0/*"]  # type: ignore[arg-type]
     assert made.debug == ("activation_overflow",)
     assert callback._step_on == "batch"
+
+
+def test_the_words_of_yaml_and_plain_numbers_of_bytes(tmp_path: Path) -> None:
+    """YAML 1.1 reads ``off`` as False."""
+    for written, log, recorded in (
+        ("{statistics_log: off, records: off}", LogChoice("off", DEFAULT_LIMIT), 0),
+        ("{statistics_log: 4194304, records: 2097152}", LogChoice("rank0", 4 << 20), 2 << 20),
+    ):
+        (tmp_path / "trainer.yaml").write_text(
+            f"trainer: {{accelerator: cpu, logger: false, default_root_dir: '{tmp_path}', callbacks:"
+            f" [{{class_path: te_precision_callbacks.PrecisionDebugCallback, init_args: {written}}}]}}"
+        )
+        arguments = ["--config", str(tmp_path / "trainer.yaml")]
+        cli = LightningCLI(
+            Plain, Data, args=arguments, run=False, save_config_callback=None, seed_everything_default=False
+        )
+        (callback,) = (found for found in cli.trainer.callbacks if isinstance(found, PrecisionDebugCallback))
+        made = callback._options
+        assert (read_statistics_log(made.statistics_log), record_limit(made.records)) == (log, recorded), written
 
 
 def test_a_list_of_one_may_be_its_entry(tmp_path: Path) -> None:

@@ -592,20 +592,21 @@ def test_a_rank_that_has_nothing_of_its_own_writes_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("given", "limit"), [("on", DEFAULT_LIMIT), (True, DEFAULT_LIMIT), ("off", 0), (False, 0),
-                                               ("64GiB", 64 << 30), ("1MiB", 1 << 20)])  # fmt: skip
+                                               ("64GiB", 64 << 30), ("1MiB", 1 << 20),
+                                               ("2097152", 2 << 20), (2097152, 2 << 20)])  # fmt: skip
 def test_the_option(given: object, limit: int) -> None:
     assert record_limit(given) == limit
 
 
-@pytest.mark.parametrize("given", ["maybe", 3, None, "0GB"])
+@pytest.mark.parametrize("given", ["maybe", 3.5, None, "0GB", 0])
 def test_another_option(given: object) -> None:
     with pytest.raises(OptionError, match="records= must be 'on' or True, 'off' or False, or a size"):
         record_limit(given)
 
 
-@pytest.mark.parametrize("given", ["10", "64kB", "1023KiB"])
-def test_a_limit_in_which_nothing_has_room(given: str) -> None:
-    with pytest.raises(OptionError, match=rf"records='{given}' leaves [\d,]+ bytes .* at least 1MiB"):
+@pytest.mark.parametrize("given", ["10", 10, "64kB", "1023KiB"])
+def test_a_limit_in_which_nothing_has_room(given: object) -> None:
+    with pytest.raises(OptionError, match=rf"records={given!r} leaves [\d,]+ bytes .* at least 1MiB"):
         record_limit(given)
 
 

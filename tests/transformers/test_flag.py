@@ -20,7 +20,9 @@ from transformers.debug_utils import DebugOption
 from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.debug_options import UnknownDebugOptionError
+from te_precision_callbacks.options import read_statistics_log
 from te_precision_callbacks.overflow import ActivationOverflowError
+from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.session import SessionError
 from te_precision_callbacks.transformers import PrecisionDebugOption, Trainer, TrainingArguments
 from te_precision_callbacks.transformers.closing import DataParallelError
@@ -186,6 +188,22 @@ def test_the_statistics_log_on_the_command_line(tmp_path: Path) -> None:
     args = arguments(tmp_path, TrainingArguments, debug="te_precision", te_precision_statistics_log="all")
     trainer(args, model=llama(), kind=Trainer, te_precision_statistics_log="off").train()
     assert not list(tmp_path.rglob("nvdlfw_inspect_statistics_logs"))
+
+
+def test_the_words_of_yaml_and_plain_numbers_of_bytes(tmp_path: Path) -> None:
+    """A file of arguments: YAML 1.1 reads ``off`` as False."""
+    (tmp_path / "args.yaml").write_text(
+        "{output_dir: run, use_cpu: true, debug: te_precision, te_precision_statistics_log: off,"
+        " te_precision_records: 2097152}"
+    )
+    (args,) = HfArgumentParser(TrainingArguments).parse_yaml_file(tmp_path / "args.yaml")  # type: ignore[arg-type]
+    (callback,) = (
+        found
+        for found in trainer(args, kind=Trainer).callback_handler.callbacks
+        if isinstance(found, PrecisionDebugTrainerCallback)
+    )
+    assert read_statistics_log(callback._options.statistics_log).ranks == "off"
+    assert record_limit(callback._options.records) == 2 << 20
 
 
 def test_a_reaction_on_the_command_line(tmp_path: Path) -> None:
