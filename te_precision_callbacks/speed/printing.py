@@ -17,7 +17,7 @@ from te_precision_callbacks.speed.estimate import StepSpeed
 from te_precision_callbacks.speed.expected import CallPlan, ProductTime, Total, alike, total
 from te_precision_callbacks.speed.memory.printing import show_rows
 from te_precision_callbacks.speed.run_speed import RunSpeed
-from te_precision_callbacks.speed.trace import describe
+from te_precision_callbacks.speed.trace import show as show_measured
 from te_precision_callbacks.speed.waterfall import Waterfall
 
 _MOST_ROWS = 60
@@ -109,7 +109,7 @@ def show_run(known: RunSpeed) -> None:
     if known.measured is not None:
         terminal.show_text("")
         terminal.show_text("Measured in the trace")
-        terminal.show_as_it_is(describe(known.measured))
+        show_measured(known.measured)
     if known.memory:
         terminal.show_text("")
         terminal.show_text("Memory of the layers of a rank, and what they save for the backward")

@@ -27,7 +27,7 @@ from te_precision_callbacks.speed.expected import ProductTime
 from te_precision_callbacks.speed.memory.rows import MemoryRow, by_kind, total
 from te_precision_callbacks.speed.recorded import Step, device_of_run, memory_of_step, step_of_run
 from te_precision_callbacks.speed.trace import MeasuredStep, TraceError, measure, read_trace
-from te_precision_callbacks.speed.trace.describing import as_json as measured_as_json
+from te_precision_callbacks.speed.trace import as_json as measured_as_json
 
 _GEMMS = ("gemm", "convolution")
 

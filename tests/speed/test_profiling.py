@@ -26,7 +26,7 @@ from te_precision_callbacks.runs import list_runs, open_run, traces_of
 from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session import profiling as profiling_module
-from te_precision_callbacks.speed.trace import describe, measure, read_trace
+from te_precision_callbacks.speed.trace import measure, read_trace, show
 from te_precision_callbacks.speed.trace.assigning import assign
 from te_precision_callbacks.speed.trace.calls import Call, calls_of
 from te_precision_callbacks.speed.trace.contexts import contexts_of
@@ -134,7 +134,7 @@ def test_what_is_inferred_is_what_the_ranges_say(micro_batches: int, again: bool
     assert {call.of_pass for call in said.values()} == {"forward", "backward"} | ({"recompute"} if again else set())
 
 
-def test_a_profile_is_the_iterations_that_were_asked_for(tmp_path: Path) -> None:
+def test_a_profile_is_the_iterations_that_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, step = byte_lm()
     coverage = trained(tmp_path, step, model, profile="2-3")
     path = only_trace(tmp_path)
@@ -148,7 +148,8 @@ def test_a_profile_is_the_iterations_that_were_asked_for(tmp_path: Path) -> None
     assert not any(row.inferred for (layer, _), row in gemms.items() if not layer.endswith("core_attention"))
     assert gemms["layers.0.layernorm_mlp.fc1", "wgrad"].format == "fp8"
     assert gemms["head", "fprop"].format == "fp32"
-    assert "layers.0.layernorm_mlp.fc1" in describe(step_)
+    show(step_)
+    assert "layers.0.layernorm_mlp.fc1" in capsys.readouterr().out
     assert not profiler_runs()
 
 

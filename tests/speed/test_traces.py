@@ -16,7 +16,7 @@ import transformer_engine.pytorch as te
 
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.speed.trace import TraceError, as_json, describe, measure, read_trace
+from te_precision_callbacks.speed.trace import TraceError, as_json, measure, read_trace, show
 from te_precision_callbacks.speed.trace.measured import MeasuredStep
 from tests.speed.planted import Planted, products
 
@@ -29,6 +29,12 @@ def told(step: MeasuredStep) -> dict[tuple[str, str, str, str], tuple[float, int
         us, count = found.get(key, (0.0, 0))
         found[key] = us + row.ms * 1e3, count + round(row.calls)
     return {key: (pytest.approx(us), count) for key, (us, count) in found.items()}
+
+
+def shown(step: MeasuredStep, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is printed of a step, in one line."""
+    show(step)
+    return " ".join(capsys.readouterr().out.split())
 
 
 def true(planted: Planted) -> dict[tuple[str, str, str, str], tuple[float, int]]:
@@ -81,7 +87,7 @@ def test_the_times_add_up(tmp_path: Path) -> None:
         assert sum(step.by_pass().values()) == pytest.approx(sum(step.by_layer().values()))
 
 
-def test_idle_time_has_its_cause(tmp_path: Path) -> None:
+def test_idle_time_has_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fast = measure(read_trace(Planted(late=10).write(tmp_path / "fast.json"))).launches
     slow = measure(read_trace(Planted(late=400).write(tmp_path / "slow.json")))
     waits = measure(read_trace(Planted(late=10, wait=5000).write(tmp_path / "waits.json")))
@@ -94,11 +100,21 @@ def test_idle_time_has_its_cause(tmp_path: Path) -> None:
     assert slow.launches.late_ms > 0.8 * slow.idle_ms
     assert not waits.launches.is_bound
     assert waits.launches.after_wait_ms == pytest.approx(5.0, abs=0.05)
-    assert "Launch bound: the GPU waits for" in describe(slow)
-    head = describe(slow).partition("\n\n")[0].splitlines()
-    assert len(head) > 3
-    assert max(map(len, head)) <= 100
-    assert "Not launch bound" in describe(waits)
+    assert "Launch bound: the GPU waits for" in shown(slow, capsys)
+    assert "Not launch bound" in shown(waits, capsys)
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_what_is_printed_is_as_wide_as_the_terminal(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = measure(read_trace(Planted(late=400, recompute=True).write(tmp_path / "trace.json")), products())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    show(step)
+    lines = capsys.readouterr().out.splitlines()
+    assert columns - 20 < max(map(len, lines)) <= columns
+    words = {word.strip(":,") for line in lines for word in line.split()}
+    assert {"layers.0.mlp.fc1", "recompute", "dgrad", f"{step.wall_ms:.3f}"} <= words
 
 
 def test_the_json_is_the_rows(tmp_path: Path) -> None:
@@ -119,7 +135,7 @@ def test_the_json_is_the_rows(tmp_path: Path) -> None:
     assert facts["unassigned"] == []
 
 
-def test_a_kernel_that_nobody_knows_is_named(tmp_path: Path) -> None:
+def test_a_kernel_that_nobody_knows_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planted = Planted()
     for event in planted.events:
         if event.get("cat") == "kernel" and "ln_fwd" in event["name"]:
@@ -129,7 +145,7 @@ def test_a_kernel_that_nobody_knows_is_named(tmp_path: Path) -> None:
             event["name"] = "SomethingOwn"  # the operator does not say it either
     step = measure(read_trace(planted.write(tmp_path / "trace.json")), products())
     assert [(entry.name, entry.ms) for entry in step.unassigned] == [("zorg_17", pytest.approx(0.06))]
-    assert "zorg_17" in describe(step)
+    assert "zorg_17" in shown(step, capsys)
     assert 0 < step.unassigned_share < 0.02
 
 
@@ -171,7 +187,7 @@ def test_a_trace_of_the_same_layers_in_other_formats_or_shapes_is_refused(tmp_pa
     assert any("1 of 27 GEMMs are in low precision" in note for note in measure(trace, one).notes)
 
 
-def test_a_trace_of_a_cpu_says_which_gemms_are_quantized(tmp_path: Path) -> None:
+def test_a_trace_of_a_cpu_says_which_gemms_are_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = te.Linear(32, 32)
     coverages, traces = [], []
     for low in (True, False):
@@ -189,7 +205,7 @@ def test_a_trace_of_a_cpu_says_which_gemms_are_quantized(tmp_path: Path) -> None
         with pytest.raises(TraceError, match=r"is of another run: 2 of 2 GEMMs are in low precision"):
             measure(trace, other)
     step = measure(traces[0], coverages[1], is_own=True)
-    assert "of operators" in describe(step)
+    assert "of operators" in shown(step, capsys)
     assert {row.format for row in step.products if row.kind == "gemm"} == {""}
     alone = measure(traces[0])
     assert {row.format for row in alone.products if row.kind == "gemm"} == {""}, "float32 is that of the reference"
@@ -251,8 +267,8 @@ def test_events_that_lie_across_pieces_are_read(tmp_path: Path, monkeypatch: pyt
         assert as_json(measure(read_trace(path), products())) == whole
 
 
-def test_an_empty_step_has_no_share() -> None:
+def test_an_empty_step_has_no_share(capsys: pytest.CaptureFixture[str]) -> None:
     step = MeasuredStep("CPU", False, None, (), 0.0, 0.0, 0.0, 0.0, (), (), None, ())
     assert math.isnan(step.busy_share)
     assert math.isnan(step.unassigned_share)
-    assert "unknown" in describe(step)
+    assert "unknown" in shown(step, capsys)

@@ -5,7 +5,7 @@ Usage::
     te-precision check config.yaml --model package.module:function --recipe mxfp8 --tokens 4096 --memory
 
     memory = plan_memory(model, named_te_modules(model), recipe, tokens=4096)
-    print(describe(memory))           # bytes by kind beside BF16, and why they are not fewer
+    show(memory)                      # bytes by kind beside BF16, and why they are not fewer
     memory.added(lives="always")      # bytes that low precision adds to what is always there
 """
 
@@ -17,7 +17,7 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.speed.memory.planned import plan_memory
-    from te_precision_callbacks.speed.memory.printing import as_json, describe
+    from te_precision_callbacks.speed.memory.printing import as_json, show
     from te_precision_callbacks.speed.memory.rows import Memory, MemoryRow
     from te_precision_callbacks.speed.memory.why import MemoryReason, break_even_tokens, reasons
 
@@ -27,9 +27,9 @@ __all__ = [
     "MemoryRow",
     "as_json",
     "break_even_tokens",
-    "describe",
     "plan_memory",
     "reasons",
+    "show",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__)

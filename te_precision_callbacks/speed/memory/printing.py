@@ -1,7 +1,6 @@
-"""Prints the memory of a model: for the terminal, as text, or as an object for JSON.
+"""Prints the memory of a model: tables for the terminal, or an object for JSON.
 
 show(memory)
-print(describe(memory))
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ _INDENT = 2
 
 
 def show(memory: Memory) -> None:
-    """Print what :func:`describe` gives, fitted to the terminal."""
+    """Print the bytes by kind beside high precision, the break-even, and why they are not fewer, fitted to the
+    terminal."""
     terminal.show_text(_heading(memory))
     show_rows(memory.rows)
     for line in _below(memory):
@@ -50,12 +50,6 @@ def show_rows(rows: Sequence[MemoryRow]) -> None:
     terminal.show(table)
     for line in _balances(rows):
         terminal.show_text(line)
-
-
-def describe(memory: Memory) -> str:
-    """The bytes by kind beside high precision, the break-even, and why they are not fewer."""
-    rows = [*_aligned([_COLUMNS, *_cells_of(memory.rows)]), "", *_balances(memory.rows)]
-    return "\n".join([_heading(memory), "", *rows, *_below(memory)])
 
 
 def _below(memory: Memory) -> list[str]:
@@ -121,14 +115,6 @@ def _has(rows: Iterable[MemoryRow], lives: Lives) -> bool:
 def _cells_of(rows: Sequence[MemoryRow]) -> list[tuple[str, ...]]:
     found = [(KINDS[kind], *_cells(bytes_)) for kind, bytes_ in by_kind(rows).items()]
     return [*found, ("all on the device", *_cells(total(rows)))]
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in cells) for column in range(4)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in (1, 2, 3))]).rstrip()
-        for row in cells
-    ]
 
 
 def _cells(found: Bytes) -> tuple[str, str, str]:

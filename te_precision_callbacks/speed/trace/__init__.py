@@ -1,19 +1,26 @@
 """What a step really took: a trace of torch.profiler, by layer, pass, GEMM and kind of kernel.
 
     measured = measure(read_trace("trace.json.gz"), coverage)
-    print(describe(measured))
+    show(measured)
     for row in measured.products:
         print(row.layer, row.gemm, row.kind, row.format, row.ms, row.inferred)
 
 The trace may be one of a GPU, whose kernels are counted, or of a CPU, where operators take the place of kernels.
 """
 
-from te_precision_callbacks.speed.trace.describing import as_json, describe
-from te_precision_callbacks.speed.trace.errors import TraceError
-from te_precision_callbacks.speed.trace.measured import Launches, MeasuredProduct, MeasuredStep, Unassigned
-from te_precision_callbacks.speed.trace.measuring import measure
-from te_precision_callbacks.speed.trace.reading import read_trace
-from te_precision_callbacks.speed.trace.timeline import Trace
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from te_precision_callbacks.base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.speed.trace.errors import TraceError
+    from te_precision_callbacks.speed.trace.measured import Launches, MeasuredProduct, MeasuredStep, Unassigned
+    from te_precision_callbacks.speed.trace.measuring import measure
+    from te_precision_callbacks.speed.trace.printing import as_json, show
+    from te_precision_callbacks.speed.trace.reading import read_trace
+    from te_precision_callbacks.speed.trace.timeline import Trace
 
 __all__ = [
     "Launches",
@@ -23,7 +30,9 @@ __all__ = [
     "TraceError",
     "Unassigned",
     "as_json",
-    "describe",
     "measure",
     "read_trace",
+    "show",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__)

@@ -18,8 +18,7 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks.base.counts import size
 from te_precision_callbacks.check.named_recipes import recipe_named
 from te_precision_callbacks.layers.naming import named_te_modules
-from te_precision_callbacks.speed.memory import Memory, break_even_tokens, describe, plan_memory, reasons
-from te_precision_callbacks.speed.memory.printing import show
+from te_precision_callbacks.speed.memory import Memory, break_even_tokens, plan_memory, reasons, show
 from tests.capability import any_capability, stand_for
 from tests.check.running import BF16
 
@@ -155,14 +154,20 @@ def test_the_break_even(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """Codes of a weight take 2 N K and a little, and a saved input is M K smaller: at M = 2 N they are even."""
     memory = planned(te.Linear(4096, 4096, bias=False, params_dtype=BF16, device="meta"), "fp8_current_scaling")
     assert break_even_tokens(memory) == pytest.approx(2 * 4096, rel=1e-6)
-    assert "8,192 tokens or more" in describe(memory)
+    monkeypatch.setenv("COLUMNS", "200")
+    show(memory)
+    wide = capsys.readouterr().out
+    assert "8,192 tokens or more" in wide
     monkeypatch.setenv("COLUMNS", "60")
     show(memory)
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 60
-    assert set(describe(memory).split()) <= set(shown.split()), "the same words, wrapped"
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert {word for word in wide.split() if "─" not in word} <= set(narrow.split()), "the same words, wrapped"
+    show(replace(memory, tokens=None))
     factor = f"{2 * 4096 / M:.2f} times the tokens or more"
-    assert factor in describe(replace(memory, tokens=None)), "as a batch has it, whose tokens are those of each layer"
+    assert factor in " ".join(capsys.readouterr().out.split()), (
+        "as a batch has it, whose tokens are those of each layer"
+    )
 
 
 def test_primary_weights_take_the_place_of_the_parameter() -> None:
@@ -178,14 +183,15 @@ def test_primary_weights_take_the_place_of_the_parameter() -> None:
     assert memory.added(lives="always") == 4, "codes in both directions are as large as BF16"
 
 
-def test_without_tokens_nothing_saved_is_planned() -> None:
+def test_without_tokens_nothing_saved_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     with any_capability():
         stand_for((9, 0))
         model = torch.nn.ModuleDict({"layer": te.Linear(128, 128, params_dtype=BF16, device="meta")})
         memory = plan_memory(model, named_te_modules(model), recipe_named("fp8_current_scaling"))
     assert not any(row.kind.startswith("saved") for row in memory)
     assert break_even_tokens(memory) is None
-    assert "tokens of a forward are unknown" in describe(memory)
+    show(memory)
+    assert "tokens of a forward are unknown" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

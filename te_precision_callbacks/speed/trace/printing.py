@@ -1,28 +1,37 @@
-"""A measured step as text, and as JSON."""
+"""Prints a measured step: tables for the terminal, or an object for JSON.
+
+show(step)
+"""
 
 from __future__ import annotations
 
-import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from te_precision_callbacks.base import terminal
 from te_precision_callbacks.speed.trace.measured import Launches, MeasuredStep
 
 _MOST_LAYERS = 20
 _MOST_UNKNOWN = 10
-_WIDTH = 100
+_INDENT = 2
+_PASSES = ("forward", "backward", "recompute", "optimizer", "other")
 
 
-def describe(step: MeasuredStep, *, most_layers: int = _MOST_LAYERS) -> str:
-    """A measured step in lines: kinds, passes, layers by time, idle time, and what is uncertain.
+def show(step: MeasuredStep, *, most_layers: int = _MOST_LAYERS) -> None:
+    """Print a measured step, fitted to the terminal: kinds, passes, layers by time, idle time, and what is uncertain.
 
     Args:
         step: the step.
         most_layers: the most layers that are listed.
     """
-    return "\n".join([*_head(step), "", *_kinds(step), "", *_layers(step, most_layers), *_ends(step)])
+    for line in _head(step):
+        terminal.show_text(line)
+    _show_kinds(step)
+    _show_layers(step, most_layers)
+    _show_unknown(step)
+    terminal.show_notes(step.notes)
 
 
 def as_json(step: MeasuredStep) -> dict[str, Any]:
@@ -50,7 +59,7 @@ def _head(step: MeasuredStep) -> list[str]:
     return [
         f"{step.device}{rank}: {of or 'the whole trace'}.",
         f"Step {_ms(step.wall_ms)}, {busy} {_percent(step.busy_share)} of it, idle {_ms(step.idle_ms)}.",
-        *(textwrap.wrap(_launches(step, step.launches), _WIDTH) if step.launches is not None else []),
+        *([_launches(step, step.launches)] if step.launches is not None else []),
     ]
 
 
@@ -65,11 +74,11 @@ def _launches(step: MeasuredStep, launches: Launches) -> str:
     )
 
 
-def _kinds(step: MeasuredStep) -> list[str]:
+def _show_kinds(step: MeasuredStep) -> None:
     passes: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in step.products:
         passes[row.kind or "unknown", row.format][row.of_pass or "other"] += row.ms
-    columns = ("forward", "backward", "recompute", "optimizer", "other")
+    columns = [name for name in _PASSES if any(name in of_kind for of_kind in passes.values())]
     whole = step.work_ms
     rows = [
         [
@@ -84,10 +93,10 @@ def _kinds(step: MeasuredStep) -> list[str]:
     if step.overlap_ms > 0:
         rows.append(["at the same time as others", f"-{step.overlap_ms:.3f}", *[""] * (1 + len(columns))])
     rows.append(["step", f"{step.wall_ms:.3f}", *[""] * (1 + len(columns))])
-    return _table(["kind", "ms", "of kernels" if step.on_device else "of operators", *columns], rows)
+    _show_table(["kind", "ms", "of kernels" if step.on_device else "of operators", *columns], rows)
 
 
-def _layers(step: MeasuredStep, most: int) -> list[str]:
+def _show_layers(step: MeasuredStep, most: int) -> None:
     gemms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     inferred: set[str] = set()
     for row in step.products:
@@ -96,7 +105,8 @@ def _layers(step: MeasuredStep, most: int) -> list[str]:
             inferred.add(row.layer)
     layers = {layer: ms for layer, ms in step.by_layer().items() if layer}
     if not layers:
-        return ["No layer is known."]
+        terminal.show_text("No layer is known.")
+        return
     rows = [
         [f"{layer}{' *' if layer in inferred else ''}", f"{ms:.3f}", _parts(gemms[layer])]
         for layer, ms in list(layers.items())[:most]
@@ -106,27 +116,25 @@ def _layers(step: MeasuredStep, most: int) -> list[str]:
         rows.append([f"{len(layers) - most} more layers", f"{rest:.3f}", ""])
     if "" in gemms:
         rows.append(["(no layer)", f"{sum(gemms[''].values()):.3f}", _parts(gemms[""])])
-    starred = inferred.intersection(list(layers)[:most])
-    stars = ["* inferred from order and shape; no range says it."] if starred else []
-    return [*_table(["layer", "ms", "of which"], rows), *stars]
+    _show_table(["layer", "ms", "of which"], rows)
+    if inferred.intersection(list(layers)[:most]):
+        terminal.show_text("* inferred from order and shape; no range says it.")
 
 
 def _parts(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {ms:.3f}" for name, ms in sorted(parts.items(), key=lambda item: -item[1])[:6])
 
 
-def _ends(step: MeasuredStep) -> Iterable[str]:
-    if step.unassigned:
-        yield ""
-        share = _percent(step.unassigned_share)
-        yield f"Kernels whose kind is unknown: {share} of the time of kernels."
-        for name, ms in step.unassigned[:_MOST_UNKNOWN]:
-            yield f"  {ms:.3f} ms  {name}"
-        if len(step.unassigned) > _MOST_UNKNOWN:
-            yield f"  and {len(step.unassigned) - _MOST_UNKNOWN} more"
-    if step.notes:
-        yield ""
-        yield from (f"Note: {note}" for note in step.notes)
+def _show_unknown(step: MeasuredStep) -> None:
+    if not step.unassigned:
+        return
+    terminal.show_text("")
+    share = _percent(step.unassigned_share)
+    terminal.show_text(f"Kernels whose kind is unknown: {share} of the time of kernels.")
+    for name, ms in step.unassigned[:_MOST_UNKNOWN]:
+        terminal.show_text(f"{ms:.3f} ms  {name}", _INDENT, hanging=_INDENT)
+    if len(step.unassigned) > _MOST_UNKNOWN:
+        terminal.show_text(f"and {len(step.unassigned) - _MOST_UNKNOWN} more", _INDENT)
 
 
 def _ms(value: float) -> str:
@@ -137,13 +145,11 @@ def _percent(share: float) -> str:
     return "unknown" if share != share else f"{100 * share:.1f} %"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = []
-    for row in [head, *rows]:
-        cells = [
-            cell.rjust(width) if 0 < number < len(row) - (head[-1] == "of which") else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+def _show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, whose numbers are the columns between the first one and "of which"."""
+    table = terminal.table(*head)
+    for column in table.columns[1:]:
+        column.justify = "left" if column.header == "of which" else "right"
+    for row in rows:
+        table.add_row(*map(terminal.cell, row))
+    terminal.show(table)
