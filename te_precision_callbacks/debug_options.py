@@ -28,6 +28,7 @@ from te_precision_callbacks.base.debug_values import (
     TE_PRECISION,
     UnknownDebugOptionError,
     given_flags,
+    naming_flags,
     parse_debug,
 )
 from te_precision_callbacks.base.errors import OptionError
@@ -141,7 +142,8 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
         raise OptionError("debugging() takes no debug=: its value is in the parsed arguments.")
     from te_precision_callbacks.options import SessionOptions
 
-    options = SessionOptions.from_keywords(config, debug=debug, **keywords)
+    with naming_flags(given):
+        options = SessionOptions.from_keywords(config, debug=debug, **keywords)
     if TE_PRECISION in debug:
         from te_precision_callbacks.session import InspectSession
 

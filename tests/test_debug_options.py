@@ -183,6 +183,35 @@ def test_the_keywords_are_checked_whatever_is_asked_for(tmp_path: Path) -> None:
         debugging(arguments, net(), debug="te_precision")
 
 
+@pytest.mark.parametrize(
+    ("flags", "keywords", "message"),
+    [
+        (["--te_precision_records", "maybe"], {}, "te_precision_records= must be 'on'"),
+        (["--te-precision-records", "10"], {}, "te_precision_records='10' leaves 10 bytes"),
+        (["--te_precision_statistics_log", "4 apples"], {}, "te_precision_statistics_log= must be one of"),
+        (["--te_precision_on_finding", "stop: hol"], {}, "te_precision_on_finding='stop: hol': there is no rule 'hol'"),
+        (["--te_precision_require", "fp8 > much"], {}, "te_precision_require= has 'fp8 > much'"),
+        (
+            ["--te_precision_report", "--te_precision_records", "off"],
+            {},
+            "te_precision_report=True makes a page of what is recorded, but te_precision_records='off' records nothing",
+        ),
+        (
+            ["--te_precision_report"],
+            {"records": "off"},
+            "te_precision_report=True makes a page of what is recorded, but records='off' records nothing",
+        ),
+        ([], {"records": "maybe"}, "records= must be 'on'"),
+    ],
+)
+def test_an_error_names_the_flag_where_a_flag_was_given(
+    flags: list[str], keywords: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PrecisionDebugError) as caught:
+        debugging(parser().parse_args(["--debug", "te_precision", *flags]), net(), **keywords)
+    assert str(caught.value).startswith(message)
+
+
 def test_without_a_flag_nothing_is_done(tmp_path: Path) -> None:
     model = net()
     train(parser().parse_args([]), model, spoil_at=1, log_dir=tmp_path)

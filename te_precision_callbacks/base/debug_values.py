@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.errors import OptionError, named_as
 
 ACTIVATION_OVERFLOW = "activation_overflow"
 """Stop where an activation, the loss or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""
@@ -132,3 +133,12 @@ def given_flags(
             )
         given[flag.keyword] = value
     return given
+
+
+def naming_flags(given: Mapping[str, object]) -> AbstractContextManager[None]:
+    """Errors about keywords that are raised inside name the flags that gave them.
+
+    Args:
+        given: the flags, as from :func:`given_flags`.
+    """
+    return named_as({flag.keyword: flag.name for flag in FLAGS if flag.keyword in given})

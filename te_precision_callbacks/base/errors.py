@@ -17,6 +17,9 @@ that this package raises on purpose, and nothing else. The exceptions of several
 from __future__ import annotations
 
 import copyreg
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 __all__ = [
     "FeatureError",
@@ -41,6 +44,22 @@ class PrecisionDebugError(Exception):
 
 class OptionError(PrecisionDebugError, TypeError):
     """A keyword does not exist, or does not accept the given value."""
+
+
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about keywords that are raised inside name what the user wrote: ``--observe= must be ...``.
+
+    Args:
+        names: keyword -> the name of the argument of a command or script that gave its value.
+    """
+    try:
+        yield
+    except PrecisionDebugError as error:
+        if names:
+            keyword = re.compile(rf"(?<![\w.'\"])({'|'.join(names)})(?==)")
+            error.args = tuple(keyword.sub(lambda found: names[found[1]], str(text)) for text in error.args)
+        raise
 
 
 class FeatureError(PrecisionDebugError, RuntimeError):

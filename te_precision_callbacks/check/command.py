@@ -23,6 +23,7 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.errors import named_as
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
@@ -260,11 +261,12 @@ def _steps(text: str | None) -> EarlySteps:
     if text in (None, "on", "off"):
         return None if text is None else text == "on"
     try:
-        return [int(step) for step in str(text).split(",")]
+        steps = [int(step) for step in str(text).split(",")]
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is none of on, off, and steps such as 1,2,5", param_hint="--early-steps"
-        ) from None
+        steps = [-1]
+    if min(steps) < 0:
+        raise typer.BadParameter(f"{text!r} is none of on, off, and steps such as 1,2,5", param_hint="--early-steps")
+    return steps
 
 
 def _checked(
@@ -300,16 +302,15 @@ def _checked(
     from te_precision_callbacks.check.factory import build_batch
     from te_precision_callbacks.check.named_recipes import recipe_named
     from te_precision_callbacks.config.contract import read_contract
-    from te_precision_callbacks.config.early_steps import read_early_steps
     from te_precision_callbacks.options import check_value
 
     notes: tuple[str, ...] = ()
     if convert is not None:
         recipe, notes = recipe_of_accelerate(recipe)
     recipe_named(recipe)  # a wrong name is reported before a model is made
-    check_value("observe", observe)
-    read_early_steps(early_steps, config)
-    contract = read_contract(require)
+    with named_as({"observe": "--observe", "require": "--require"}):
+        check_value("observe", observe)
+        contract = read_contract(require)
     batch = None if batch_spec is None else build_batch(batch_spec)
     path = cast(Observe, observe)
     check = functools.partial(

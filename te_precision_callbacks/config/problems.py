@@ -45,15 +45,16 @@ class ConfigError(PrecisionDebugError, ValueError):
     Args:
         problems: the problems, a text each.
         more: the number of further problems.
-
-    Attributes:
-        problems: all problems, up to :data:`MOST_KEPT`; the text of the error has the first :data:`MOST_TOLD`.
     """
 
     def __init__(self, *problems: str, more: int = 0) -> None:
-        self.problems = tuple(shortened(problem, _LONGEST_PROBLEM) for problem in problems)
+        super().__init__(*(shortened(problem, _LONGEST_PROBLEM) for problem in problems))
         self.more = more
-        super().__init__(*self.problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """All problems, up to :data:`MOST_KEPT`; the text of the error has the first :data:`MOST_TOLD`."""
+        return self.args
 
     def __str__(self) -> str:
         if len(self.problems) == 1 and not self.more:

@@ -17,6 +17,7 @@ from te_precision_callbacks.base.debug_values import (
     FLAGS,
     TE_PRECISION,
     given_flags,
+    naming_flags,
     parse_debug,
 )
 from te_precision_callbacks.base.errors import OptionError
@@ -110,10 +111,11 @@ class TrainingArguments(transformers.TrainingArguments):
         if not isinstance(self.te_precision_report, bool):
             raise OptionError(f"te_precision_report= must be True or False, not {self.te_precision_report!r}.")
         given = given_flags(self, options)
-        read_contract(given.get("require"))
-        record_limit(given.get("records", "on"))
-        read_statistics_log(given.get("statistics_log", "rank0"))
-        reads_stop(given.get("on_finding", "warn"))
+        with naming_flags(given):
+            read_contract(given.get("require"))
+            record_limit(given.get("records", "on"))
+            read_statistics_log(given.get("statistics_log", "rank0"))
+            reads_stop(given.get("on_finding", "warn"))
         if isinstance(config, os.PathLike):
             self.te_precision_config = os.fspath(config)
         self.debug = [option for option in options if isinstance(option, DebugOption)]

@@ -12,6 +12,7 @@ from te_precision_callbacks.base.debug_values import (
     TE_PRECISION,
     DebugValue,
     given_flags,
+    naming_flags,
 )
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.contract import ContractSource
@@ -92,7 +93,9 @@ class Trainer(transformers.Trainer):
         if precision:
             self._refuse_second_callback()
             watch = (ACTIVATION_OVERFLOW,) if overflow else ()
-            self.add_callback(PrecisionDebugTrainerCallback(given.pop("config", None), debug=watch, **given))
+            with naming_flags(given):
+                callback = PrecisionDebugTrainerCallback(given.pop("config", None), debug=watch, **given)
+            self.add_callback(callback)
         elif overflow:
             self.add_callback(ActivationOverflowCallback())
 
