@@ -19,8 +19,8 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report.data import nonempty
+from te_precision_callbacks.views.report.format_limits import Limits, Scales
 from te_precision_callbacks.views.report.histograms import Histogram, histograms
-from te_precision_callbacks.views.report.limits import Limits, Scales
 from te_precision_callbacks.views.report.magnitudes import EXPONENTS, magnitudes
 from te_precision_callbacks.views.report.overview import ALL_RANKS, Columns, Overview, overviews
 from te_precision_callbacks.views.report.packing import Scale
