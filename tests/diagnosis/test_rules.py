@@ -66,20 +66,23 @@ Numbers = Mapping[tuple[str, str, str], float]
 
 
 def judged(
-    steps: Sequence[Numbers], known: Facts | None = None, checkpoints: Sequence[int] = (), **unscaled: frozenset[str]
+    steps: Sequence[Numbers],
+    known: Facts | None = None,
+    checkpoints: Sequence[int] = (),
+    at: Sequence[int] | None = None,
+    unscaled: frozenset[str] = frozenset(),
 ) -> Verdict:
-    """The verdict over steps, which are 10 iterations apart."""
+    """The verdict over steps, which are 10 iterations apart unless ``at`` has theirs."""
     diagnosis, table = Diagnosis(), SeriesTable()
     splitter = Splitter(table.__getitem__)
     if known is not None:
         diagnosis.know(known, 0)
     for checkpoint in checkpoints:
         diagnosis.note_checkpoint(checkpoint)
-    for place, step in enumerate(steps):
+    for iteration, step in zip(range(0, 10 * len(steps), 10) if at is None else at, steps, strict=True):
         rows = [Row(layer, tensor, None, statistic, value) for (layer, tensor, statistic), value in step.items()]
-        records = StepRecords.from_rows(10 * place, 10 * place, rows, table=table)
-        values = np.frombuffer(records.values)
-        diagnosis.step(splitter.step(10 * place, records.series, values, unscaled.get("unscaled", frozenset())))
+        records = StepRecords.from_rows(iteration, iteration, rows, table=table)
+        diagnosis.step(splitter.step(iteration, records.series, np.frombuffer(records.values), unscaled))
     return diagnosis.verdict
 
 
@@ -274,6 +277,33 @@ def test_a_dead_gradient() -> None:
     assert not len(judged([dead, dead, ordinary()], facts())), "as LoRA's A at the start"
     idle = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_activation_cur_amax=0.0, b4_fc2_activation_std=0.0)
     assert not len(judged([idle] * 4, facts())), "an expert without tokens"
+
+
+DUE = (0, 1, 2, 5, *range(10, 101, 10))
+"""The due steps of the default config."""
+
+
+@pytest.mark.parametrize("is_absent", [False, True], ids=["0", "absent"])
+@pytest.mark.parametrize(
+    ("trains_in", "since"),
+    [
+        (range(0, 101, 3), None),
+        (range(2, 101, 3), None),
+        (range(0, 101, 5), None),
+        (range(1), 1),
+        (range(21), 30),
+        (range(0, 31, 3), 40),
+    ],
+    ids=["every third", "every third, the last", "every fifth", "only the first", "up to one", "a rhythm that ends"],
+)
+def test_a_layer_that_trains_in_a_rhythm_is_not_dead(trains_in: range, since: int | None, is_absent: bool) -> None:
+    """As a generator that trains in every third step, where its gradient is 0 or absent in the others."""
+    alive, dead = ordinary(), ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_gradient_std=0.0)
+    if is_absent:
+        dead = {key: value for key, value in dead.items() if key[:2] != ("h.4.fc2", "gradient")}
+    steps = {step: alive if step in trains_in else dead for step in DUE}
+    found = [finding for finding in judged(list(steps.values()), facts(), at=DUE) if finding.rule == "dead-gradient"]
+    assert [finding.since for finding in found] == ([] if since is None else [since])
 
 
 @pytest.mark.parametrize(("not_run", "found"), [("no backward has reached it", 1), ("frozen weight", 0)])

@@ -18,6 +18,9 @@ from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, loses, most_
 DEAD_STEPS = 3
 """Due steps in a row in which a gradient is 0."""
 
+RHYTHM = 5
+"""The most steps of a rhythm in which a layer may train: a generator every fifth step (WGAN, arXiv 1701.07875)."""
+
 ZEROS, ZEROS_STEPS = 7.0, 3
 """Percent of the elements of a weight's gradient that are 0, and due steps in a row."""
 
@@ -33,6 +36,7 @@ class DeadGradient(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(DEAD_STEPS)
+        self._rhythms = Rhythms()
         self._lacks_backward = False
 
     @property
@@ -50,31 +54,62 @@ class DeadGradient(Judge):
             self._lacks_backward = any(name in facts.layers and facts.layers[name].lacks_backward for name in names)
             return
         self.saw(numbers.iteration)
-        if activation is None:
-            works = np.ones(len(gradient.layers), bool)
-        else:
-            active = activation.layers[activation.values != 0]
-            works = np.isin(gradient.layers, active) | ~np.isin(gradient.layers, activation.layers)
-            yield from self._that_never_come(numbers, facts, activation, gradient)
         lost = numbers.one(
             "nonfinite_num", "gradient"
         )  # amax leaves out inf and nan, and is 0 if nothing else is there
+        zero = gradient.values == 0
         if lost is not None:
-            works &= ~np.isin(gradient.layers, lost.layers[lost.values > 0])
-        yield from self._streaks.sightings(
-            numbers, facts, gradient, (gradient.values == 0) & works, "all elements are 0", key="zero"
-        )
+            zero &= ~np.isin(gradient.layers, lost.layers[lost.values > 0])
+        self._rhythms.note_training(gradient.layers[~zero], numbers.iteration)
+        if activation is not None:
+            active = activation.layers[activation.values != 0]
+            zero &= np.isin(gradient.layers, active) | ~np.isin(gradient.layers, activation.layers)
+            names = numbers.names_of(activation)
+            learns = np.array([name in facts.layers and not facts.layers[name].is_frozen for name in names])
+            absent = ~np.isin(activation.layers, gradient.layers) & (activation.values != 0) & learns
+            for sighting in self._dead(numbers, facts, activation, absent, "no backward reaches the layer", "absent"):
+                yield sighting._replace(tensor="gradient")
+        yield from self._dead(numbers, facts, gradient, zero, "all elements are 0", "zero")
 
-    def _that_never_come(
-        self, numbers: StepNumbers, facts: Facts, activation: Column, gradient: Column
+    def _dead(
+        self, numbers: StepNumbers, facts: Facts, column: Column, holds: npt.NDArray[np.bool_], seen: str, key: str
     ) -> Iterator[Sighting]:
-        names = numbers.names_of(activation)
-        learns = np.array([name in facts.layers and not facts.layers[name].is_frozen for name in names])
-        absent = ~np.isin(activation.layers, gradient.layers) & (activation.values != 0) & learns
-        for sighting in self._streaks.sightings(
-            numbers, facts, activation, absent, "no backward reaches the layer", key="absent"
-        ):
-            yield sighting._replace(tensor="gradient")
+        self._rhythms.note_idle(column.layers[holds], numbers.iteration)
+        tells = ~self._rhythms.explain(column.layers)
+        return self._streaks.sightings(numbers, facts, column, holds, seen, tells=tells, key=key)
+
+
+class Rhythms:
+    """Which rhythms explain the due steps in which each layer has trained, and those in which it has not."""
+
+    def __init__(self) -> None:
+        self._periods, self._places = np.array(
+            [(period, place) for period in range(2, RHYTHM + 1) for place in range(period)]
+        ).T
+        self._possible = np.empty((0, len(self._periods)), bool)
+        self._has_trained = np.empty(0, bool)
+
+    def note_training(self, layers: npt.NDArray[np.int64], iteration: int) -> None:
+        """Note layers that train in an iteration."""
+        self._grow(layers)
+        self._has_trained[layers] = True
+        self._possible[layers] &= iteration % self._periods == self._places
+
+    def note_idle(self, layers: npt.NDArray[np.int64], iteration: int) -> None:
+        """Note layers that do not train in an iteration."""
+        self._grow(layers)
+        self._possible[layers] &= iteration % self._periods != self._places
+
+    def explain(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[layers]: whether the layer has trained, and a rhythm explains when."""
+        self._grow(layers)
+        return self._has_trained[layers] & self._possible[layers].any(axis=1)
+
+    def _grow(self, layers: npt.NDArray[np.int64]) -> None:
+        more = int(layers.max(initial=-1)) + 1 - len(self._has_trained)
+        if more > 0:
+            self._possible = np.concatenate([self._possible, np.ones((more, len(self._periods)), bool)])
+            self._has_trained = np.concatenate([self._has_trained, np.zeros(more, bool)])
 
 
 class ZerosInWgrad(Judge):
@@ -182,13 +217,17 @@ RULES = (
             f" {DEAD_STEPS} due steps in a row in which its activation is not 0"
         ),
         silent=(
-            "the first steps of LoRA and of layers that begin at 0, experts without tokens, frozen layers, gradients"
-            " with inf or nan"
+            f"a layer that trains in a rhythm of at most {RHYTHM} steps, as a generator, once it has trained; the first"
+            " steps of LoRA and of layers that begin at 0, experts without tokens, frozen layers, gradients with inf or"
+            " nan"
         ),
         severity="warning",
         source="arithmetic; the number of steps is ours",
         why="the layer does not learn, and the loss may still fall",
-        disproof="the layer is meant to be frozen. Then set requires_grad=False for its parameters",
+        disproof=(
+            "the layer is meant to be frozen: then set requires_grad=False for its parameters. Or it trains only in"
+            " steps that are not due, as a generator may: freq: 1 in the config shows it"
+        ),
         remedy=(
             "Look for a detach(), a no_grad() or a product with 0 behind the layer. If the gradient is 0 only in low"
             " precision, keep the layers behind it in high precision"
