@@ -23,6 +23,7 @@ from te_precision_callbacks.views.compare.wording import (
     difference,
     lost_losses,
     of_losses,
+    times,
     what_was_compared,
     where_first,
 )
@@ -550,7 +551,7 @@ def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, value: f
         runs.record(f"{name} {value} {since}", numbers(0), scalars={"loss": values})
         for name, values in (("good", curve), ("lost", np.where(np.arange(STEPS) < since, curve, value)))
     )
-    when = f"from step {since} on" if since < STEPS - 1 else f"in its last step, {since}"
+    when = f"from step {since} on" if since < STEPS - 1 else f"where it was logged last, in step {since}"
     for a, b, side, other in ((good, lost, "B", "A"), (lost, good, "A", "B")):
         found = compare(a, b)
         assert found.has_findings
@@ -566,6 +567,37 @@ def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, value: f
     assert noisy is not None
     assert "inf" not in " ".join(of_losses(noisy))
     assert "nan" not in " ".join(of_losses(noisy))
+
+
+@pytest.mark.parametrize(
+    ("lost", "what"),
+    [([math.inf, -math.inf], "-inf or inf"), ([math.nan, -math.inf], "-inf or nan"), ([-math.inf], "-inf")],
+)
+def test_a_loss_that_changes_between_inf_and_nan_departs_for_as_long(runs: Runs, lost: list[float], what: str) -> None:
+    curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
+    values = curve.copy()
+    values[20:] = np.resize(lost, STEPS - 20)
+    a, b = (runs.record(name, numbers(0), scalars={"loss": loss}) for name, loss in (("a", curve), ("b", values)))
+    found = compare(a, b)
+    assert list(lost_losses(found)) == [f"The loss of B is {what} from step 20 on; that of A is not."]
+    assert found.first is not None
+    assert (found.first.name, found.first.iteration) == ("loss", 20)
+    assert (found.first.strongest.steps, found.first.strongest.to_the_end) == (STEPS - 20, True)
+    said = " ".join(where_first(found))
+    assert "no number" in said
+    assert "of what counts" not in said
+    assert times(found.first.strongest) == ""
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_difference_that_does_not_last_is_told_as_that(runs: Runs, noise: bool) -> None:
+    """For a step it is by far more than what counts."""
+    values = {key: curve.copy() for key, curve in numbers(0).items()}
+    values[LAYERS[2], "weight", "cur_amax"][20] = 1e6
+    found = compare(runs.a, runs.record("b", values), noise=[runs.noise] if noise else [])
+    beyond = "beyond the noise floor" if noise else "by as much"
+    assert found.first is None
+    assert next(where_first(found)).startswith(f"Nowhere {beyond} for as long. ")
 
 
 @pytest.mark.parametrize("peak", [1e6, math.inf, math.nan])

@@ -156,6 +156,15 @@ def test_a_lost_loss_is_the_first_thing_on_the_page(look: Look, tmp_path: Path) 
     assert "inf %" not in look.page.locator("main").inner_text()
 
 
+@pytest.mark.slow
+def test_where_no_loss_is_left_there_is_no_running_median(look: Look, tmp_path: Path) -> None:  # noqa: F811
+    a, b = (record(tmp_path / name, values(0), scalars={"loss": np.full(STEPS, np.nan)}) for name in ("a", "b"))
+    numbers = ComparedNumbers()
+    look.open(write_comparison(compare(a, b, numbers=numbers), numbers, tmp_path / "compare.html"))
+    assert "No loss is left to compare" in look.page.locator("main").inner_text()
+    assert not [name for name in look.plot("plot.data.map((trace) => trace.name)") if "median" in name]
+
+
 def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
     one = {("fc1", "weight", "cur_amax"): np.ones(20), ("fc1", "weight", "sqnr_db"): np.full(20, 30.0)}
     other = {("fc1", "weight", "cur_amax"): np.full(20, 8.0), ("fc1", "weight", "sqnr_db"): np.full(20, 25.0)}

@@ -289,7 +289,7 @@ def test_logs_of_plain_nvidia_dlfw_inspect_are_runs(two: Path) -> None:
         (["show", str(two / "plain"), "--statistic", "max"], 0, "net.b activation"),
         (["report", str(two / "plain"), "-o", str(two / "report.html")], 0, "report.html: "),
         (["compare", str(two / "plain"), str(other), *noisy], 1, "First at step 3: net.c activation, made here."),
-        (["compare", str(two / "plain"), str(again), *noisy], 0, "Nowhere beyond the noise floor."),
+        (["compare", str(two / "plain"), str(again), *noisy], 0, "Nowhere beyond the noise floor for as long."),
     ):
         done = CliRunner().invoke(app, words)
         assert done.exit_code == code, done.output

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.views.compare.judging_scales import LEVEL, Scale, scale_of
+from te_precision_callbacks.views.compare.judging_scales import LEVEL, NO_NUMBER, Scale, scale_of
 from te_precision_callbacks.views.compare.result import FirstUnequal
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Numbers, Side, family
 from te_precision_callbacks.views.compare.spread import BEYOND_NOISE, Noise, Spread, bounds, grouped_quantile, measure
@@ -364,15 +364,20 @@ def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Flo
 
 
 class _Runs(NamedTuple):
-    """Stretches of a series whose differences are beyond a limit on one side: where each starts, and its length."""
+    """Stretches of a series whose differences are beyond a limit on one side: where each starts, and its length. Inf
+    and nan are on no side: they go on with the stretch before them."""
 
     starts: Ints
     lengths: Ints
 
 
 def _runs(series: Ints, difference: Floats, limit: Floats) -> _Runs:
-    state: npt.NDArray[np.int8] = np.where(np.abs(difference) > limit, np.sign(difference), 0).astype(np.int8)
-    starts = np.flatnonzero(np.append(True, (state[1:] != state[:-1]) | (series[1:] != series[:-1]))[: len(state)])
+    size = np.abs(difference)
+    state: npt.NDArray[np.int8] = np.where(size > limit, np.sign(difference), 0).astype(np.int8)
+    others = np.append(True, series[1:] != series[:-1])[: len(state)]
+    begins = others | (size <= NO_NUMBER) | ~np.append(False, state[:-1] != 0)[: len(state)]
+    state = state[np.maximum.accumulate(np.where(begins, np.arange(len(state)), 0))]
+    starts = np.flatnonzero(others | np.append(True, state[1:] != state[:-1])[: len(state)])
     lengths = np.diff(np.append(starts, len(state)))
     beyond = state[starts] != 0
     return _Runs(starts[beyond], lengths[beyond])

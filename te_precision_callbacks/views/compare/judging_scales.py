@@ -26,6 +26,9 @@ ZERO_BELOW = 20.0
 _INFINITE, _NAN = 2000.0, 4000.0
 """The places of inf and nan on every scale, beyond all numbers."""
 
+NO_NUMBER = 1000.0
+"""A difference beyond it is one with inf or nan."""
+
 
 @dataclass(frozen=True)
 class Scale:

@@ -83,7 +83,7 @@ def _lost(side: Side, name: Subject) -> LostLoss | None:
     iterations, kinds = numbers.iterations[rest], {f"{value:g}" for value in numbers.values[rest].tolist()}
     if not kinds:
         return None
-    return LostLoss(int(iterations[0]), int(iterations[-1]), kinds.pop() if len(kinds) == 1 else "inf or nan")
+    return LostLoss(int(iterations[0]), int(iterations[-1]), " or ".join(sorted(kinds)))
 
 
 def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares, Shares]) -> LossComparison | None:

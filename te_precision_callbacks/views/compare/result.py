@@ -205,7 +205,7 @@ class LostLoss:
     Attributes:
         since: the first iteration of these.
         until: the last one, which is that of the run's losses.
-        what: ``nan``, ``inf`` or ``-inf``; ``inf or nan`` for several of them.
+        what: ``nan``, ``inf`` or ``-inf``; of several of them all, such as ``inf or nan``.
     """
 
     since: int

@@ -7,14 +7,11 @@ from collections.abc import Iterable, Iterator
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.views.compare.judging_scales import ZERO_BELOW
+from te_precision_callbacks.views.compare.judging_scales import NO_NUMBER, ZERO_BELOW
 from te_precision_callbacks.views.compare.result import Comparison, Departure, LossComparison, Pairing, Parting
 
 MOST_NAMES = 3
 """The names that a sentence lists."""
-
-_NO_NUMBER = 1000.0
-"""A difference beyond it is one with inf or nan."""
 
 
 def what_was_compared(comparison: Comparison) -> Iterator[str]:
@@ -84,6 +81,7 @@ def where_first(comparison: Comparison) -> Iterator[str]:
     what = " ".join(part for part in (unequal.layer, unequal.tensor, unequal.statistic) if part)
     if first is None:
         beyond = "beyond the noise floor" if comparison.floor else "by as much"
+        beyond += " for as long" if comparison.pairing.steps > 1 else ""
         at = _step(comparison, unequal.iteration)
         yield f"Nowhere {beyond}. The first number that is not the same is {what}, at {at}."
         return
@@ -114,7 +112,8 @@ def lost_losses(comparison: Comparison) -> Iterator[str]:
     sides = (("A", loss.lost_a, "B", loss.lost_b), ("B", loss.lost_b, "A", loss.lost_a))
     for side, lost, other, lost_there in sides:
         if lost is not None:
-            when = f"from step {lost.since} on" if lost.since < lost.until else f"in its last step, {lost.since}"
+            only = f"where it was logged last, in step {lost.since}"
+            when = f"from step {lost.since} on" if lost.since < lost.until else only
             alone = f"; that of {other} is not" if lost_there is None else ""
             yield f"The {loss.name} of {side} is {lost.what} {when}{alone}."
 
@@ -159,7 +158,7 @@ def origin(parting: Parting) -> str:
 def difference(departure: Departure) -> str:
     """A difference with its unit."""
     value = departure.difference
-    if abs(value) > _NO_NUMBER:
+    if abs(value) > NO_NUMBER:
         return "no number" if not (math.isfinite(departure.a) and math.isfinite(departure.b)) else "at times no number"
     if departure.unit == "powers of two":
         if departure.a * departure.b < 0:
@@ -171,11 +170,15 @@ def difference(departure: Departure) -> str:
 
 
 def _beyond(departure: Departure) -> str:
-    return "" if departure.spread is None else f", {times(departure)} its ordinary spread"
+    multiple = times(departure)
+    return f", {multiple} its ordinary spread" if multiple and departure.spread is not None else ""
 
 
 def times(departure: Departure) -> str:
-    """How many times its ordinary spread a difference is; without a noise floor, how many times what counts."""
+    """How many times its ordinary spread a difference is; without a noise floor, how many times what counts. Empty for
+    a difference with inf or nan, which is no multiple of anything."""
+    if abs(departure.difference) > NO_NUMBER:
+        return ""
     measure = departure.bound if departure.spread is None else departure.spread
     return f"{abs(departure.difference) / measure:.3g} x"
 

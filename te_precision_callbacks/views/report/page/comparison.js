@@ -56,8 +56,10 @@ function losses(report) {
     const faint = { showlegend: false, opacity: 0.3, hoverinfo: "skip", hovertemplate: null, mode: "lines" };
     await draw(curves, [
       line("A", { steps, values: a }, colourA, { extra: faint }), line("B", { steps, values: b }, colourB, { extra: faint }),
-      line(`A, running median of ${loss.window}`, { steps, values: smoothA }, colourA),
-      line(`B, running median of ${loss.window}`, { steps, values: smoothB }, colourB),
+      ...(loss.window ? [ // without a step that both have, there is none
+        line(`A, running median of ${loss.window}`, { steps, values: smoothA }, colourA),
+        line(`B, running median of ${loss.window}`, { steps, values: smoothB }, colourB),
+      ] : []),
       ...notFinite("A", { steps, values: a }, colourA), ...notFinite("B", { steps, values: b }, colourB),
     ], { xaxis: stepAxis(report, steps), yaxis: { title: { text: plotText(loss.name) }, ...valueAxis([{ values: a }, { values: b }]) }, yaxis2: MARKS_AXIS, hovermode: "x unified" });
     const bounds = [...loss.yardsticks.map(({ name, bound, holds }) => [name, bound, holds === null ? "dot" : "dash"]), ...(loss.floor === null ? [] : [["the noise", loss.floor, "longdash"]])];
