@@ -243,6 +243,16 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         if self._training is not None and self._training.running and folder.is_dir():
             self._training.session.save_fingerprint(folder)
 
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Take the loss of a micro-batch, so that an inf or nan is found that the trainer does not log. The sum of the
+        losses of a step is recorded as ``loss_step``, and not read here.
+
+        Args:
+            loss: what ``Trainer.training_step`` returns: a number, the share of the micro-batch in the step's loss.
+        """
+        if self._training is not None and self._training.running:
+            self._training.note_loss(loss)
+
     # ------------------------------------------------------------------ end
 
     def on_train_end(

@@ -48,6 +48,7 @@ class Training:
         self._loop = loop
         _OPEN.add(self)
         self._handle = None
+        self._loss: torch.Tensor | None = None
         if loop is not None:
             session.abandoned = lambda: not loop.running
             self._handle = model.register_forward_pre_hook(_ClosesAfterTraining(self), prepend=True)
@@ -60,7 +61,12 @@ class Training:
     def begin_step(self, event: TrainerEvent) -> None:
         """Observe from here to :meth:`pause`: forwards between two steps are evaluation, or the user's own."""
         self._take(event)
+        self._loss = None
         self.session.observing = True
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of a micro-batch to that of its step."""
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def pause(self) -> None:
         """Observe nothing until the next step begins."""
@@ -69,6 +75,8 @@ class Training:
     def end_step(self, event: TrainerEvent) -> None:
         """End a debug iteration; if it stops the training, also the session, since the Trainer tells nobody."""
         self._take(event)
+        if self._loss is not None:
+            self.session.log({"loss_step": self._loss}, event.state.global_step)
         try:
             records = self.session.step(event.state.global_step)
         except BaseException as error:

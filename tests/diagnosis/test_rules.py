@@ -550,7 +550,9 @@ def told(*logged: Mapping[str, float]) -> Verdict:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["loss", "train_loss", "train/loss_step", "Loss/train"])
+@pytest.mark.parametrize(
+    "name", ["loss", "train_loss", "train/loss_step", "Loss/train", "loss/total", "lm loss", "train/lm_loss"]
+)
 def test_a_loss_that_is_not_finite(name: str, value: float) -> None:
     finding = only(told({name: 2.0}, {name: value}, {name: 2.0}, {name: value}), "nonfinite-loss")
     assert (finding.severity, finding.layers, finding.seen) == ("error", (), f"{name} is {value}")
@@ -567,6 +569,16 @@ def test_numbers_that_are_not_the_loss_of_the_training(name: str) -> None:
     alone = told(*[{name: math.nan}] * 3)
     assert not len(alone)
     assert "nonfinite-loss" in [each.rule for each in alone.not_judged]
+
+
+def test_losses_that_may_be_another_ones_are_named() -> None:
+    alone = told(*[{"mlm_loss": 2.0, "val_loss": 2.0, "loss_scale": 1.0, "lr": 0.1}, {"gan/loss_d": 2.0}] * 3)
+    assert why(alone, "nonfinite-loss") == (
+        "no loss was logged under a name that only the loss of the training has, such as loss or train_loss, but"
+        " mlm_loss, gan/loss_d: log it under such a name, too"
+    )
+    assert "nonfinite-loss" in told({"mlm_loss": 2.0}, {"loss": 2.0}).judged
+    assert why(told({"val_loss": 2.0}), "nonfinite-loss") == "it needs the loss, as the trainer logs it"
 
 
 def test_findings_of_a_step_come_in_one_order() -> None:

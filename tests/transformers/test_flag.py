@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import math
 import pickle
 import re
 from pathlib import Path
@@ -22,6 +23,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.debug_options import UnknownDebugOptionError
 from te_precision_callbacks.options import read_statistics_log
 from te_precision_callbacks.overflow import ActivationOverflowError
+from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.session import SessionError
 from te_precision_callbacks.transformers import PrecisionDebugOption, Trainer, TrainingArguments
@@ -230,6 +232,33 @@ def test_te_precision_without_a_config_is_statistics_of_every_layer(tmp_path: Pa
     of_tensors = 8 * 3 * 6  # min, max, mean, std, cur_amax, nonfinite_num of three tensors
     steps = 3  # 0, and of the early steps 1 and 2
     assert len(logged_lines(tmp_path)) == steps * (of_tensors + 1), "and gradients_below_eps%"
+
+
+class Lost(Net):
+    """Its loss is nan in one of the micro-batches, and its gradients never."""
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        made = super().forward(inputs, labels)
+        return {**made, "loss": made["loss"] + (math.nan if len(self.trained_on) == 6 else 0.0)}
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_a_loss_that_the_trainer_does_not_log_is_found(tmp_path: Path, filters: bool) -> None:
+    keywords = {"debug": "te_precision", "logging_nan_inf_filter": filters, "gradient_accumulation_steps": 2}
+    args = arguments(tmp_path, TrainingArguments, learning_rate=0.0, **keywords)
+    made = trainer(args, model=Lost(), kind=Trainer, te_precision_config=statistics())
+    made.train()
+    findings = made.debug_session.findings  # type: ignore[attr-defined]
+    until = 2 if filters else 3  # the Trainer's sum of losses stays nan
+    assert [(finding.rule, finding.since, finding.until) for finding in findings] == [("nonfinite-loss", 2, until)]
+    logged = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    assert all(map(math.isfinite, logged)) == filters
+    scalars = open_run(tmp_path).scalars.to_pylist()
+    of_steps = {row["iteration"]: row["value"] for row in scalars if row["name"] == "loss_step"}
+    assert sorted(of_steps) == ([0, 1, 2, 3] if filters else []), "else the trainer logs it"
+    assert [of_steps[step] for step in of_steps if step != 2] == pytest.approx(
+        [logged[step] for step in of_steps if step != 2], rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("how", ["arguments", "both", "trainer"])

@@ -25,9 +25,11 @@ JUMP = 0.6
 FLAT, RISING = 0.01, 0.10
 """The share by which the loss may fall over the window, and the share by which it rises for a warning."""
 
+_MOST_NAMES = 3
+
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
-_OF_TRAINING = frozenset({"loss", "train", "training", "total", "step", "batch"})
+_OF_TRAINING = frozenset({"loss", "train", "training", "total", "step", "batch", "lm"})
 """The words of a name that can only be that of the training's loss. A part of the loss, such as ``aux_loss``, may be
 nan where it has no value, the mean of an epoch until the epoch ends, and ``best_loss`` is inf at first."""
 
@@ -51,11 +53,30 @@ class NonfiniteLoss(Judge):
 
     _kind_of_step = "logged step"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._others: dict[str, None] = {}
+
+    @property
+    def why_not(self) -> str:
+        """As of :class:`Judge`."""
+        names = list(self._others)
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        return (
+            f"no loss was logged under a name that only the loss of the training has, such as loss or train_loss, but"
+            f" {', '.join(names[:_MOST_NAMES])}{more}: log it under such a name, too"
+            if names
+            else ""
+        )
+
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         losses = [name for name in values if is_loss(name) and words_of(name) <= _OF_TRAINING]
         if losses:
             self.saw(iteration)
+        elif not self.judged:
+            others = (name for name in values if is_loss(name) and words_of(name).isdisjoint(_OF_EVALUATION))
+            self._others.update(dict.fromkeys(others))
         for name in loss_first(losses):
             if not math.isfinite(values[name]):
                 yield Sighting((), "", "", f"{name} is {values[name]}", iteration)
