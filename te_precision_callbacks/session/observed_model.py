@@ -258,9 +258,13 @@ class ObservedModel:
         asked = {id(module) for module in modules}
         return any(id(module) in asked for _, root in named_roots(self._model) or () for module in root.modules())
 
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters of the model."""
+        return (parameter for root in self.roots for parameter in root.parameters())
+
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps a parameter of the model."""
-        own = {id(parameter) for _, root in named_roots(self._model) or () for parameter in root.parameters()}
+        own = set(map(id, self.parameters()))
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def note_order(self) -> None:

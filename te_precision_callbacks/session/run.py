@@ -243,10 +243,10 @@ class Run:
         self._results.scales_loss = True
 
     def _note_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that a backward has run, by the gradients that an optimizer had in its step."""
-        audit, parameters = self._results.audit, (p for group in optimizer.param_groups for p in group["params"])
-        if audit.lacks_backward and any(p.grad is not None for p in parameters) and self.model.is_trained_by(optimizer):
-            audit.note_backward()
+        """Note that a backward has run, by the gradients that the model has where an optimizer steps: its own one, or
+        one of copies of the weights. Only of a step in which no backward was seen, they are read from the device."""
+        if self._results.audit.lacks_backward and any(map(_has_gradient, self.model.parameters())):
+            self._results.audit.note_backward()
 
     def step(self, logging_step: int | None) -> StepRecords | None:
         """As ``InspectSession.step``."""
@@ -662,3 +662,11 @@ class Run:
         finally:
             with guard.interruptible():
                 self.observation.recorder.close(decides=self._asks_device)
+
+
+def _has_gradient(parameter: torch.nn.Parameter) -> bool:
+    """Whether a backward has given a parameter a gradient; ``zero_grad(set_to_none=False)`` leaves one of zeros."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout != torch.strided or is_capturing():
+        return gradient is not None
+    return bool(getattr(gradient, "to_local", lambda: gradient)().any())

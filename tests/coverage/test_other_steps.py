@@ -92,8 +92,10 @@ class Net(torch.nn.Module):
 
 
 def of_steps(session: InspectSession, *, skipped: Collection[int] = (), raises: BaseException | None = None) -> None:
-    """Train for five steps, some of which have no backward; with an error, that in a sixth one after its forward."""
+    """Train for five steps, some of which have no backward; with an error, that in a sixth one after its forward. The
+    optimizer steps in all of them, with gradients of 0 where there is no backward."""
     net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with session:
         session.attach(net)
         for step in range(6 if raises else 5):
@@ -102,6 +104,8 @@ def of_steps(session: InspectSession, *, skipped: Collection[int] = (), raises: 
                 raise raises
             if step not in skipped:
                 out.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
             session.step()
 
 
@@ -152,16 +156,21 @@ def test_a_step_that_an_error_ends_after_its_forward_changes_nothing(
     assert (tmp_path / "precision_summary.txt").read_text().count("FP8 in ") == 1
 
 
-def test_a_layer_that_no_backward_reaches_any_more_is_told(tmp_path: Path) -> None:
-    """Unlike in a step without a backward; the optimizer shows that there was one, of torch's layer alone."""
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_a_layer_that_no_backward_reaches_any_more_is_told(tmp_path: Path, has_masters: bool) -> None:
+    """Unlike in a step without a backward; the step of an optimizer shows that there was one, of torch's layer alone,
+    also where it steps copies of the weights in float32."""
     net = Net()
     net.head.register_forward_pre_hook(lambda _, given: (given[0].detach(),) if session.iteration > 1 else None)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    masters = [each.detach().clone() if has_masters else each for each in net.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
     with InspectSession(WATCHED, model=net, log_dir=tmp_path) as session:
         for _ in range(4):
             net(torch.ones(16, 32)).sum().backward()
+            for master, each in zip(masters, net.parameters(), strict=True):
+                master.grad = each.grad
             optimizer.step()
-            optimizer.zero_grad()
+            net.zero_grad()
             session.step()
     last = {entry.gemm: (entry.not_run, entry.since) for entry in session.precision(at=3)}
     assert last["wgrad"] == ("no backward has reached it", 2)
