@@ -106,6 +106,8 @@ def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
+        if isinstance(error, yaml.MarkedYAMLError) and "nesting depth" in (error.problem or ""):  # PyYAML's own limit
+            raise _too_deep(path, error.problem_mark) from error
         raise ConfigError(
             f"The {what} file {shown(str(path))} is not valid YAML: {_why_no_yaml(error, text)}"
         ) from error
@@ -200,9 +202,13 @@ def _check_events(text: str, path: Path) -> None:
         entries += isinstance(event, yaml.NodeEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
-            raise ConfigError(f"{path}, line {event.start_mark.line + 1}: nested more than {DEEPEST} levels deep.")
+            raise _too_deep(path, event.start_mark)
         if entries > MOST_ENTRIES:
             raise ConfigError(f"{path} {_too_many()}")
+
+
+def _too_deep(path: Path, mark: Any) -> ConfigError:
+    return ConfigError(f"{path}, line {mark.line + 1}: nested more than {DEEPEST} levels deep.")
 
 
 def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
