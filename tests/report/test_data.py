@@ -16,10 +16,11 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.tables import STEP0
-from te_precision_callbacks.statistics.series import badness, sign_of
+from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import PageData, worst_layers
+from te_precision_callbacks.views.report.format_limits import OwnFormat, format_by_name, one_scale_by_name
 from te_precision_callbacks.views.report.histograms import histograms
 from te_precision_callbacks.views.report.overview import ALL_RANKS, Columns, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, Scale, narrowed
@@ -217,6 +218,37 @@ def test_windows_of_formats() -> None:
     assert Window.assumed(FORMATS["E5M2"], 57344.0) == (-16.0, math.log2(57344))
     # NVFP4: the smallest block's factor is 2^-9 / 448 of the largest one's.
     assert Window.assumed(FORMATS["E2M1"], 6.0) == pytest.approx((math.log2(0.5 * 2**-9 / 448), math.log2(6)))
+
+
+@pytest.mark.parametrize(
+    ("formats", "own"),
+    [
+        ([], ("E4M3", "E4M3", False)),
+        (["FP8 E4M3", "FP8 E4M3"], ("E4M3", "E4M3", True)),
+        (["FP8 E5M2"], ("E5M2", "E5M2", True)),
+        (["FP8 E4M3", "FP8 E5M2"], ("E4M3", "E4M3", True)),
+        (["MXFP8 E5M2"], ("E5M2", "E5M2", False)),
+        (["NVFP4", "FP8 E5M2"], ("E2M1", "E5M2", False)),
+    ],
+)
+def test_what_a_tensor_is_quantized_to(formats: list[str], own: tuple[str, str, bool]) -> None:
+    assert OwnFormat.of(formats) == own
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt", "one_scale"),
+    [
+        ("scale_inv_max", None, None),
+        ("fp8_delayed_scaling_scale_inv_max", None, True),
+        ("fp8_current_scaling_e5m2_underflows%", "E5M2", True),
+        ("mxfp8_underflows%", None, False),
+        ("nvfp4_underflows%", "E2M1", False),
+    ],
+)
+def test_what_the_name_of_a_statistic_says_of_its_format(name: str, fmt: str | None, one_scale: bool | None) -> None:
+    request = family_of("activation", name).request
+    assert request is not None
+    assert (format_by_name(request), one_scale_by_name(request)) == (fmt, one_scale)
 
 
 def test_an_empty_run_is_no_page(tmp_path: Path) -> None:

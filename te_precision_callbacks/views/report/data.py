@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.recorded import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
@@ -33,9 +32,11 @@ from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
+from te_precision_callbacks.views.report.format_limits import OwnFormat, format_by_name, formats_of, one_scale_by_name
 from te_precision_callbacks.views.report.histograms import PERCENTS, histograms
 from te_precision_callbacks.views.report.overview import Columns, Overview, overviews, pieces
 from te_precision_callbacks.views.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
+from te_precision_callbacks.views.report.ranges import FORMATS, reach
 from te_precision_callbacks.views.report.speed import speed_facts
 from te_precision_callbacks.views.report.subjects import (
     REDUCED,
@@ -106,8 +107,8 @@ class PageData:
             "layers": _layers(run, subjects),
             "scalars": _scalars(run, packed),
             "formats": {
-                each.name: {"max": each.max, "normal": each.min_normal, "least": each.min_subnormal}
-                for each in (E4M3, E5M2, E2M1)
+                name: {"max": each.max, "normal": each.min_normal, "least": each.min_subnormal, "reach": reach(each)}
+                for name, each in FORMATS.items()
             },
             "percents": list(PERCENTS),
             "verdict": _verdict(verdict, run, subjects),
@@ -270,7 +271,8 @@ class _FamilyOnPage:
             "base": None if row is None else row.name,
             "recipe": None if family.request is None else family.request.recipe,
             "columnwise": family.request is not None and family.request.columnwise,
-            "e5m2": None if family.request is None else family.request.e5m2,
+            "format": format_by_name(family.request),
+            "one_scale": one_scale_by_name(family.request),
             "unit": "" if row is None else row.unit,
             "formula": "" if row is None else row.formula,
             "worse": None if family.worse is None else family.worse.value,
@@ -488,9 +490,16 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
             **layer.told,
             "facts": known.get(layer.name, {}),
             "gemms": products.get(layer.name, []),
+            "formats": _own_formats(products.get(layer.name, [])),
         }
         for layer in subjects.layers
     ]
+
+
+def _own_formats(products: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What each tensor is quantized to in the products of a layer."""
+    tensors = dict.fromkeys(tensor for each in products for tensor in each["operands"])
+    return {tensor: OwnFormat.of(formats_of(products, tensor))._asdict() for tensor in tensors}
 
 
 def _scalars(run: RecordedRun, packed: Packed) -> list[dict[str, Any]]:

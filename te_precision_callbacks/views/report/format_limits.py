@@ -4,15 +4,16 @@
     limits = Limits(run, subjects, found, "E4M3")
     limits.is_outside(found.rows[0])        # as the page's depth profile marks it
 
-The page chooses the format, the step and the rank in the browser: ``page/ranges.js`` and ``page/profile.js`` have the
-same rules, and a test compares both.
+The page chooses the format, the step and the rank in the browser: ``page/ranges.js`` and ``page/profile.js`` look up
+the limits as :class:`Limits` does, and a test compares both. The format and the kind of scale of a statistic are
+decided here alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.vocabulary import ONE_SCALE
 from te_precision_callbacks.runs.recorded import RecordedRun
@@ -117,16 +118,12 @@ class Scales:
     def is_one(self, factor: FamilySeries, layer: int) -> bool:
         """Whether there is one scale for the whole tensor: by the recipe in the factor's name, else by the layer's
         operands."""
-        request = factor.family.request
-        if request is not None and request.recipe:
-            return request.recipe in ONE_SCALE
-        formats = self._formats(layer)
-        return bool(formats) and all(each.startswith("FP8 E") for each in formats)
+        by_name = one_scale_by_name(factor.family.request)
+        return OwnFormat.of(self._formats(layer)).one_scale if by_name is None else by_name
 
     def _formats(self, layer: int) -> list[str]:
         """The formats of the tensor in the layer's products."""
-        products = self._products.get(self._layers[layer].name, [])
-        return [found for each in products if (found := each["operands"].get(self._tensor))]
+        return formats_of(self._products.get(self._layers[layer].name, []), self._tensor)
 
 
 class _Recorded(NamedTuple):
@@ -137,13 +134,47 @@ class _Recorded(NamedTuple):
     layers: frozenset[int]
 
 
+def formats_of(products: Sequence[Mapping[str, Any]], tensor: str) -> list[str]:
+    """The formats of a tensor in a layer's products, as :func:`facts.gemms` gives these."""
+    return [found for each in products if (found := each["operands"].get(tensor))]
+
+
+class OwnFormat(NamedTuple):
+    """What a tensor is quantized to in a layer's own products.
+
+    Attributes:
+        format: the format.
+        fp8: the format in FP8, for statistics of another recipe.
+        one_scale: whether there is one scale for the whole tensor.
+    """
+
+    format: str
+    fp8: str
+    one_scale: bool
+
+    @classmethod
+    def of(cls, formats: Sequence[str]) -> OwnFormat:
+        """From the formats of the tensor in the products; E4M3 where there are none."""
+        own = " ".join(formats)
+        fp8 = "E5M2" if "E5M2" in own and "E4M3" not in own else "E4M3"
+        one_scale = bool(formats) and all(each.startswith("FP8 E") for each in formats)
+        return cls("E2M1" if "NVFP4" in own else fp8, fp8, one_scale)
+
+
+def format_by_name(request: Request | None) -> str | None:
+    """The format that a statistic's name says; None where it is that of the layer's own operands."""
+    if request is not None and request.recipe == "nvfp4":
+        return "E2M1"
+    if request is None or request.e5m2 is None:
+        return None
+    return "E5M2" if request.e5m2 else "E4M3"
+
+
+def one_scale_by_name(request: Request | None) -> bool | None:
+    """Whether the recipe in a statistic's name has one scale for the whole tensor; None where it names no recipe."""
+    return request.recipe in ONE_SCALE if request is not None and request.recipe else None
+
+
 def _format(request: Request, formats: Sequence[str]) -> str:
-    """The format of a statistic: of the recipe in its name, else of the layer's own operands."""
-    if request.recipe == "nvfp4":
-        return "E2M1"
-    if request.e5m2 is not None:
-        return "E5M2" if request.e5m2 else "E4M3"
-    own = " ".join(formats)
-    if not request.recipe and "NVFP4" in own:
-        return "E2M1"
-    return "E5M2" if "E5M2" in own and "E4M3" not in own else "E4M3"
+    own = OwnFormat.of(formats)
+    return format_by_name(request) or (own.fp8 if request.recipe else own.format)

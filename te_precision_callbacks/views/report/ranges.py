@@ -32,10 +32,15 @@ class Window(NamedTuple):
 
     @classmethod
     def assumed(cls, fmt: Bits, amax: float) -> Window:
-        """The window if the largest magnitude becomes the format's largest number.
-
-        E2M1 has a scale for each block, a number of E4M3 (Transformer Engine's NVFP4): all blocks together reach down
-        to the smallest one.
-        """
+        """The window if the largest magnitude becomes the format's largest number."""
         high = amax / fmt.max
-        return cls.at(fmt, high * E4M3.min_subnormal / E4M3.max if fmt is E2M1 else high, high)
+        return cls.at(fmt, high * reach(fmt), high)
+
+
+def reach(fmt: Bits) -> float:
+    """The smallest scale factor in a tensor, as a share of the largest one, where scales are assumed.
+
+    E2M1 has a scale for each block, a number of E4M3 (Transformer Engine's NVFP4): all blocks together reach down to
+    the smallest one.
+    """
+    return E4M3.min_subnormal / E4M3.max if fmt is E2M1 else 1.0

@@ -4,14 +4,11 @@ const WINDOWS = ["E4M3", "E5M2", "E2M1"];
 
 const windowTitle = (format) => format === "E2M1" ? "E2M1 (blocks)" : format;
 
-// The format of a scale's statistic: of the recipe in its name, else of the layer's own operands.
-function formatOf(family, layer, tensor) {
-  if (family.recipe === "nvfp4") return "E2M1";
-  if (family.e5m2 !== null) return family.e5m2 ? "E5M2" : "E4M3";
-  const own = layer.gemms.map((gemm) => gemm.operands[tensor] ?? "").filter(Boolean).join(" ");
-  if (!family.recipe && own.includes("NVFP4")) return "E2M1";
-  return own.includes("E5M2") && !own.includes("E4M3") ? "E5M2" : "E4M3";
-}
+// What a tensor is quantized to in a layer's own products: {format, fp8, one_scale}.
+const ownFormat = (layer, tensor) => layer.formats[tensor] ?? { format: "E4M3", fp8: "E4M3", one_scale: false };
+
+// The format of a scale's statistic: of its name, else of the layer's own operands.
+const formatOf = (family, layer, tensor) => family.format ?? ownFormat(layer, tensor)[family.recipe ? "fp8" : "format"];
 
 // The recorded statistics of a format in a tensor of a layer: {high, low, below, above}, families of one recipe, that of
 // the layer itself where it has any.
@@ -35,11 +32,10 @@ const windowAt = (format, low, high) => ({
   top: Math.log2(format.max * high), bottom: Math.log2(format.least * low), zero: Math.log2(format.least * low) - 1,
 });
 
-// The factors that the recipe would choose for a largest magnitude: it becomes the format's largest number. With a scale
-// for each block, which is a number of E4M3, the smallest one is 2^-9 / 448 of the largest one.
-function assumedFactors(name, formats, amax) {
-  const high = amax / formats[name].max;
-  return { low: name === "E2M1" ? (high * formats.E4M3.least) / formats.E4M3.max : high, high };
+// The factors that the recipe would choose for a largest magnitude: it becomes the format's largest number.
+function assumedFactors(format, amax) {
+  const high = amax / format.max;
+  return { low: high * format.reach, high };
 }
 
 // The window of a format in a layer at a step: {top, bottom, zero, recorded, exact}; null if nothing is known.
@@ -53,7 +49,7 @@ async function windowOf(report, name, layerIndex, tensor, step, amax, chosenRank
       return { ...windowAt(format, low.value, high.value), recorded: true, exact: high.exact && low.exact };
   }
   if (!(amax > 0) || !Number.isFinite(amax)) return null;
-  const { low, high } = assumedFactors(name, report.formats, amax);
+  const { low, high } = assumedFactors(format, amax);
   return { ...windowAt(format, low, high), recorded: false, exact: true };
 }
 
@@ -71,15 +67,11 @@ async function limitsIn(report, name, layerIndex, tensor, begin, end, amax, chos
       return spread(low ? low.low : hasOneScale(families.high, report.layers[layerIndex], tensor) ? high.low : 0, high.high, true);
   }
   if (!(amax?.low > 0) || !Number.isFinite(amax.high)) return null;
-  return spread(assumedFactors(name, report.formats, amax.low).low, assumedFactors(name, report.formats, amax.high).high, false);
+  return spread(assumedFactors(format, amax.low).low, assumedFactors(format, amax.high).high, false);
 }
 
-// Whether a recipe has one scale for the whole tensor: the recipe in a statistic's name, else that of the operands.
-function hasOneScale(family, layer, tensor) {
-  if (family.recipe) return ["fp8_delayed_scaling", "fp8_current_scaling"].includes(family.recipe);
-  const own = layer.gemms.map((gemm) => gemm.operands[tensor] ?? "").filter(Boolean);
-  return own.length > 0 && own.every((format) => /^FP8 E/.test(format));
-}
+// Whether there is one scale for the whole tensor: by the recipe in a statistic's name, else by the layer's own operands.
+const hasOneScale = (family, layer, tensor) => family.one_scale ?? ownFormat(layer, tensor).one_scale;
 
 // What is beyond a format from one step to another, in percent: {below, above}, each {low, high, from}: what was recorded,
 // or what the counts allow. Bins span powers of two, so of a bin that a limit cuts anything from none to all is beyond it.
