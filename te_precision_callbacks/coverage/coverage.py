@@ -233,6 +233,7 @@ class Coverage(tuple[Product, ...]):
     def __str__(self) -> str:
         whole = self.macs()
         left = [f"not counted: {text}" for text in left_out_in_words(self)]
+        left += [] if self.has_backward or not whole else [_NO_BACKWARD]
         if not whole:
             return "; ".join(["No matrix product has been seen", *left]) if left else "No matrix product has been seen."
         by_precision: dict[str, int] = defaultdict(int)
@@ -281,6 +282,8 @@ NOTHING = Coverage()
 
 MOST_WITHOUT_BACKWARD = 10
 """So many steps without a backward, as of batches that a script skips, count as steps before the first one."""
+
+_NO_BACKWARD = "no backward has been seen, so these are the products of a forward alone"
 
 _MOST_CAUSES = 3
 

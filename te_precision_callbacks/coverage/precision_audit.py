@@ -145,6 +145,11 @@ class PrecisionAudit:
         """Whether layers have run forward in this iteration, and no backward is known of."""
         return bool(self._now) and not self._had_backward
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward is known to have run in this iteration."""
+        return self._had_backward
+
     def note_backward(self) -> None:
         """Note that a backward has run in this iteration; GEMMs that are expected and not seen were not reached."""
         self._had_backward = True

@@ -115,6 +115,7 @@ class ObservedModel:
         self._changes = ModelChanges(hooks.answers.unwatched)
         self._model: Model = ()
         self._counts_since: int | None = None
+        self._lacks_backward_since: int | None = None
 
     @property
     def model(self) -> Model:
@@ -288,13 +289,14 @@ class ObservedModel:
         Args:
             since: the first one of the steps before it that had no backward; what is counted is theirs, too.
         """
-        self._counts_since = since
+        self._counts_since, self._lacks_backward_since = since, None
         self._hooks.count_products(self._model, self.layers.paths(self._model))
 
     def note_products(self) -> None:
         """Note the matrix products of the step, if they were counted.
 
-        Those of the next step take their place where the backward is missing, as where the script skips a batch.
+        Those of the next step take their place where the backward is missing, as where the script skips a batch; after
+        many such steps, those of the step after the first one in which a backward is seen.
         """
         outside, is_missing = self._hooks.products.recomputed_outside, self._hooks.products.misses_backwards
         found = self._hooks.products.end_step()
@@ -323,6 +325,10 @@ class ObservedModel:
                 self._results.audit.note_backward()
             if (is_missing or not has_backward) and iteration - since < MOST_WITHOUT_BACKWARD:
                 self._count_products(since)
+            elif not has_backward:
+                self._lacks_backward_since = since
+        elif self._lacks_backward_since is not None and self._results.audit.has_backward:
+            self._count_products(self._lacks_backward_since)
 
     def _say_recomputed(self, layers: Collection[str]) -> None:
         """Warn of layers whose backward is not in low precision, though their forward is."""

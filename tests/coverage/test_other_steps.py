@@ -125,6 +125,25 @@ def test_a_batch_that_is_skipped_is_no_other_precision(
     assert last["wgrad"] == ({"gradient": "FP8 E5M2", "activation": "FP8 E4M3"}, "", None)
 
 
+def test_a_backward_that_comes_after_many_skipped_batches(tmp_path: Path) -> None:
+    """What is not known is said as long as it is not known."""
+    net = Net()
+    with InspectSession(WATCHED, model=net, log_dir=tmp_path) as session:
+        for step in range(15):
+            out = net(torch.ones(16, 32, requires_grad=True))
+            if step > 12:
+                out.sum().backward()
+            session.step()
+            if step == 12:
+                assert str(session.coverage()) == (
+                    "FP8 in 50.0 % of the multiply-adds (fprop 50.0); 50.0 % in FP32: head (not a TE layer); no"
+                    " backward has been seen, so these are the products of a forward alone"
+                )
+    assert {str(session.coverage(at=step)) for step in range(15)} == {
+        f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
+    }
+
+
 @pytest.mark.parametrize("skipped", [(0,), (1,), (0, 2)], ids=str)
 def test_micro_batches_that_are_skipped_in_the_first_step(skipped: Collection[int], tmp_path: Path) -> None:
     """Where that is the one that counts for the others, the next step is counted instead."""
