@@ -134,7 +134,9 @@ class Run:
         self.model = model = ObservedModel(
             options, inspector, self.hooks, engine, results, failures, notices, loop.front_door
         )
-        self._forgotten = ForgottenSteps(notices, loop, model.is_trained_by, lambda: inspector.iteration)
+        self._forgotten = ForgottenSteps(
+            notices, loop, model.is_trained_by, lambda: inspector.iteration, lambda: self.hooks.has_entered_regions
+        )
         self.resume_audit = ResumeAudit(self.model, results, failures, strict=options.strict)
         self._written = LogAndRecords(options, results.log_dir, model.layers.given, ranks)
         self._sinks = Sinks([*self._written.sinks, *sinks, *options.sinks], self._describe, failures)
@@ -322,7 +324,7 @@ class Run:
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
         self._profiling.end(ending.iteration)
-        self._forgotten.end_step(self.model.layers.modules, in_regions=self.hooks.has_entered_regions)
+        self._forgotten.end_step(self.model.layers.modules)
         self.inspector.report_events()
         self.model.say_refused()
         self.model.note_order()
