@@ -81,12 +81,14 @@ it."""
 @dataclass
 class _Notes:
     """The notes on one layer in an iteration: the formats of its operands, the GEMMs that are going to run, and those
-    that are left out; and whether its forward ran in a region of ``te.autocast(enabled=False)``."""
+    that are left out; whether its forward ran in a region of ``te.autocast(enabled=False)``, and whether a backward has
+    run: else, as of a batch that was skipped, nothing is known of what was expected of it."""
 
     told: dict[Operand, _Told] = field(default_factory=dict)
     expected: dict[Gemm, None] = field(default_factory=dict)
     left_out: dict[Gemm, str] = field(default_factory=dict)
     excluded: bool = False
+    had_backward: bool = False
 
 
 class PrecisionAudit:
@@ -128,9 +130,6 @@ class PrecisionAudit:
             if not self._now[layer].told:  # a compiled model runs its GEMMs where the tap does not know their layer
                 self.plan(formats)
         self._unseen.clear()
-        if not self._had_backward:  # as of a batch that was skipped, which says nothing of the GEMMs of a backward
-            for notes in self._now.values():
-                notes.expected.clear()
         self._write()
         self._in_history.update(self._now)
         self._now.clear()
@@ -190,9 +189,10 @@ class PrecisionAudit:
             return
         self._history.ran(self._iteration)
         for layer, notes in self._now.items():
+            notes.had_backward = self._had_backward
             if notes != self._in_history.get(layer):
                 self._in_history.pop(layer, None)
-                facts, seen = _facts(notes, had_backward=self._had_backward)
+                facts, seen = _facts(notes)
                 self._history.put(layer, self._iteration, facts, seen, excluded=notes.excluded)
 
     def holds(self, formats: Mapping[Operand, Format]) -> bool:
@@ -326,14 +326,9 @@ def _of_gemm(gemm: Gemm, told: Mapping[Operand, Mapping[Format, bool]]) -> _OfGe
     return {tensor: told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
 
 
-def _facts(notes: _Notes, *, had_backward: bool) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
-    """The facts about a layer's GEMMs by what was noted in an iteration, and the GEMMs whose operands were all seen.
-
-    Args:
-        notes: what was noted.
-        had_backward: whether a backward has run in the iteration; else nothing is known of the GEMMs that it runs.
-    """
-    facts = {gemm.gemm: GemmFact((), NO_BACKWARD) for gemm in (notes.expected if had_backward else ())}
+def _facts(notes: _Notes) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
+    """The facts about a layer's GEMMs by what was noted in an iteration, and the GEMMs whose operands were all seen."""
+    facts = {gemm.gemm: GemmFact((), NO_BACKWARD) for gemm in (notes.expected if notes.had_backward else ())}
     facts |= {gemm.gemm: GemmFact((), reason) for gemm, reason in notes.left_out.items()}
     seen: list[GemmName] = []
     for gemm in dict.fromkeys(Gemm(operand.layer, operand.gemm) for operand in notes.told):
