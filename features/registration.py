@@ -7,6 +7,7 @@ Transformer Engine's of the same name, and its namespace API stays even if Trans
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,12 @@ def _put(name: str, instance: Any) -> None:
 
 def is_upstream(kind: type) -> bool:
     """Whether a class was defined in Transformer Engine's folder of features, however it was executed."""
-    spec = importlib.util.find_spec("transformer_engine")
-    if spec is None or not spec.submodule_search_locations:
-        return False
-    folders = [str(Path(place, "debug", "features")) for place in spec.submodule_search_locations]
     codes = [getattr(getattr(member, "__func__", member), "__code__", None) for member in vars(kind).values()]
-    return any(code is not None and code.co_filename.startswith(tuple(folders)) for code in codes)
+    return any(code is not None and code.co_filename.startswith(_upstream_folders()) for code in codes)
+
+
+@functools.cache
+def _upstream_folders() -> tuple[str, ...]:
+    spec = importlib.util.find_spec("transformer_engine")
+    places = (spec.submodule_search_locations or ()) if spec is not None else ()
+    return tuple(str(Path(place, "debug", "features")) for place in places)

@@ -95,9 +95,7 @@ class RewritingLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         path = self.get_filename(fullname)
         source = self.get_data(path)
-        if not is_concerned(source):
-            return _as_it_is(source, path, fullname)
-        return _rewritten(source, path, self.cuda_on_cpu)
+        return _code_of(source, path, fullname, self.cuda_on_cpu)
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -107,14 +105,10 @@ class RewritingLoader(SourceFileLoader):
 
 
 @lru_cache(maxsize=64)
-def _as_it_is(_source: bytes, path: str, fullname: str) -> CodeType | None:
-    """The code of a module that is not rewritten, cached for the same reason as that of :func:`_rewritten`."""
-    return SourceFileLoader(fullname, path).get_code(fullname)
-
-
-@lru_cache(maxsize=64)
-def _rewritten(source: bytes, path: str, cuda_on_cpu: bool) -> CodeType:
+def _code_of(source: bytes, path: str, fullname: str, cuda_on_cpu: bool) -> CodeType | None:
     """The code of a module, cached since nvdlfw_inspect executes all feature files again at each initialization."""
+    if not is_concerned(source):
+        return SourceFileLoader(fullname, path).get_code(fullname)
     kept = Entry(source, path, "cuda on cpu" if cuda_on_cpu else "cuda on cuda")
     code = kept.read()
     if code is None:

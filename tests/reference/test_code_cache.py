@@ -88,7 +88,7 @@ def test_a_loader_takes_what_was_kept(folder: Path, tmp_path: Path) -> None:
 def _loaded(path: Path) -> CodeType:
     from te_precision_callbacks.reference import importer
 
-    importer._rewritten.cache_clear()  # as in another process
+    importer._code_of.cache_clear()  # as in another process
     code = RewritingLoader("module", str(path), cuda_on_cpu=True).get_code("module")
     assert code is not None
     return code
