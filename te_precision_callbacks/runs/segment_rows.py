@@ -262,7 +262,8 @@ class _Numbers:
         known = self._of.get(rank, np.empty(0, np.int32))
         if len(known) < len(table):
             known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
-        for number in np.unique(series[known[series] < 0]).tolist():
+        new = series[known[series] < 0]
+        for number in np.unique(new).tolist() if len(new) else ():  # sorting nothing takes longer than all else here
             one = table[number]
             scope, gemm = self._scopes.get(one.layer, ""), one.family.gemm
             known[number] = self._writer.series(one.layer, one.tensor, one.statistic, gemm=gemm, scope=scope, rank=rank)
