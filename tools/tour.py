@@ -33,7 +33,10 @@ from contextlib import chdir, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "docs" / "start.md", *sorted((ROOT / "docs" / "tour").glob("*.md")))
@@ -236,9 +239,9 @@ def browser() -> str | None:
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-def taken(wanted: Sequence[Picture], folder: Path, executable: str) -> Iterator[tuple[Picture, bytes]]:
-    """The pictures as PNG, of reports in a folder, in the browser of which the path is given."""
-    from PIL import Image
+def taken(wanted: Sequence[Picture], folder: Path, executable: str) -> Iterator[tuple[Picture, Image]]:
+    """The pictures, of reports in a folder, in the browser of which the path is given."""
+    import PIL.Image
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -257,10 +260,7 @@ def taken(wanted: Sequence[Picture], folder: Path, executable: str) -> Iterator[
                 plot.locator("xpath=self::*[@data-drawn='yes']").wait_for()
             page.evaluate("scrollTo(0, 0)")
             place: Any = {"x": 0, "y": picture.top, "width": picture.width, "height": picture.height}
-            out = io.BytesIO()
-            image = Image.open(io.BytesIO(page.screenshot(full_page=True, clip=place))).convert("RGB")
-            image.quantize(128).save(out, format="PNG", optimize=True)
-            yield picture, out.getvalue()
+            yield picture, PIL.Image.open(io.BytesIO(page.screenshot(full_page=True, clip=place))).convert("RGB")
         launched.close()
 
 
@@ -294,9 +294,9 @@ def main(arguments: Sequence[str]) -> None:
         executable = browser()
         if executable is None:
             raise SystemExit("The pictures were not renewed: they need chromium (apt-get install chromium).")
-        for picture, data in taken(pictures(), Path(folder), executable):
-            picture.file.write_bytes(data)
-            print(f"{picture.file.relative_to(ROOT)}: {len(data) / 1000:.0f} kB")
+        for picture, image in taken(pictures(), Path(folder), executable):
+            image.quantize(128).save(picture.file, optimize=True)
+            print(f"{picture.file.relative_to(ROOT)}: {picture.file.stat().st_size / 1000:.0f} kB")
 
 
 def renew(page: Path, outputs: Mapping[int, Output]) -> None:
