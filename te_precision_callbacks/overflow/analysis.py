@@ -33,27 +33,36 @@ class Reader:
         self._options = options
         self._history = History(options.max_frames)
         self._traced = frozenset(options.trace_batches)
-        self._traced_last = -1
+        self._traced_last = ""
         self._notices = notices
 
     def read(
-        self, interval: Interval, events: Sequence[Event], *, evaluation: bool, may_be_skipped: bool, before: int
+        self,
+        interval: Interval,
+        events: Sequence[Event],
+        *,
+        evaluation: bool,
+        traces: bool,
+        may_be_skipped: bool,
+        before: int,
     ) -> Find | None:
         """The first overflow; the other frames are kept for later reports, traced, and compared with the limits.
 
         Args:
             interval: holds the numbers.
             events: events of the interval.
-            evaluation: whether they are of an evaluation between training batches.
+            evaluation: whether they are of an evaluation.
+            traces: whether ``trace_batches`` counts their batches.
             may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
             before: how many events there were since the last look of all ranks, before these.
         """
         if not events:
             return None
         values = interval.slots.read()
-        traced = frozenset[int]() if evaluation else self._traced
+        batch = "evaluation batch" if evaluation else "batch"
+        traced = self._traced if traces else frozenset[int]()
         if traced:
-            self._trace(events, values)
+            self._trace(events, values, batch)
         judge = functools.partial(
             first_bad,
             events,
@@ -69,7 +78,7 @@ class Reader:
             if scale is not None and not scale <= 1:  # the scaler makes the scale smaller, and skips the step
                 bad = judge(loss_scaled=True)
         if self._options.warn_above is not None:
-            self._warn_of(events[: None if bad is None else bad[0]], values, self._options.warn_above)
+            self._warn_of(events[: None if bad is None else bad[0]], values, self._options.warn_above, batch)
         if bad is None:
             self._history.add(events, values)
             return None
@@ -96,27 +105,28 @@ class Reader:
         """Leave the frames so far out of later reports."""
         self._history = History(self._options.max_frames)
 
-    def _trace(self, events: Sequence[Event], values: Values) -> None:
+    def _trace(self, events: Sequence[Event], values: Values, batch: str) -> None:
         lines: list[str] = []
         for event in events:
             if event.batch in self._traced:
-                if event.batch != self._traced_last:
-                    self._traced_last = event.batch
-                    lines.append(f"*** batch {event.batch} ***")
+                if (title := f"*** {batch} {event.batch} ***") != self._traced_last:
+                    self._traced_last = title
+                    lines.append(title)
                 lines += [text.line(frame, abs_min=self._options.abs_min) for frame in seen([event], values)]
         if lines:
             logger.warning("%s", "\n".join(lines))
 
-    def _warn_of(self, events: Sequence[Event], values: Values, share: float) -> None:
+    def _warn_of(self, events: Sequence[Event], values: Values, share: float, batch: str) -> None:
         for call, role, slot, amax in near_limit(events, values, share):
             if self._notices.first(("near its limit", call.place.path)):
                 limit = torch.finfo(slot.store.dtype).max
                 logger.warning(
-                    "%s: %s: %s is close to an overflow in batch %d: abs_max=%.2e is %.0f%% of the maximum of %s"
+                    "%s: %s: %s is close to an overflow in %s %d: abs_max=%.2e is %.0f%% of the maximum of %s"
                     " (%.2e). This is logged once for each module.",
                     call.place.path or "The model",
                     call.place.class_name,
                     role,
+                    batch,
                     call.batch,
                     amax,
                     100 * amax / limit,

@@ -6,8 +6,8 @@ from __future__ import annotations
 class Batches:
     """The numbers of the batches of a training, and of the evaluations between them.
 
-    Outermost forwards count batches, or the loop does. From the first training batch on, forwards without gradients are
-    an evaluation; before it, they are batches like any other.
+    Outermost forwards count batches, or the loop does. Forwards without gradients are an evaluation. Before the first
+    training batch they have the numbers of batches, since a run may have no training.
 
     Args:
         last: the number of the batch after which the run ends; None if no batch ends it.

@@ -13,8 +13,9 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
         class_name: the module's class.
         role: the tensor of the module: ``output``, ``input[0]``, ``grad_output[logits]``, ``grad of weight``, or the
             label that was given to :func:`~te_precision_callbacks.debug_utils.detect_overflow`.
-        batch: the batch number, counted from 0 in the training, or in an evaluation since the last training batch.
-        evaluation: whether the overflow happened in such an evaluation.
+        batch: the batch number, counted from 0 in the training, or in an evaluation: since the last training batch, or
+            since the start.
+        evaluation: whether the overflow happened in an evaluation: a forward without gradients.
         rank: the rank on which it happened.
         report: the whole report.
     """

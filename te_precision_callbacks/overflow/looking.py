@@ -223,9 +223,16 @@ class Looking:
     def _read(self, interval: Interval, events: Sequence[Event], *, may_be_skipped: bool = True) -> Find | None:
         """The first overflow in events of an interval; None if reading fails."""
         journal, read = self._journal, self.reader.read
-        evaluation = interval is journal.evaluation and journal.batches.trains
+        evaluation = interval is journal.evaluation
         try:
-            return read(interval, events, evaluation=evaluation, may_be_skipped=may_be_skipped, before=self.dropped)
+            return read(
+                interval,
+                events,
+                evaluation=evaluation,
+                traces=not (evaluation and journal.batches.trains),
+                may_be_skipped=may_be_skipped,
+                before=self.dropped,
+            )
         except Exception as error:
             journal.fail(error)
             return None

@@ -292,6 +292,23 @@ def test_evaluation_batches_are_counted_apart(given: bool) -> None:
                         assert (e.value.evaluation, e.value.batch) == (True, 1)
 
 
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+def test_an_evaluation_before_the_training_is_named_as_one(mode: Any) -> None:
+    model = torch.nn.Sequential(Scale())
+    with DebugActivationOverflow(model, mode=mode) as detector:
+        match = r"> \[1\] 0: Scale: input\[0\] has infs, in evaluation batch 1\."
+        with torch.no_grad(), pytest.raises(ActivationOverflowError, match=match) as evaluation:
+            for value in (1.0, INF):
+                model(torch.tensor([value]))
+        match = r"> \[1\] 0: Scale: input\[0\] has infs, in batch 1\."
+        with pytest.raises(ActivationOverflowError, match=match) as training:
+            for value in (1.0, INF):
+                model(torch.tensor([value])).sum().backward()
+                detector.look()
+    assert (evaluation.value.evaluation, evaluation.value.batch) == (True, 1)
+    assert (training.value.evaluation, training.value.batch) == (False, 1)
+
+
 def test_closing_twice_and_using_it_afterwards() -> None:
     model = Scale()
     detector = DebugActivationOverflow(model)
@@ -557,6 +574,23 @@ def test_tracing_of_batches(mode: Any, caplog: pytest.LogCaptureFixture) -> None
     ]
 
 
+def test_tracing_tells_a_sanity_check_from_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    model = Scale(2.0)
+    with DebugActivationOverflow(model, trace_batches=[1], gradients=False):
+        for trains in (False, True):
+            with torch.set_grad_enabled(trains):
+                for value in (1.0, 2.0):
+                    model(torch.tensor([value]))
+    assert "\n".join(record.getMessage() for record in caplog.records).splitlines() == [
+        "*** evaluation batch 1 ***",
+        "abs_max= 2.00e+00 > [1] Scale: input[0]",
+        "abs_max= 4.00e+00 < [1] Scale: output",
+        "*** batch 1 ***",
+        "abs_max= 2.00e+00 > [1] Scale: input[0]",
+        "abs_max= 4.00e+00 < [1] Scale: output",
+    ]
+
+
 def test_the_names_of_transformers() -> None:
     """Both end after the same batch of the same loop, and log the same batches."""
 
@@ -603,8 +637,8 @@ def test_a_warning_before_the_overflow(caplog: pytest.LogCaptureFixture) -> None
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
             logging.WARNING,
-            "0: Identity: output is close to an overflow in batch 1: abs_max=3.30e+04 is 50% of the maximum of float16"
-            " (6.55e+04). This is logged once for each module.",
+            "0: Identity: output is close to an overflow in evaluation batch 1: abs_max=3.30e+04 is 50% of the maximum"
+            " of float16 (6.55e+04). This is logged once for each module.",
         )
     ]
     caplog.clear()
