@@ -58,7 +58,11 @@ def _below(memory: Memory) -> list[str]:
     factor = break_even_factor(memory)
     if factor is not None:
         of = f"{factor:.2f} times the tokens" if memory.tokens is None else f"{factor * memory.tokens:,.0f} tokens"
-        lines.append(f"A forward of {of} or more saves as many bytes of activations as the codes of weights add.")
+        state = ", and the scales and amax history of delayed scaling," if memory.bytes("scaling_state").low else ""
+        lines.append(
+            f"A forward of {of} or more saves as many bytes of activations as the codes and scales of weights{state}"
+            " add."
+        )
     found = reasons(memory)
     if found:
         lines += ["", "Why memory is not lower"]

@@ -56,7 +56,8 @@ def reasons(memory: Memory) -> tuple[MemoryReason, ...]:
 
 
 def break_even_tokens(memory: Memory) -> float | None:
-    """The tokens of a forward from which on saved activations save what the codes of weights add.
+    """The tokens of a forward from which on saved activations save what the codes and scales of weights, and the
+    state of delayed scaling, add.
 
     None without a recipe or tokens, or where a forward saves no fewer bytes than in high precision.
     """
@@ -65,8 +66,7 @@ def break_even_tokens(memory: Memory) -> float | None:
 
 
 def break_even_factor(memory: Memory) -> float | None:
-    """How many times the planned tokens a forward needs to save on activations what the codes of weights add; None as
-    of :func:`break_even_tokens`."""
+    """How many times the planned tokens a forward needs to break even; None as of :func:`break_even_tokens`."""
     weights = (row for row in memory if row.kind in (*QUANTIZED_WEIGHT, "parameter", "scaling_state"))
     saved = (row for row in memory if row.kind in SAVED)
     added, saving = sum(row.added for row in weights), -sum(row.added for row in saved)

@@ -157,7 +157,10 @@ def test_the_break_even(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setenv("COLUMNS", "200")
     show(memory)
     wide = capsys.readouterr().out
-    assert "8,192 tokens or more" in wide
+    assert (
+        "A forward of 8,192 tokens or more saves as many bytes of activations as the codes and scales of weights add.\n"
+        in wide
+    )
     monkeypatch.setenv("COLUMNS", "60")
     show(memory)
     narrow = capsys.readouterr().out
@@ -167,6 +170,17 @@ def test_the_break_even(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     factor = f"{2 * 4096 / M:.2f} times the tokens or more"
     assert factor in " ".join(capsys.readouterr().out.split()), (
         "as a batch has it, whose tokens are those of each layer"
+    )
+
+
+def test_the_break_even_of_delayed_scaling_names_all_that_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """A scale and 1024 amaxes for each of 5 tensors are many beside a small weight."""
+    memory = planned(te.Linear(64, 64, bias=False, params_dtype=BF16, device="meta"), "fp8_delayed_scaling")
+    added, saved_by_token = 2 * 64 * 64 + 4 + 5 * 4 * 1025, (M * 64 - 4) / M
+    assert break_even_tokens(memory) == pytest.approx(added / saved_by_token, rel=1e-12)
+    show(memory)
+    assert "as the codes and scales of weights, and the scales and amax history of delayed scaling, add." in " ".join(
+        capsys.readouterr().out.split()
     )
 
 
