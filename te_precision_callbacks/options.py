@@ -232,7 +232,8 @@ class SessionOptions:
         log_filter: which metrics go to the trainer's loggers: patterns with ``*`` and ``?``, one of which a metric's
             name must match, or a function of the name. None: all (docs/statistics.md#in-the-loggers).
         debug: ``"activation_overflow"`` stops where an activation, the loss or a gradient becomes inf or nan;
-            ``"te_precision"`` is accepted, and changes nothing. See docs/activation-overflow.md.
+            ``"te_precision"`` is accepted, and changes nothing. None, or no names: neither. See
+            docs/activation-overflow.md.
         observe: the path that layers take while features look at their tensors. ``"fused"``: the layers' own path, on
             which training is the same to the last bit; a feature that needs a tensor which that path never has is
             refused. ``"debug"``: Transformer Engine's debug path, which is unfused, and rounds some tensors otherwise.
