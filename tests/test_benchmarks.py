@@ -319,7 +319,7 @@ def test_gpu_check_goes_on_after_a_part_that_fails(
         (tmp_path / f"part_{name.replace(' ', '_')}.py").write_text(script)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     parts = [
-        in_process.Part(name, f"part_{name.replace(' ', '_')}", 0.4 if name == "hangs" else 60.0) for name in PARTS
+        in_process.Part(name, f"part_{name.replace(' ', '_')}", 0.6 if name == "hangs" else 60.0) for name in PARTS
     ]
     monkeypatch.setattr(in_process, "PARTS", parts)
     folder = tmp_path / "out"
@@ -344,7 +344,7 @@ def test_gpu_check_goes_on_after_a_part_that_fails(
     notes = {row["part"]: row["note"] for row in found["rows"] if row["check"] == "the part"}
     assert notes["raises"].endswith("ValueError: this part has failed")
     assert notes["silent"] == "it gave no rows"
-    assert notes["hangs"] == "it had not ended after 2 s, in: a wait"
+    assert notes["hangs"] == "it had not ended after 3 s, in: a wait"
     verdicts_of_parts = {name: part["verdict"] for name, part in found["parts"].items()}
     assert verdicts_of_parts == dict.fromkeys(PARTS, "failed") | {"elsewhere": "cannot run here", "right": "passed"}
     assert found["parts"]["elsewhere"]["why"] == "needs a moon"
