@@ -108,6 +108,14 @@ class StepNumbers:
         elif own.any():
             yield Column(column.family, column.layers[own], column.values[own])
 
+    def unbroken(self, column: Column) -> Column:
+        """A statistic of tensors, as :meth:`all` gives it, with nan for tensors that have inf or nan: it leaves them
+        out, so it is of what they have left."""
+        lost = self.one("nonfinite_num", column.family.tensor)
+        if lost is None:
+            return column
+        return column._replace(values=np.where(lost.at(column.layers, 0.0) > 0, np.nan, column.values))
+
     def one(self, statistic: str, tensor: str, facts: Facts | None = None) -> Column | None:
         """The column of a statistic of a tensor, as :meth:`all`; None if the step has none."""
         return next(self.all(statistic, (tensor,), facts), None)

@@ -275,6 +275,9 @@ class StatisticsEngine:
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
         """The statistics since the last :meth:`forget`; this rank's own where they cannot be reduced.
 
+        Of a tensor with inf or nan, which all other statistics leave out, ``nonfinite_num`` is there without having
+        been asked for.
+
         Args:
             reduce: whether to reduce over the ranks of :meth:`reduce_over`, all of which must call this method alike.
             stamp: what must be equal on these ranks.
@@ -282,10 +285,11 @@ class StatisticsEngine:
         with _ready():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         readings = [(self._reading(table.rows), table) for table in tables]
+        found = [numbers for reading, table in readings for numbers in (reading.numbers(table), reading.lost(table))]
         return Measured(
             self.series,
-            np.concatenate([np.empty(0, np.int32), *(reading.series for reading, _ in readings)]),
-            np.concatenate([np.empty(0), *(reading.values(table) for reading, table in readings)]),
+            np.concatenate([np.empty(0, np.int32), *(series for series, _ in found)]),
+            np.concatenate([np.empty(0), *(values for _, values in found)]),
             dict(histogram for reading, table in readings for histogram in reading.histograms(table)),
             local=self._reduction.local,
         )
@@ -352,6 +356,12 @@ class _Picked(Mapping[str, npt.NDArray[np.float64]]):
         return len(self._columns)
 
 
+_Numbers = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
+"""Series and their values."""
+
+_NONFINITE = "nonfinite_num"
+
+
 class _Reading:
     """How to compute the numbers of a table's rows: made once for all steps in which the same statistics are due.
 
@@ -361,6 +371,13 @@ class _Reading:
     """
 
     def __init__(self, rows: Rows, table: SeriesTable) -> None:
+        self._table = table
+        self._uncounted = [  # the moments of tensors whose nonfinite_num was not asked for: row, layer and tensor
+            (row, key.layer, key.tensor)
+            for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True))
+            if key.kind == _MOMENTS.name and _NONFINITE not in labels
+        ]
+        self._uncounted_rows = np.array([row for row, _, _ in self._uncounted], dtype=np.intp)
         numbers: list[int] = []
         places: dict[str, list[tuple[int, int]]] = {}  # statistic -> its (row, place) pairs
         histograms: dict[Of, list[tuple[int, int]]] = {}  # kind -> its (row, series) pairs
@@ -375,19 +392,29 @@ class _Reading:
                 else:
                     places.setdefault(request.statistic.name, []).append((row, len(numbers)))
                     numbers.append(number)
-        self.series = np.array(numbers, dtype=np.int32)
+        self._series = np.array(numbers, dtype=np.int32)
         self._formulas = [
             (STATISTICS[name], *np.array(found, dtype=np.intp).T.copy()) for name, found in places.items()
         ]
         self._histograms = [(_COLUMNS[of][0], *zip(*found, strict=True)) for of, found in histograms.items()]
 
-    def values(self, table: Table) -> npt.NDArray[np.float64]:
-        """The numbers, in the order of :attr:`series`."""
-        found = np.empty(len(self.series))
+    def numbers(self, table: Table) -> _Numbers:
+        """The statistics that were asked for."""
+        found = np.empty(len(self._series))
         for statistic, rows, places in self._formulas:
             if statistic.value is not None:
                 found[places] = statistic.value(_Picked(table.columns, rows))
-        return found
+        return self._series, found
+
+    def lost(self, table: Table) -> _Numbers:
+        """``nonfinite_num`` where there is inf or nan and nobody has asked for it."""
+        if not self._uncounted:
+            return np.empty(0, np.int32), np.empty(0)
+        counts = table.columns["nonfinite"][self._uncounted_rows]
+        some = np.flatnonzero(counts)
+        tensors = (self._uncounted[place] for place in some.tolist())
+        series = [self._table.intern(layer, tensor, _NONFINITE) for _, layer, tensor in tensors]
+        return np.array(series, dtype=np.int32), counts[some]
 
     def histograms(self, table: Table) -> Iterator[tuple[int, tuple[float, ...]]]:
         """The series of histograms, and their counts."""

@@ -488,3 +488,27 @@ def test_a_run_without_a_step_is_judged_by_its_forwards(
     assert bool(session.findings.judged) == bool(forwards)
     assert ("te-precision: Nothing could be judged." in capsys.readouterr().err) == (not forwards)
     assert diagnose(tmp_path) == session.findings
+
+
+@pytest.mark.parametrize("asked", ["cur_amax", "std"])
+def test_inf_and_nan_are_seen_without_being_asked_for(tmp_path: Path, asked: str) -> None:
+    """Statistics leave them out, and the pass that measures these counts them anyway."""
+    net = te.Linear(32, 32)
+    session = InspectSession(
+        statistics(tensors=["activation", "gradient"], stats=[asked]),
+        model=torch.nn.Sequential(net),
+        log_dir=tmp_path,
+        on_finding="stop: nonfinite",
+    )
+    with pytest.raises(PrecisionFindingError, match="1 element is inf or nan"), session:
+        for step in range(4):
+            batch = torch.randn(16, 32)
+            batch[3, 3] = math.inf if step == 2 else 0.0
+            with te.autocast(recipe=Float8CurrentScaling()):
+                net(batch).sum().backward()
+            session.step()
+    assert [(each.rule, each.since, each.tensor) for each in session.findings] == [("nonfinite", 2, "activation")]
+    assert diagnose(tmp_path) == session.findings
+    run = open_run(tmp_path)
+    counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
+    assert [(row["iteration"], row["value"]) for row in counts] == [(2, 1.0)]

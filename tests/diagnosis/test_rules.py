@@ -690,6 +690,29 @@ def test_a_gradient_that_is_all_nan_is_not_dead() -> None:
     assert [finding.rule for finding in judged([lost] * 4, facts())] == ["nonfinite"]
 
 
+@pytest.mark.parametrize(
+    ("rule", "recipe", "tensor", "numbers"),
+    [
+        ("underflow", "mxfp8", "gradient", {"underflows%": 100.0}),
+        ("overflow", "fp8_delayed_scaling", "gradient", {"overflows%": 100.0}),
+        ("sibling", "mxfp8", "gradient", {"std": 1e-12, "cur_amax": 1e-12}),
+        ("growth", "mxfp8", "weight", {"cur_amax": 20.0}),
+        ("zeros-in-wgrad", "mxfp8", "wgrad", {"zeros%": 50.0}),
+        ("dead-gradient", "mxfp8", "gradient", {"std": 0.0, "cur_amax": 0.0}),
+    ],
+)
+def test_what_is_left_of_a_tensor_with_nan_is_not_judged(
+    rule: str, recipe: str, tensor: str, numbers: dict[str, float]
+) -> None:
+    """Statistics leave out inf and nan, and the scale may follow an inf."""
+    whole: Numbers = {**ordinary(), **{("h.4.fc1", tensor, name): value for name, value in numbers.items()}}
+    lost: Numbers = {**whole, ("h.4.fc1", tensor, "nonfinite_num"): 3.0}
+    begin: Sequence[Numbers] = [ordinary()] * 2
+    assert rule in {finding.rule for finding in judged([*begin, *[whole] * 4], facts(recipe=recipe))}
+    found = only(judged([*begin, *[lost] * 4], facts(recipe=recipe)), "nonfinite")
+    assert (found.layers, found.tensor) == (("h.4.fc1",), tensor)
+
+
 def test_the_span_of_a_nan_goes_on() -> None:
     other = ordinary(b5_fc1_gradient_nonfinite_num=2.0)
     finding = only(judged([ordinary(), NAN, other, NAN], facts()), "nonfinite")

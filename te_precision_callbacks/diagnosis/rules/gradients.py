@@ -54,14 +54,11 @@ class DeadGradient(Judge):
             self._lacks_backward = any(name in facts.layers and facts.layers[name].lacks_backward for name in names)
             return
         self.saw(numbers.iteration)
-        lost = numbers.one(
-            "nonfinite_num", "gradient"
-        )  # amax leaves out inf and nan, and is 0 if nothing else is there
+        gradient = numbers.unbroken(gradient)
         zero = gradient.values == 0
-        if lost is not None:
-            zero &= ~np.isin(gradient.layers, lost.layers[lost.values > 0])
         self._rhythms.note_training(gradient.layers[~zero], numbers.iteration)
         if activation is not None:
+            activation = numbers.unbroken(activation)
             active = activation.layers[activation.values != 0]
             zero &= np.isin(gradient.layers, active) | ~np.isin(gradient.layers, activation.layers)
             names = numbers.names_of(activation)
@@ -125,7 +122,7 @@ class ZerosInWgrad(Judge):
         """As of :class:`Judge`."""
         for column in numbers.all("zeros%", ("wgrad",)):
             self.saw(numbers.iteration)
-            values = column.values
+            values = numbers.unbroken(column).values
             yield from self._streaks.sightings(
                 numbers,
                 facts,
@@ -149,7 +146,7 @@ class Growth(Judge):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for column in numbers.all("cur_amax"):
-            now = column.bits
+            now = numbers.unbroken(column).bits
             begin = self._begins.setdefault(column.family.tensor, Begin())
             grown = now - begin.of(column.layers)
             if np.isfinite(now).any():

@@ -38,7 +38,10 @@ _REMEDY_OF_WEIGHT = (
 
 
 class Nonfinite(Judge):
-    """Inf and nan: the first step that has any, and in it the first layer."""
+    """Inf and nan: the first step that has any, and in it the first layer.
+
+    The amax of a plain log is inf or nan then. That of a session leaves them out, and nonfinite_num comes with it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +116,8 @@ class Overflow(_OfQuantized):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         for column in numbers.all("overflows%", facts=facts):
-            values = np.where(_can_overflow(numbers, facts, column), column.values, 0.0)
+            unbroken = np.nan_to_num(numbers.unbroken(column).values)
+            values = np.where(_can_overflow(numbers, facts, column), unbroken, 0.0)
             self.saw(numbers.iteration)
             tensor = column.family.tensor
             now = column._replace(values=values)
@@ -142,7 +146,7 @@ class Underflow(_OfQuantized):
         """As of :class:`Judge`."""
         for column in numbers.all("underflows%", facts=facts):
             self.saw(numbers.iteration)
-            values = column.values
+            values = numbers.unbroken(column).values
             for sighting in self._streaks.sightings(
                 numbers,
                 facts,
@@ -232,7 +236,7 @@ RULES = (
         ),
         silent=(
             "single steps, in which the amax of delayed scaling has grown: the next scale knows it; LoRA at its"
-            " start; few elements"
+            " start; few elements; steps in which the tensor has inf or nan"
         ),
         severity="warning",
         source="arXiv 2605.26189: a stale amax saturates, invisible in the loss; the threshold is ours",
@@ -257,7 +261,10 @@ RULES = (
             + ", ".join(f"{most:g} ({name})" for name, most in UNDERFLOW.items())
             + f" in {UNDERFLOW_STEPS} due steps in a row"
         ),
-        silent="the first step of delayed scaling, which has no scale yet; zeros themselves, which lose nothing",
+        silent=(
+            "the first step of delayed scaling, which has no scale yet; zeros themselves, which lose nothing; steps in"
+            " which the tensor has inf or nan, which its scale may follow"
+        ),
         severity="warning",
         source=(
             "no threshold is published; ours, calibrated on healthy runs. A bad run of BioNeMo's ESM2 peaks at 5.89 %"

@@ -60,10 +60,11 @@ class StaleScale(Judge):
             amax = numbers.one("cur_amax", tensor)
             if amax is None:
                 continue
+            amax = numbers.unbroken(amax)  # the scale may follow an inf
             largest = _largest(numbers, facts, scales)
             if np.isnan(largest).all():
                 continue
-            found = np.where(_has_nonfinite(numbers, scales), np.nan, amax.at(scales.layers, np.nan))
+            found = amax.at(scales.layers, np.nan)
             before = self._last.get(tensor, amax).at(scales.layers, np.inf)  # the same at first: it does not rise
             self._last[tensor] = amax
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -113,15 +114,6 @@ class StaleScale(Judge):
                 losing,
                 key="large",
             )
-
-
-def _has_nonfinite(numbers: StepNumbers, scales: Column) -> npt.NDArray[np.bool_]:
-    """[layers of the column]: whether the tensor has inf or nan, which its amax leaves out and its scale may not."""
-    count = numbers.one("nonfinite_num", scales.family.tensor)
-    if count is None:
-        return np.zeros(len(scales.layers), bool)
-    has: npt.NDArray[np.bool_] = count.at(scales.layers, 0.0) > 0
-    return has
 
 
 class ScalesDiffer(Judge):

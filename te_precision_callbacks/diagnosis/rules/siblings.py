@@ -58,7 +58,7 @@ class Sibling(Judge):
 
     def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         tensor = column.family.tensor
-        bits = column.bits
+        bits = numbers.unbroken(column).bits
         jumps = np.zeros(len(bits))
         groups = facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
         for places in groups:
