@@ -7,6 +7,9 @@
 A code is right if no other number of the format is nearer to the element over its factor; rounded stochastically, if no
 number of the format lies between. This holds whatever kernel made the code. A scale is right if it is the one that the
 format's rule gives for the block's amax (:mod:`te_precision_callbacks.base.numerics.scaling`).
+
+Left out are elements that are inf or nan, scales of blocks that have such elements, and codes whose factor is inf or
+nan. In NVFP4 an inf makes the factors of its whole tensor inf.
 """
 
 from __future__ import annotations
@@ -133,10 +136,10 @@ def check_codes(
         factors, block = _of_window(all_factors, rows, columns, part.block), (height, width)
     decoded = part.elements(rows)[:, columns].double()
     spread = blocks.spread(factors, block, (exact.shape[0], exact.shape[1])).double()
-    y = exact.double() / spread
+    y = torch.where(spread.isfinite(), exact.double() / spread, torch.nan)
     found = _codes(decoded, y, part.element_format, stochastic=rules.stochastic)
     follow = rules.scales_follow
-    scales = _scales(part, matrix, exact, rules, rows, columns, amax) if follow else _counted(y[:0] == 0)
+    scales = _scales(part, matrix, exact, rules, rows, columns, amax) if follow else _none(y)
     return CodeCheck(*found, *scales)
 
 
@@ -200,26 +203,28 @@ def _scales(
     if part.mode == PER_TENSOR:
         amax = (amax_of_all([matrix]) if amax is None else amax).reshape(1)
         wanted = torch.reciprocal(_fp8_scale(amax, part, rules, FLOAT32_MAX))
-        return _compared(part.scales.reshape(1), wanted, 1e-5)
+        return _counted(_near(part.scales.reshape(1), wanted), amax.isfinite())
     block = (max(part.block),) * 2 if rules.square else part.block
-    amaxes = blocks.tiled(exact.float().abs().nan_to_num(0.0, 0.0), block).amax((1, 3))
+    amaxes = blocks.tiled(exact.float().abs(), block).amax((1, 3))
     if rules.square and block != part.block:
         each = blocks.number(exact.shape, part.block)
         amaxes = amaxes.repeat_interleave(block[0] // part.block[0], 0)[: each[0]]
         amaxes = amaxes.repeat_interleave(block[1] // part.block[1], 1)[:, : each[1]]
-    found = _of_window(part.block_scales(), rows, columns, part.block)
+    found, use = _of_window(part.block_scales(), rows, columns, part.block), amaxes.isfinite()
     if part.mode in (BLOCK_1D, BLOCK_2D):
         largest = min(torch.finfo(matrix.dtype).max, FLOAT32_MAX)
-        return _compared(found, torch.reciprocal(_fp8_scale(amaxes, part, rules, largest)), 1e-5)
+        return _counted(_near(found, torch.reciprocal(_fp8_scale(amaxes, part, rules, largest))), use)
     if part.mode == MXFP8:
         # Just at a power of two either is right: the quotient is rounded.
         low, high = (mxfp8_scale_inv(amaxes * (1.0 + sign * 1e-6), part.element_format) for sign in (-1, 1))
-        return _counted((found == low) | (found == high))
+        return _counted((found == low) | (found == high), use)
     if part.amax is None or part.largest_scale is None:
-        return _counted(found[:0] == 0)
-    wanted = nvfp4_block_scales(amaxes, nvfp4_encode_scale(part.amax.reshape(-1, 1), part.largest_scale)).double()
+        return _none(found)
+    of_tensor = part.amax.reshape(-1, 1)
+    wanted = nvfp4_block_scales(amaxes, nvfp4_encode_scale(of_tensor, part.largest_scale)).double()
     wanted = wanted.clamp(max=E4M3.max)
-    return _counted((found.double() - wanted).abs() <= distance(wanted, E4M3) * (0.5 + SLACK))
+    right = (found.double() - wanted).abs() <= distance(wanted, E4M3) * (0.5 + SLACK)
+    return _counted(right, use & of_tensor.isfinite())
 
 
 def _fp8_scale(amaxes: torch.Tensor, part: Stored, rules: Rules, largest: float) -> torch.Tensor:
@@ -232,9 +237,13 @@ def _fp8_scale(amaxes: torch.Tensor, part: Stored, rules: Rules, largest: float)
     )
 
 
-def _compared(found: torch.Tensor, wanted: torch.Tensor, slack: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return _counted((found - wanted).abs() <= slack * wanted)
+def _near(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return (found - wanted).abs() <= 1e-5 * wanted
 
 
-def _counted(right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return right.new_full((), right.numel(), dtype=torch.float64), (~right).double().sum()
+def _counted(right: torch.Tensor, use: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return use.double().sum(), (use & ~right).double().sum()
+
+
+def _none(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return like.new_zeros((), dtype=torch.float64), like.new_zeros((), dtype=torch.float64)

@@ -77,7 +77,7 @@ def replay_attention(dump: Dump, attention: Attention) -> Replayed:
     # What is behind the last token of a sequence may be anything.
     defined = of_codes[worst].expected.isfinite()
     codes, run = (torch.where(defined, each, 0.0) for each in (of_codes[worst].expected, _whole(tensors[worst])))
-    faults, not_judged = [], []
+    faults, lacking, not_judged = [], [], []
     if float(ratios.max()) > 1:
         where, product = _where(codes, run, elements > 1, columns > 1), _product(dump, call, worst)
         faults.append(kernel_fault(dump.header, attention, f"{_SYMBOLS[worst]}, {where}; in {product}"))
@@ -87,15 +87,18 @@ def replay_attention(dump: Dump, attention: Attention) -> Replayed:
         if not isinstance(operand.data, Stored):
             highs[name] = tensors[name]
         elif operand.high is None:
-            not_judged.append(name)
+            lacking.append(name)
         else:
             highs[name] = HeadTensor(operand.high, "bhsd")
             checked = operand.checked()
             faults += [] if checked is None else faults_of_codes(operand, checked)
+            not_judged += [operand.left_out] if operand.left_out else []
     high = _results(call, tensors | highs, None)[worst].expected if len(highs) == len(attention.operands) else None
     rounding = _rounding(dump, attention.probabilities), _rounding(dump, attention.scores or attention.probabilities)
     rounded = _results(call, tensors, rounding)[worst].expected
-    lacking = f"the quantizers of {', '.join(not_judged)}, whose tensors before quantization are not in the record"
+    if lacking:
+        which = ", ".join(lacking)
+        not_judged.append(f"the quantizers of {which}, whose tensors before quantization are not in the record")
     lanes = (
         Lane("original", "format", apart(high, codes)),
         Lane("codes", "rounding of S", apart(codes, rounded)),
@@ -109,7 +112,7 @@ def replay_attention(dump: Dump, attention: Attention) -> Replayed:
         attention,
         lanes,
         tuple(faults),
-        (lacking,) if not_judged else (),
+        tuple(not_judged),
         float((run * codes).nan_to_num().sum()) / square if square else None,
         of_heads.amax(1),
         of_heads.amax(0),

@@ -128,9 +128,7 @@ def _show(found: ReplayedFolder) -> None:
         terminal.show_text(f"Not judged: {text}", _INDENT)
     lanes = terminal.table("lane", "differs from the next by", "of the norm")
     for lane in first.lanes:
-        error = (
-            "" if not lane.difference else "not in the record" if lane.error is None else f"{100 * lane.error:.3g} %"
-        )
+        error = "" if not lane.difference else "not known" if lane.error is None else f"{100 * lane.error:.3g} %"
         lanes.add_row(lane.name, lane.difference, error)
     terminal.show(lanes)
     if any(fault.cause == "kernel" for fault in first.faults):

@@ -63,11 +63,12 @@ def replay_gemm(dump: Dump, gemm: Gemm) -> Replayed:
     left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)
     judge = _Kernel(dump, gemm, left, right)
     faults = judge.faults()
-    not_judged = [] if judge.counts else ["the kernel, since the product is lost in what it was added to"]
+    not_judged = [] if judge.counts else [f"the kernel, since {judge.why_not}"]
     for operand in (left, right):
         checked = operand.checked()
         if checked is not None:
             faults += faults_of_codes(operand, checked)
+            not_judged += [operand.left_out] if operand.left_out else []
         elif isinstance(operand.data, Stored):
             lacks = "the tensor before quantization is" if operand.high is None else "its quantizer is"
             not_judged.append(f"the quantizer of {operand.described.tensor}, since {lacks} not in the record")
@@ -145,6 +146,13 @@ class _Kernel:
         text = damage_in_words(self.codes, self.alone, self.ratios > 1, self.found.rows > 1, self.found.columns > 1)
         gain = f"; the result is {self.gain:.3g} of the product" if self._is_scaled() else ""
         return [kernel_fault(self._header, self.gemm, f"{text}{gain}")]
+
+    @property
+    def why_not(self) -> str:
+        """Why the kernel is not judged."""
+        if self.codes.isfinite().all(1).any():
+            return "the product is lost in what it was added to"
+        return "each row of the product has inf or nan"
 
     def _is_scaled(self) -> bool:
         """Whether a factor accounts for most of what is wrong with the result."""

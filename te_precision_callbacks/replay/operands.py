@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E5M2
 from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
@@ -80,8 +81,8 @@ class Recorded:
     def requantized(self) -> torch.Tensor | None:
         """What the format's own quantizer makes of the original: float64, [rows, k]; None without an original.
 
-        It rounds to nearest. Where the scales do not follow from the tensor, as in delayed scaling, they are those that
-        were recorded.
+        It rounds to nearest. nan stays nan, and a block with inf, in NVFP4 a tensor, becomes nan. Where the scales do
+        not follow from the tensor, as in delayed scaling, they are those that were recorded.
         """
         part = self.data
         if not isinstance(part, Stored):
@@ -114,8 +115,11 @@ class Recorded:
         settings = Settings(part.element_format == E5M2, rules.square, rules.power_of_two, rules.amax_epsilon)
         amax = exact.abs().nan_to_num(0.0, 0.0).amax().reshape(1)
         source = torch.float32 if self.high is None else self.high.dtype
-        found = round_blocks(_RECIPE_OF_MODE[part.mode], blocks.in_blocks(exact.to(source), block, 0.0), amax, settings)
-        return blocks.from_blocks(found.values, block, shape)
+        in_blocks = blocks.in_blocks(exact.to(source), block, 0.0)
+        found = round_blocks(_RECIPE_OF_MODE[part.mode], in_blocks, amax, settings)
+        has_inf = in_blocks.isinf().any(1, keepdim=True)
+        lost = in_blocks.isnan() | (has_inf.any() if part.mode == NVFP4 else has_inf)
+        return blocks.from_blocks(found.values.masked_fill(lost, math.nan), block, shape)
 
     def _in_memory(self) -> torch.Tensor | None:
         """The original as the codes lie in memory: float32."""
@@ -126,6 +130,16 @@ class Recorded:
         if self.rules.sign_mask is not None:
             exact = random_hadamard_transform(exact.to(torch.bfloat16).contiguous(), self.rules.sign_mask)
         return exact.float()
+
+    @property
+    def left_out(self) -> str:
+        """What :meth:`checked` leaves out, in words; empty if it is nothing."""
+        lost = 0 if self.high is None else int((~self.high.isfinite()).sum())
+        if not lost:
+            return ""
+        verb, these = ("is", "it") if lost == 1 else ("are", "them")
+        elements = f"{many(lost, 'element')} of {self.described.tensor} that {verb} inf or nan"
+        return f"{elements}, and the scales that follow from {these}"
 
     def checked(self) -> Codes | None:
         """All codes and scales, checked; None without an original, or for a plain tensor."""

@@ -198,7 +198,7 @@ def quantizer(gemm: Any, side: str, tensors: dict[str, torch.Tensor]) -> bool:
     exponent = torch.frexp(y).exponent.clamp(min=LOWEST_EXPONENT[number_format] + 1) - 1
     apart = torch.ldexp(torch.ones_like(y), exponent - MANTISSA_BITS[number_format])
     off = (codes - y).abs() / apart
-    wrong = (factors > 0) & (off > (1.0 if rounding["stochastic"] else 0.5) + 1e-3)
+    wrong = (factors > 0) & factors.isfinite() & (off > (1.0 if rounding["stochastic"] else 0.5) + 1e-3)
     largest = float(y.abs().amax())
     follows = rounding["scales_follow"] and direction["scaling_mode"] != "nvfp4"
     unused = follows and largest < LARGEST[number_format] / 4

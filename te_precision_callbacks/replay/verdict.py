@@ -150,10 +150,13 @@ def tiles_of(ratios: torch.Tensor) -> torch.Tensor:
 
 
 def apart(one: torch.Tensor | None, following: torch.Tensor | None) -> float | None:
-    """The norm of the difference of two lanes over the norm of the first; None if one of them is unknown."""
+    """The norm of the difference of two lanes over the norm of the first, in what is finite in both; None if one of
+    them is unknown, or nothing is finite."""
     if one is None or following is None:
         return None
     use = one.isfinite() & following.isfinite()
+    if use.numel() and not use.any():
+        return None
     one, following = torch.where(use, one, 0.0), torch.where(use, following, 0.0)
     norm = float(one.norm())
     off = float((one - following).norm())

@@ -429,7 +429,7 @@ def _of_gemms() -> Iterable[Statistic]:
         )
     yield of_gemm(
         "gemm_unjudged%",
-        "100 * (GEMMs whose product is too small beside what it is added to) / GEMMs",
+        "100 * (GEMMs whose product is too small beside what it is added to, or has inf or nan in each row) / GEMMs",
         _PERCENT,
         lambda c: 100 * _ratio(c["unjudged"], c["judged"] + c["unjudged"]),
         worse=Worse.NEITHER,

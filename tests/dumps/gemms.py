@@ -35,9 +35,13 @@ def train(
     accumulates: bool = False,
     measures: bool = False,
     uneven: bool = False,
+    broken: float | None = None,
     **options: Any,
 ) -> list[Path]:
-    """Train a Linear layer whose GEMMs are recorded, and return the files of the last step, in the order of GEMMs."""
+    """Train a Linear layer whose GEMMs are recorded, and return the files of the last step, in the order of GEMMs.
+
+    ``broken`` is put into an element of the input.
+    """
     recipe, capability = RECIPES[name]
     stand_for(capability)
     torch.manual_seed(1)
@@ -55,6 +59,8 @@ def train(
     with InspectSession(config, model=model, log_dir=folder, observe=observe) as session:
         for _ in range(steps):
             x = torch.randn(ROWS, INPUTS, dtype=torch.bfloat16, requires_grad=True)
+            if broken is not None:
+                x.data[3, 5] = broken
             with te.autocast(enabled=True, recipe=recipe()):
                 out = model(x)
             (out * torch.randn_like(out)).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -46,6 +47,33 @@ def test_a_right_quantizer(recipe: str, which: str, columnwise: bool) -> None:
         if stochastic:
             assert abs(found.bias / found.rounded) < 0.01
             assert abs(found.zeros - found.expected_zeros) / found.rounded < 0.01
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("which", ["weight", "gradient"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_inf_and_nan_do_is_not_blamed_on_the_quantizer(
+    recipe: str, value: float, which: str, columnwise: bool
+) -> None:
+    torch.manual_seed(0)
+    high = torch.randn(ROWS, COLUMNS).to(BF16)
+    high[3, 3] = value
+    made_by = quantizer(recipe, **{which: True})
+    found = check(made_by(high), high, made_by, columnwise=columnwise)
+    assert (found.wrong, found.wrong_scales) == (0, 0)
+    whole = check(
+        made_by(high.nan_to_num(1.0, 1.0, 1.0)), high.nan_to_num(1.0, 1.0, 1.0), made_by, columnwise=columnwise
+    )
+    assert found.codes < whole.codes
+    if whole.scales:
+        assert found.scales < whole.scales
+    if "nvfp4" in recipe and not math.isnan(value):
+        assert (found.codes, found.scales) == (0, 0), "its amax is inf"
+    else:
+        assert found.codes > 0.9 * whole.codes
+    if recipe in ("block", "mxfp8"):
+        assert found.scales > 0.9 * whole.scales or which == "weight"
 
 
 class Largest(TorchDispatchMode):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.dumps import load
-from te_precision_callbacks.replay import replay_file, replay_folder
+from te_precision_callbacks.replay import replay_file, replay_folder, shown
 from tests.capability import any_capability
 from tests.combinations import half
 from tests.dumps.gemms import RECIPES, train
@@ -47,6 +49,29 @@ def test_healthy(tmp_path: Path, name: str, accumulates: bool) -> None:
             if name != "nvfp4":  # which rounds the gradient stochastically
                 assert lanes["own quantizer"] is not None
                 assert lanes["own quantizer"] < 1e-3
+
+
+@pytest.mark.parametrize(("name", "broken"), half(RECIPES, [math.inf, math.nan]))
+def test_an_inf_or_nan_is_neither_the_quantizers_fault_nor_the_kernels(
+    tmp_path: Path, name: str, broken: float
+) -> None:
+    for path in train(tmp_path, name, broken=broken, measures=True):
+        found = replay_file(path)
+        assert found.faults == ()
+        if found.call.gemm == "fprop":
+            told = "1 element of activation that is inf or nan, and the scales that follow from it"
+            assert told in found.not_judged
+            own = {lane.name: lane.error for lane in found.lanes}["own quantizer"]
+            if math.isinf(broken) and name in ("current", "nvfp4", "nvfp4 without"):
+                assert own is None, "the scale of the whole tensor follows it"
+            else:
+                assert own is not None
+                assert own < 1e-3
+        if found.gain is None:
+            assert "the kernel, since each row of the product has inf or nan" in found.not_judged
+        gemm, tensors = shown.read(path)
+        assert not any(shown.quantizer(gemm, side, tensors) for side in "ab")
+    assert not [each for each in diagnose(tmp_path) if each.rule.startswith("gemm")]
 
 
 @pytest.mark.parametrize(("name", "fault"), half(RECIPES, faults.KERNEL))
