@@ -17,7 +17,7 @@ from te_precision_callbacks.diagnosis import RULES, Finding, Verdict
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge
+from te_precision_callbacks.diagnosis.rule import Judge, Rule
 from te_precision_callbacks.sinks.step_records import Row, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
 
@@ -612,6 +612,14 @@ def test_the_rule_book_is_complete() -> None:
     for rule in RULES:
         for name in ("title", "needs", "collect", "condition", "silent", "source", "why", "disproof", "remedy"):
             assert getattr(rule, name), f"{rule.id} has no {name}"
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.recipes], ids=lambda rule: rule.id)
+def test_a_remedy_that_is_of_a_recipe_says_of_which(rule: Rule) -> None:
+    """A rule of all recipes does not tell a run in MXFP8 to use MXFP8."""
+    of_a_recipe = re.compile(r"FP8|NVFP4|Scaling|(delayed|current|block) scaling|scale for each block|amax")
+    for sentence in rule.remedy.split(". "):
+        assert not of_a_recipe.search(sentence) or sentence.startswith("With "), sentence
 
 
 @pytest.mark.parametrize(

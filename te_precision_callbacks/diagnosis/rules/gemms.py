@@ -221,8 +221,8 @@ RULES = (
         why="the numbers are finite and plausible, and no statistic of a tensor shows them",
         disproof="the same operands, multiplied in float64, give the same result",
         remedy=(
-            "Run these layers in high precision until the kernel is replaced, and report it: another version of cuBLAS,"
-            " of Transformer Engine or of the driver may not have it"
+            "Run these layers in high precision until the kernel is replaced, and report it: another version of cuBLAS"
+            " (of attention cuDNN), of Transformer Engine or of the driver may not have it"
         ),
         cost="the layer runs at the speed of BF16",
         judge=functools.partial(Kernel, "kernel"),
@@ -279,8 +279,9 @@ RULES = (
         why="the product of wrong codes is exact, and wrong",
         disproof="the codes that te_precision_callbacks.base.numerics gives for the tensor are the same",
         remedy=(
-            "Switch off what the quantizer does beside rounding, as NVFP4BlockScaling(disable_stochastic_rounding=True)"
-            " does, or take another recipe; and report it"
+            "Keep these layers in high precision or use another recipe for them, and report it. With NVFP4, try"
+            " NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True) first: its quantizer then only"
+            " rounds"
         ),
         judge=Quantizer,
     ),
@@ -297,7 +298,10 @@ RULES = (
         " cancel; the threshold is ours",
         why="the operands look healthy, each in its own statistics, and the result is mostly error",
         disproof="the run with this GEMM in high precision has the same loss",
-        remedy="Keep the GEMM in high precision (DisableQuantizationGEMM), or subtract what its rows have in common",
+        remedy=(
+            "Keep the GEMM in high precision (DisableQuantizationGEMM; of attention fp8_dpa=False in the recipe), or"
+            " subtract what its rows have in common"
+        ),
         cost="the GEMM runs at the speed of BF16",
         judge=Excess,
     ),

@@ -246,7 +246,10 @@ RULES = (
             " those of FC2 mainly from underflow in FC1's fprop"
         ),
         disproof="a run in BF16 has as many",
-        remedy="Compare with a run in BF16; keep the output projections in MXFP8 or BF16",
+        remedy=(
+            "Compare with a run in BF16. If the run in BF16 has fewer, keep the output projections in BF16. With NVFP4,"
+            " MXFP8 is enough for them"
+        ),
         judge=ZerosInWgrad,
     ),
     Rule(
@@ -265,14 +268,13 @@ RULES = (
         severity="warning",
         source="arXiv 2409.12517 (SwiGLU), 2402.17762 (massive activations); the threshold is ours",
         why=(
-            "outliers grow before a run in FP8 diverges, and one large element makes a tensor's scale too coarse"
-            " for the"
-            " others"
+            "outliers grow before a run in FP8 diverges, and one large element makes a scale too coarse for the other"
+            " elements that share the scale"
         ),
         disproof="amax stops growing, and nothing is lost in quantization",
         remedy=(
-            "Keep the layer that reads the tensor in high precision (often fc2), use a recipe with a scale for each"
-            " block, or lower the learning rate"
+            "Keep the layer that reads the tensor in high precision (often fc2), or lower the learning rate. With"
+            " delayed or current scaling, a recipe with a scale for each block keeps the growth from the other blocks"
         ),
         cost="the layer runs at the speed of BF16",
         judge=Growth,

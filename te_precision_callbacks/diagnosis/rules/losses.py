@@ -33,7 +33,7 @@ _OF_UNKNOWN = max(UNDERFLOW.values())
 _REMEDY_OF_WEIGHT = (
     "Go back to a checkpoint from before, and run the steps from there with DebugActivationOverflow(model,"
     " parameters=True) around the training. It looks at weights too, which debug='activation_overflow' does not: a"
-    " layer in FP8 casts an inf of its weight to a finite number, so its output does not show it"
+    " layer in low precision may cast an inf of its weight to a finite number, so its output need not show it"
 )
 
 
@@ -271,7 +271,10 @@ RULES = (
         ),
         why="what rounds to 0 takes no part in the product; of a gradient, small elements are many and add up",
         disproof="the same layers in BF16 train to the same loss",
-        remedy="Keep the first of these layers in high precision, or use a recipe with a scale for each block",
+        remedy=(
+            "Keep the first of these layers in high precision. With delayed or current scaling, a recipe with a scale"
+            " for each block loses less. With NVFP4, MXFP8 loses less"
+        ),
         cost="the layer runs at the speed of BF16",
         judge=Underflow,
     ),

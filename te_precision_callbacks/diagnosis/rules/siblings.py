@@ -180,7 +180,7 @@ RULES = (
         remedy=(
             "Look at what the first of these layers does otherwise than the others: an initialization, a scaling"
             " factor, a"
-            " mask. Compare with a run in BF16: te-precision compare BF16 FP8"
+            " mask. Compare with a run in BF16: te-precision compare BF16 RUN"
         ),
         judge=Sibling,
     ),

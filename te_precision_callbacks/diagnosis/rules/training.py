@@ -192,8 +192,8 @@ RULES = (
         why="with block formats a slowly growing gradient norm came before runs diverged",
         disproof="the learning rate or the data have changed at that step, or a run in BF16 has the same norm",
         remedy=(
-            "Go back to a checkpoint from before, and run on in higher precision: BF16 for the forward, or for"
-            " activations and LayerNorm; lower the learning rate"
+            "Go back to a checkpoint from before, and lower the learning rate, or run on in BF16 what was in lower"
+            " precision: the forward, or activations and LayerNorm"
         ),
         cost="higher precision runs at the speed of BF16",
         judge=GradientNorm,
