@@ -140,6 +140,9 @@ def test_nonfinite_names_the_first_layer_by_execution() -> None:
     assert (finding.severity, finding.layers, finding.tensor) == ("error", ("h.4.fc2",), "activation")
     assert (finding.since, finding.last_good) == (10, 0)
     assert finding.seen == "2 elements are inf or nan; 2 more layers have some in the same step"
+    step = ordinary(b7_fc1_activation_nonfinite_num=3.0, b4_fc2_activation_nonfinite_num=1.0)
+    one = only(judged([step], facts()), "nonfinite")
+    assert one.seen == "1 element is inf or nan; 1 more layer has some in the same step"
 
 
 def test_the_remedy_for_a_weight_names_what_looks_at_weights() -> None:

@@ -87,7 +87,8 @@ def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, it
         return Sighting((), "", "nonfinite_num", seen, iteration)
     layer, tensor = min(found, key=lambda place: facts.place(*place))
     others = len({name for name, _ in found} - {layer})
-    inherit = f"; {others} more layers have some in the same step" if others else ""
+    have = "has" if others == 1 else "have"
+    inherit = f"; {many(others, 'more layer')} {have} some in the same step" if others else ""
     remedy = _REMEDY_OF_WEIGHT if tensor == "weight" else ""
     return Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, iteration, remedy=remedy)
 
