@@ -59,7 +59,6 @@ class RecordSink(EventSink):
         limit: the most bytes that this rank writes of the run.
 
     Attributes:
-        run_id: the name of the run, which may be one that the folder has.
         writes_reduced: whether this rank writes what all ranks share: reduced numbers, steps, the trainer's numbers and
             facts. If not, it writes only what is its own, and makes no file before it has something: numbers, failures,
             dumps.
@@ -74,7 +73,7 @@ class RecordSink(EventSink):
     def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
         self.place: Place | None = None
         self.last = -1
-        self.run_id = new_run_id()
+        self._run_id = new_run_id()
         self._is_new = True
         self.writes_reduced = True
         self.is_alone = True
@@ -94,10 +93,20 @@ class RecordSink(EventSink):
 
     # ------------------------------------------------------------------ in the training's thread
 
+    @property
+    def run_id(self) -> str:
+        """The name of the run, which may be one that the folder has."""
+        return self._run_id if self.place is None else self.place.run_id
+
     def go_on_with(self, run_id: str) -> None:
-        """Record in a run that the folder has, instead of in a new one; nothing if it has no such run."""
-        if Path(run_id).name == run_id != "" and self._ask((self._runs / run_id).is_dir):
-            self.run_id, self._is_new = run_id, False
+        """Record in a run that the folder has; in a new one if the folder has no such run. Without effect once the
+        segment has begun.
+
+        Raises:
+            RecordingError: the disk does not answer.
+        """
+        is_there = Path(run_id).name == run_id != "" and self._ask((self._runs / run_id).is_dir)
+        self._run_id, self._is_new = (run_id, False) if is_there else (new_run_id(), True)
 
     def begin(self) -> Place:
         """Begin a segment, of the run that is gone on with or of a new one, whose folder the thread makes.
@@ -106,9 +115,9 @@ class RecordSink(EventSink):
             RecordingError: the folder cannot be made.
         """
         if self._is_new:
-            return Place(self.run_id, 0)
-        number, _ = self._ask(lambda: make_segment(self._runs / self.run_id))
-        return Place(self.run_id, number)
+            return Place(self._run_id, 0)
+        number, _ = self._ask(lambda: make_segment(self._runs / self._run_id))
+        return Place(self._run_id, number)
 
     def _ask(self, call: Callable[[], _ResultT]) -> _ResultT:
         """The answer of a disk.

@@ -20,7 +20,6 @@ from te_precision_callbacks.session.delivery import is_number, is_on_host, to_fl
 from te_precision_callbacks.session.live_diagnosis import LiveDiagnosis
 from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.results import RunResults
-from te_precision_callbacks.session.resume_audit import ResumeAudit
 from te_precision_callbacks.session.run_facts import RunFacts
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity
@@ -36,7 +35,6 @@ class Chronicle:
         options: the session's options.
         model: the model.
         results: the results of the run.
-        resume_audit: gets the name of the run, and knows which one is resumed.
         sinks: get what happens.
         records: the sink that gets the facts; None if the run is not recorded.
         failures: get failures.
@@ -49,7 +47,6 @@ class Chronicle:
         options: SessionOptions,
         model: ObservedModel,
         results: RunResults,
-        resume_audit: ResumeAudit,
         sinks: Sinks,
         records: RecordSink | None,
         failures: ObservationFailures,
@@ -58,7 +55,6 @@ class Chronicle:
     ) -> None:
         self._options = options
         self._results = results
-        self._resume_audit = resume_audit
         self._sinks = sinks
         self._records = records
         self._failures = failures
@@ -87,13 +83,10 @@ class Chronicle:
             agreed = ranks.pool(own, "place of the records")
             if records is not None and agreed:
                 records.place = Place(*agreed[0])
-        if records is not None and records.place is not None:
-            self._resume_audit.run_id = records.place.run_id
 
     def _begin_segment(self) -> None:
         if self._records is not None:
             try:
-                self._records.go_on_with(self._resume_audit.resumed_run)
                 self._records.place = self._records.begin()
             except Exception as error:
                 self._sinks.drop(self._records)

@@ -32,6 +32,7 @@ from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, Fi
 from te_precision_callbacks.runs.fingerprints.pooling import Pool, Pooled, of_rank
 from te_precision_callbacks.runs.fingerprints.taking import with_layers, with_recipes
 from te_precision_callbacks.runs.run_files import new_run_id
+from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.results import RunResults
 
@@ -61,23 +62,26 @@ class ResumeAudit:
     Args:
         model: the run's model.
         results: know how layers trained, and get the report.
+        records: record the run; None if it is not recorded.
         failures: get failures of the audit.
         strict: whether results raise.
-
-    Attributes:
-        run_id: the name of this run, which its checkpoints get.
-        resumed_run: the name of the run that the last checkpoint to be restored came from; empty if there is none.
     """
 
     def __init__(
-        self, model: ObservedModel, results: RunResults, failures: ObservationFailures, *, strict: bool
+        self,
+        model: ObservedModel,
+        results: RunResults,
+        records: RecordSink | None,
+        failures: ObservationFailures,
+        *,
+        strict: bool,
     ) -> None:
         self._model: ObservedModel | None = model
         self._results = results
+        self._records = records
         self._failures = failures
         self._strict = strict
-        self.run_id = new_run_id()
-        self.resumed_run = ""
+        self._run_id = new_run_id()
         self._pool = Pool()
         self._left: list[tuple[weakref.ref[torch.nn.Module], str, tuple[Layer, ...]]] = []
         self._config, self._overrides = "", dict[str, tuple[str, ...]]()
@@ -129,6 +133,7 @@ class ResumeAudit:
         self._forget()
         if self._model is not None:
             self._config, self._overrides = config_hash(self._model.flat_config), dict(self._model.overrides)
+            self._run_id, self._records = self._name_of_run, None
             self._left = [(weakref.ref(named.module), named.name, named.layers) for named in self._model.layers.modules]
             self._model = None
 
@@ -146,13 +151,18 @@ class ResumeAudit:
         model = self._model
         facts = Fingerprint(
             iteration=iteration,
-            run=self.run_id,
+            run=self._name_of_run,
             rank=own_rank(),
             world_size=world_size(),
             config=self._config if model is None else config_hash(model.flat_config),
             versions=dict(versions()),
         )
         return with_layers(facts, self._modules(), self._overrides if model is None else model.overrides)
+
+    @property
+    def _name_of_run(self) -> str:
+        """The name of this run, which its checkpoints get."""
+        return self._run_id if self._records is None else self._records.run_id
 
     def _modules(self) -> Sequence[NamedModule]:
         if self._model is not None:
@@ -187,11 +197,19 @@ class ResumeAudit:
             logger.warning("The resume cannot be audited. %s", error)
             return
         if self._saved:
-            self.resumed_run = next(iter(self._saved.values())).run
+            self._go_on_with(next(iter(self._saved.values())).run)
             self._handles = [
                 register_module_forward_pre_hook(outside_of_dynamo(self._before_forward)),
                 register_optimizer_step_pre_hook(outside_of_dynamo(self._before_optimizer_step)),
             ]
+
+    def _go_on_with(self, run_id: str) -> None:
+        """Record in the run of the checkpoint, which checkpoints name from now on."""
+        if self._records is not None:
+            try:
+                self._records.go_on_with(run_id)
+            except Exception as error:
+                self._failures.report("looking for", f"the records of the run {run_id}", error)
 
     def end_step(self) -> None:
         """Report at the end of a step, in a loop whose optimizer is not one of torch's."""

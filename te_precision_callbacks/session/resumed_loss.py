@@ -41,8 +41,10 @@ class ResumedLoss:
             self._last = step, loss.detach().clone() if isinstance(loss, torch.Tensor) else loss
 
     def saved(self) -> dict[str, Any]:
-        """The last loss, for a checkpoint: ``loss`` and ``loss_step``; empty without one."""
-        return {} if self._last is None else {"loss": float(self._last[1]), "loss_step": self._last[0]}
+        """The last loss, for a checkpoint: ``loss`` and ``loss_step``; after a resume that of the resumed checkpoint,
+        until another one is there. Empty without one."""
+        last = self._last or self._before
+        return {} if last is None else {"loss": float(last[1]), "loss_step": last[0]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the loss of a checkpoint, which may have none."""

@@ -137,8 +137,8 @@ class Run:
         self._forgotten = ForgottenSteps(
             notices, loop, model.is_trained_by, lambda: inspector.iteration, lambda: self.hooks.has_entered_regions
         )
-        self.resume_audit = ResumeAudit(self.model, results, failures, strict=options.strict)
         self._written = LogAndRecords(options, results.log_dir, model.layers.given, ranks)
+        self.resume_audit = ResumeAudit(model, results, self._written.records, failures, strict=options.strict)
         self._sinks = Sinks([*self._written.sinks, *sinks, *options.sinks], self._describe, failures)
         self.observation = Observation(engine, recorder)
         self._diagnosis = LiveDiagnosis(
@@ -171,7 +171,6 @@ class Run:
             options,
             model,
             results,
-            self.resume_audit,
             self._sinks,
             self._written.records,
             failures,

@@ -25,6 +25,7 @@ from te_precision_callbacks import (
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import RecordedRun, list_runs, open_run
+from te_precision_callbacks.runs.fingerprints import Fingerprint
 from te_precision_callbacks.session import PrecisionContractError
 from te_precision_callbacks.sinks import writer_thread
 from tests.accelerate import loops
@@ -263,6 +264,22 @@ def test_a_resumed_session_goes_on_in_its_run(tmp_path: Path) -> None:
     assert run.steps["iteration"].to_pylist() == list(range(7))
     assert run.steps["segment"].to_pylist() == [0, 0, 1, 1, 2, 2, 2]
     assert kinds(run).count("resume_audited") == 2
+
+
+def test_a_checkpoint_before_the_first_step_after_a_resume_is_of_the_same_run(tmp_path: Path) -> None:
+    """As one that Lightning saves in the first accumulation: it has the name of the run, and the loss before it."""
+    model, state = net(), dict[str, Any]()
+    for _ in range(3):
+        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+            session.load_state_dict(state)
+            model(torch.randn(16, 32)).sum().backward()
+            if not state:
+                session.log({"loss": 2.5})
+            state = session.state_dict()
+            train(session, model, 1)
+    assert (state["loss"], state["loss_step"]) == (2.5, 0)
+    assert [Fingerprint.from_text(state["fingerprint"]).run] == list(list_runs(tmp_path))
+    assert len(open_run(tmp_path).segments) == 3
 
 
 def test_a_session_that_is_not_resumed_is_another_run(tmp_path: Path) -> None:
