@@ -152,7 +152,8 @@ def _show(verdict: Verdict) -> None:
     for finding in verdict:
         terminal.show_text("")
         _show_finding(finding)
-    if verdict.not_judged:
+    reasons = {each.why for each in verdict.not_judged}
+    if len(reasons) > 1 or (reasons and verdict.judged):  # else the summary has the only reason
         terminal.show_text("")
         terminal.show_text("Not judged:")
         for each in verdict.not_judged:

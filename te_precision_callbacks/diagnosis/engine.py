@@ -26,6 +26,9 @@ class Diagnosis:
 
     Args:
         rules: the rules.
+
+    Attributes:
+        has_run: whether anything of a training step is known; if not, that is why rules are not judged.
     """
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
@@ -35,6 +38,7 @@ class Diagnosis:
         self._found: dict[_Key, tuple[int, int]] = {}  # iteration and place of the rule, by which findings are in order
         self._failed: dict[str, str] = {}
         self._facts = Facts()
+        self.has_run = False
         self._checkpoints: list[int] = []
 
     def know(self, facts: Facts, iteration: int) -> list[Finding]:
@@ -44,6 +48,7 @@ class Diagnosis:
             The findings that are new, or worse than before.
         """
         self._facts = facts
+        self.has_run = self.has_run or facts.has_run
         return self._judge(iteration, lambda judge: judge.facts(facts))
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
@@ -52,6 +57,7 @@ class Diagnosis:
         Returns:
             The findings that are new, or worse than before.
         """
+        self.has_run = True
         return self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts))
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> list[Finding]:
@@ -60,6 +66,7 @@ class Diagnosis:
         Returns:
             The findings that are new, or worse than before.
         """
+        self.has_run = True
         return self._judge(iteration, lambda judge: judge.scalars(iteration, values))
 
     def note_checkpoint(self, iteration: int) -> None:
@@ -77,7 +84,7 @@ class Diagnosis:
             elif judge.judged or rule.id in found:
                 judged.append(rule.id)
             elif judge.applies is not False:
-                why = judge.why_not
+                why = judge.why_not if self.has_run else "no training step has run"
                 not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", "" if why else rule.collect))
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
         findings = worst_first(self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))

@@ -161,7 +161,9 @@ class Verdict(Sequence[Finding]):
         rules = f"{len(self.judged)} of {many(len(self.judged) + len(self.not_judged), 'rule')}"
         partial = ", and a part of the run cannot be read" if self.is_partial else ""
         if not self.judged:
-            return f"Nothing could be judged{partial}."
+            reasons = {each.why for each in self.not_judged}
+            why = f": {reasons.pop()}" if len(reasons) == 1 else ""
+            return f"Nothing could be judged{why}{partial}."
         counts = [
             many(count, severity)
             for severity in SEVERITIES

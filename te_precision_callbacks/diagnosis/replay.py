@@ -69,6 +69,7 @@ class Replay:
         if self._seen != read.up_to(self._last, self._told) or read.has_steps_between(self._last, self._told):
             self._begin()
         diagnosis, facts = self._diagnosis, read.facts
+        diagnosis.has_run = diagnosis.has_run or bool(len(run.steps) or run.unread or run.lacks_in_words)
         series = [
             Series(subject.layer, family_of(subject.tensor, subject.statistic, subject.gemm or None))
             for subject in run.subjects

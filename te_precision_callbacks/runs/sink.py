@@ -63,8 +63,8 @@ class RecordSink(EventSink):
             facts. If not, it writes only what is its own, and makes no file before it has something: numbers, failures,
             dumps.
         is_alone: whether this rank judges the contract alone.
-        place: the segment, which all ranks must agree on before :meth:`start`. None: rank 0 begins one, and the others
-            look for it.
+        place: the segment, which all ranks must agree on before :meth:`start`. None, as in a run that ends before its
+            first step: rank 0 begins one with the first content, and the others look for it.
         last: the last iteration that has run, once the run ends; -1 before that.
         has_recorded: whether something was written.
         has_content: whether something was written that a view can show: more than that a segment has begun and ended.
@@ -83,6 +83,7 @@ class RecordSink(EventSink):
         self._info: RunInfo
         self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
         self._recording: Recording | None = None
+        self._before: list[Event | Facts] = []
         self.has_recorded = False
         self.has_content = False
         self._said = Notices()
@@ -133,8 +134,6 @@ class RecordSink(EventSink):
     def start(self, run: RunInfo) -> None:
         """Begin to write."""
         self._run = self._info = run
-        if self.place is None and run.rank == 0:
-            self.place = self.begin()
         self._put(Event("segment_started", f"Debug iteration {run.start_iteration} is next.", run.start_iteration))
 
     def put_facts(self, facts: Facts) -> None:
@@ -202,10 +201,17 @@ class RecordSink(EventSink):
 
     def _take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
+            if self.place is None and self._info.rank == 0:
+                if not _is_content(job):  # without a step, that alone makes no run
+                    self._before += [job] if isinstance(job, Event | Facts) else []
+                    return True
+                self.place = self.begin()
             if not self._find():
                 return False  # until rank 0 has begun
             self._recording = self._begin_recording()
             self.has_recorded = True
+            for earlier in self._before:
+                self._recording.take(earlier)
         if self._recording is None:
             return True
         if isinstance(job, _End):
@@ -284,4 +290,6 @@ def _is_content(job: _Job) -> bool:
         return len(job.tables["gemms"]) > 0
     if isinstance(job, Event):
         return job.kind not in ("segment_started", "segment_ended")
-    return not isinstance(job, Step) or len(job.records) > 0
+    if isinstance(job, Step):
+        return len(job.records) > 0
+    return isinstance(job, Scalars)

@@ -80,6 +80,14 @@ def test_a_healthy_run_and_one_without_numbers(tmp_path: Path) -> None:
     assert "there is no such file or folder" in refusal("diagnose", tmp_path / "nothing")
 
 
+def test_a_run_without_a_step_says_that_it_has_none(tmp_path: Path) -> None:
+    with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path) as session:
+        session.state_dict()
+    result, told = called("diagnose", tmp_path), json.loads(called("diagnose", tmp_path, "--json").output)
+    assert (result.exit_code, result.output) == (3, "Nothing could be judged: no training step has run.\n")
+    assert {(each["why"], each["collect"]) for each in told["not_judged"]} == {("no training step has run", "")}
+
+
 def test_a_run_without_numbers_and_a_plain_log(tmp_path: Path) -> None:
     """A run that has only the trainer's numbers has facts; a log of nvidia-dlfw-inspect has numbers alone."""
     net = te.Linear(32, 32)

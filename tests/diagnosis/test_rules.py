@@ -129,6 +129,8 @@ def _all(verdict: Verdict) -> int:
 def test_nothing_is_judged_without_numbers() -> None:
     verdict = judged([])
     assert not verdict.judged
+    assert str(verdict) == "Nothing could be judged: no training step has run."
+    verdict = judged([{}])
     assert str(verdict) == "Nothing could be judged."
     assert all(each.why.startswith("it needs ") and each.collect for each in verdict.not_judged)
 

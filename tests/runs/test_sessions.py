@@ -123,8 +123,8 @@ def test_the_script_is_a_path_where_there_is_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", argv)
-    with InspectSession(statistics(), model=torch.nn.Sequential(te.Linear(16, 16)), log_dir=tmp_path):
-        pass
+    with InspectSession(statistics(), model=torch.nn.Sequential(te.Linear(16, 16)), log_dir=tmp_path) as session:
+        session.step()
     assert open_run(tmp_path).segments[0].facts["script"] == script.format(folder=tmp_path)
 
 
@@ -503,6 +503,8 @@ def test_a_resumed_fit_goes_on_in_its_run(tmp_path: Path) -> None:
         return made
 
     fit(2).save_checkpoint(tmp_path / "last.ckpt")
+    fit(2, tmp_path / "last.ckpt")
+    assert len(open_run(tmp_path).segments) == 1, "a job that has nothing left to train records nothing"
     fit(4, tmp_path / "last.ckpt")
     run = open_run(tmp_path)
     assert run.steps["segment"].to_pylist() == [0, 0, 1, 1]
