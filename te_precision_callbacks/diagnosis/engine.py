@@ -39,7 +39,7 @@ class Diagnosis:
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self.has_run = False
-        self._checkpoints: list[int] = []
+        self._checkpoints: set[int] = set()
 
     def know(self, facts: Facts, iteration: int) -> list[Finding]:
         """Judge facts that are new.
@@ -69,9 +69,15 @@ class Diagnosis:
         self.has_run = True
         return self._judge(iteration, lambda judge: judge.scalars(iteration, values))
 
+    def hear(self, iteration: int, rule: str, sighting: Sighting) -> None:
+        """Take what a rule has seen on another rank, in numbers of an iteration that only that rank has; after those of
+        the iteration that are known here."""
+        if rule in self._places:
+            self._keep(self._judges[self._places[rule]], sighting, iteration)
+
     def note_checkpoint(self, iteration: int) -> None:
         """Note that a checkpoint has taken the state before an iteration."""
-        self._checkpoints.append(iteration)
+        self._checkpoints.add(iteration)
 
     @property
     def verdict(self) -> Verdict:
@@ -101,13 +107,19 @@ class Diagnosis:
                 self._failed[rule.id] = f"it failed in step {iteration}: {type(error).__name__}: {error}"
                 continue
             for sighting in sightings:
-                key = (rule.id, sighting.tensor, sighting.key)
-                finding, is_news = self._noted(rule, sighting, self._findings.get(key), iteration, judge.steps)
-                self._findings[key] = finding
-                self._found.setdefault(key, (iteration, self._places[rule.id]))
+                key, finding, is_news = self._keep((rule, judge), sighting, iteration)
                 if is_news:
                     changed[key] = finding
         return worst_first(changed.values())
+
+    def _keep(self, of: tuple[Rule, Judge], sighting: Sighting, iteration: int) -> tuple[_Key, Finding, bool]:
+        """Keep what a rule has seen: the finding, and whether it is new or worse than before."""
+        rule, judge = of
+        key = (rule.id, sighting.tensor, sighting.key)
+        finding, is_news = self._noted(rule, sighting, self._findings.get(key), iteration, judge.steps)
+        self._findings[key] = finding
+        self._found.setdefault(key, (iteration, self._places[rule.id]))
+        return key, finding, is_news
 
     def _noted(
         self, rule: Rule, sighting: Sighting, known: Finding | None, iteration: int, judged: Iterable[int]

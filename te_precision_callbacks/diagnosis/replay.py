@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,8 +24,9 @@ import pyarrow as pa
 
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row, Settings
-from te_precision_callbacks.diagnosis.finding import Verdict
+from te_precision_callbacks.diagnosis.finding import SEVERITIES, Verdict
 from te_precision_callbacks.diagnosis.numbers import Splitter
+from te_precision_callbacks.diagnosis.rule import Sighting
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.statistics.series import Series, family_of
@@ -75,9 +77,9 @@ class Replay:
             for subject in run.subjects
         ]
         own = np.full(len(series), -1, np.int32)
+        for checkpoint in read.saved:  # of those after a finding none counts
+            diagnosis.note_checkpoint(checkpoint)
         for iteration, numbers, values, unscaled in read.steps(self._last):
-            for checkpoint in read.checkpoints(self._last, iteration):
-                diagnosis.note_checkpoint(checkpoint)
             self._tell(read, iteration)
             self._know(facts, iteration)
             for number in dict.fromkeys(numbers[own[numbers] < 0].tolist()):
@@ -85,16 +87,19 @@ class Replay:
             layers = frozenset(series[number].layer for number in set(numbers[unscaled].tolist()))
             diagnosis.step(self._splitter.step(iteration, own[numbers], values, layers))
             self._last = iteration
-        self._tell(read, read.last_scalars)
+        self._tell(read, read.last_logged)
         self._seen = read.up_to(self._last, self._told)
         if self._know(facts, facts.last):
             self._seen = None  # what comes next would see them in its own step
         return dataclasses.replace(diagnosis.verdict, is_partial=bool(run.unread))
 
     def _tell(self, read: _Read, until: int) -> None:
-        """Judge what the trainer has logged up to an iteration."""
-        for iteration, scalars in read.scalars(self._told, until):
-            self._diagnosis.scalars(iteration, scalars)
+        """Judge what the trainer has logged up to an iteration, and hear what other ranks have found in theirs."""
+        for iteration, logged in read.logged(self._told, until):
+            if logged.scalars:
+                self._diagnosis.scalars(iteration, logged.scalars)
+            for rule, sighting in logged.of_ranks:
+                self._diagnosis.hear(iteration, rule, sighting)
             self._told = iteration
 
     def _know(self, facts: _Facts, iteration: int) -> bool:
@@ -122,8 +127,8 @@ class _Seen(NamedTuple):
             if there is none.
         numbers: how many there are up to the last step that was judged.
         facts: the facts up to it.
-        checkpoints: those before it.
-        scalars: a hash of what the trainer has logged up to the last iteration of it that was judged.
+        checkpoints: those before it, and before the last iteration that was told.
+        logged: a hash of what the trainer has logged up to the last iteration of it that was told, on any rank.
     """
 
     run: tuple[str, str, int]
@@ -131,13 +136,28 @@ class _Seen(NamedTuple):
     numbers: int
     facts: str
     checkpoints: tuple[int, ...]
-    scalars: str
+    logged: str
+
+
+class _Logged(NamedTuple):
+    """What the trainer has logged of an iteration.
+
+    Attributes:
+        scalars: name -> value, on rank 0.
+        of_ranks: rule, and what it has seen on another rank, whose numbers are not recorded.
+    """
+
+    scalars: dict[str, float]
+    of_ranks: list[tuple[str, Sighting]]
 
 
 class _Read:
     """What has been recorded of a run when it was read.
 
     The numbers are those that the first rank has judged in the run: those that are reduced over ranks, and its own.
+
+    Attributes:
+        saved: the iterations of checkpoints, in order.
     """
 
     def __init__(self, run: RecordedRun) -> None:
@@ -152,14 +172,17 @@ class _Read:
         self._series = table["series"].to_numpy()[order].astype(np.int32)
         self._values = table["value"].to_numpy()[order]
         self._unscaled = (table["flags"].fill_null(0).to_numpy()[order] & STEP0) != 0
-        saved = [row["iteration"] for row in run.events.to_pylist() if row["kind"] == "checkpoint_saved"]
-        self._saved = sorted(iteration for iteration in saved if iteration is not None)
-        logged: dict[int, dict[str, float]] = {}
+        events = [row for row in run.events.to_pylist() if row["iteration"] is not None]
+        self.saved = sorted(row["iteration"] for row in events if row["kind"] == "checkpoint_saved")
+        logged: dict[int, _Logged] = {}
         for part in run.scalars.to_batches(max_chunksize=1 << 16):  # as Python's objects they are ten times as large
             columns = part["iteration"], part["name"].cast(pa.string()), part["value"]
             lists = (column.to_numpy(zero_copy_only=False).tolist() for column in columns)
             for iteration, name, value in zip(*lists, strict=True):
-                logged.setdefault(iteration, {})[name] = value
+                logged.setdefault(iteration, _Logged({}, [])).scalars[name] = value
+        for row in events:
+            if row["kind"] == "finding" and (found := _of_rank(row["data"])) is not None:
+                logged.setdefault(row["iteration"], _Logged({}, [])).of_ranks.append(found)
         self._logged = sorted(logged.items(), key=_iteration)
 
     def steps(
@@ -175,15 +198,15 @@ class _Read:
 
     def checkpoints(self, after: int, until: int) -> list[int]:
         """Those that took the state after one iteration, up to another one."""
-        return self._saved[bisect.bisect_right(self._saved, after) : bisect.bisect_right(self._saved, until)]
+        return self.saved[bisect.bisect_right(self.saved, after) : bisect.bisect_right(self.saved, until)]
 
     @property
-    def last_scalars(self) -> int:
+    def last_logged(self) -> int:
         """The last iteration of which the trainer has logged something; -1 if there is none."""
         return self._logged[-1][0] if self._logged else -1
 
-    def scalars(self, after: int, until: int) -> list[tuple[int, dict[str, float]]]:
-        """What the trainer has logged after one iteration, up to another one: iteration, name -> value."""
+    def logged(self, after: int, until: int) -> list[tuple[int, _Logged]]:
+        """What the trainer has logged after one iteration, up to another one."""
         first, end = (bisect.bisect_right(self._logged, each, key=_iteration) for each in (after, until))
         return self._logged[first:end]
 
@@ -198,16 +221,32 @@ class _Read:
             self._rank,
             self._count(last),
             self.facts.up_to(last),
-            tuple(self.checkpoints(-1, last)),
-            hashlib.sha256(repr(self.scalars(-1, told)).encode("utf-8", "surrogatepass")).hexdigest(),
+            tuple(self.checkpoints(-1, max(last, told))),
+            hashlib.sha256(repr(self.logged(-1, told)).encode("utf-8", "surrogatepass")).hexdigest(),
         )
 
     def _count(self, last: int) -> int:
         return int(np.searchsorted(self._iterations, last, side="right"))
 
 
-def _iteration(logged: tuple[int, dict[str, float]]) -> int:
+def _iteration(logged: tuple[int, _Logged]) -> int:
     return logged[0]
+
+
+def _of_rank(data: str | None) -> tuple[str, Sighting] | None:
+    """The rule, and what it has seen, of the data of an event; None if its numbers are recorded, or it is damaged."""
+    try:
+        found = json.loads(data or "")
+        names = "tensor", "statistic", "seen", "patch", "remedy"
+        layers, since, severity = map(found.get, ("layers", "since", "severity"))
+        texts = {name: found[name] for name in names}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    if "rank" not in found or severity not in SEVERITIES or not isinstance(since, int | None):
+        return None
+    if not isinstance(layers, list) or not all(isinstance(text, str) for text in (*layers, *texts.values())):
+        return None
+    return str(found.get("rule")), Sighting(tuple(layers), since=since, severity=severity, **texts)
 
 
 class _Facts:

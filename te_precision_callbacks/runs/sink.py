@@ -252,8 +252,10 @@ class RecordSink(EventSink):
         if isinstance(job, _End):
             # An end without a failure, as by a signal, comes to all ranks alike.
             return isinstance(job.error, Exception) and not isinstance(job.error, SessionError)
-        if not isinstance(job, Event) or (job.kind in ("contract_judged", "finding") and not self.is_alone):
+        if not isinstance(job, Event) or (job.kind == "contract_judged" and not self.is_alone):
             return False
+        if job.kind == "finding" and not self.is_alone:
+            return "rank" in job.data  # others are found on all ranks
         return job.severity != "info" or job.kind == "dump_written"
 
     def _find(self) -> bool:

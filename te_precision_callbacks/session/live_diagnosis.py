@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -59,8 +60,12 @@ class LiveDiagnosis:
         self._react(self._diagnosis.know(known, iteration), iteration)
 
     def take(self, scalars: Scalars) -> None:
-        """Judge numbers that the trainer logs."""
-        self._react(self._diagnosis.scalars(scalars.iteration, scalars.values), scalars.iteration)
+        """Judge numbers that the trainer logs. Those of rank 0 are recorded; a finding in those of another rank names
+        that rank, and is recorded as it is."""
+        found, rank = self._diagnosis.scalars(scalars.iteration, scalars.values), own_rank()
+        if rank:
+            found = [replace(finding, seen=f"{finding.seen} on rank {rank}") for finding in found]
+        self._react(found, scalars.iteration, {"rank": rank} if rank else {})
 
     def judge(self, records: StepRecords) -> StepRecords:
         """Judge the numbers of a step, and give its records with the number of findings so far."""
@@ -94,9 +99,16 @@ class LiveDiagnosis:
         remedies = " ".join(dict.fromkeys(f"{finding.remedy}." for finding in found))
         raise PrecisionFindingError(f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), found)
 
-    def _react(self, found: Sequence[Finding], iteration: int) -> None:
+    def _react(self, found: Sequence[Finding], iteration: int, more: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Do what is wanted where something is found.
+
+        Args:
+            found: the findings.
+            iteration: the step.
+            more: further data of the events.
+        """
         for finding in found:
-            data = finding.as_json()
+            data = {**finding.as_json(), **more}
             severity = "info" if finding.severity == "note" else finding.severity
             layer = finding.layers[0] if finding.layers else ""
             event = Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)

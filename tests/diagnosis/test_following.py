@@ -15,7 +15,7 @@ from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.replay import Replay
-from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.runs import RunWriter, open_run
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
 from tests.diagnosis.planted import blocks
@@ -109,3 +109,25 @@ def test_another_run_is_another_verdict(tmp_path: Path) -> None:
     list(follow(tmp_path / "a", range(4), replay))
     *_, verdict = follow(tmp_path / "b", range(3), replay)
     assert verdict == diagnose(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"severity": "dire"}, {"since": "2"}, {"layers": None}, {"seen": 2}, {"rule": "no-such-rule"}],
+    ids=str,
+)
+def test_a_finding_of_another_rank_may_come_late_or_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
+    replay = Replay()
+    with RunWriter.begin(tmp_path) as run, RunWriter(run.folder.parent, run.segment, rank=1) as other:
+        for iteration in range(5):
+            run.add_scalars(iteration, {"loss": 1.0 if iteration < 3 else float("nan")})
+        run.flush()
+        (first,) = replay.verdict(open_run(tmp_path))
+        data = {**first.as_json(), "since": 2, "seen": "loss is nan on rank 1", "rank": 1, **change}
+        other.add_event("finding", "of rank 1", iteration=2, data=data)
+        other.flush()
+        (now,) = replay.verdict(open_run(tmp_path))
+        assert (now.since, now.last_good, now.seen) == (
+            (3, 2, "loss is nan") if change else (2, 1, "loss is nan on rank 1")
+        )
+        assert diagnose(tmp_path).findings == (now,)

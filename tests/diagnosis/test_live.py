@@ -476,6 +476,19 @@ def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, eve
     assert diagnose(tmp_path) == session.findings
 
 
+def test_a_checkpoint_after_the_last_due_step_is_known(tmp_path: Path) -> None:
+    with InspectSession(statistics(freq=10), model=(net := te.Linear(32, 32)), log_dir=tmp_path) as session:
+        for step in range(6):
+            net(torch.ones(16, 32)).sum().backward()
+            session.log({"loss": 1.0 if step < 5 else float("nan")})
+            session.step()
+            if step == 2:
+                session.state_dict()
+    (finding,) = session.findings
+    assert (finding.last_good, finding.checkpoint) == (4, 3)
+    assert diagnose(tmp_path) == session.findings
+
+
 @pytest.mark.parametrize("forwards", [0, 1])
 def test_a_run_without_a_step_is_judged_by_its_forwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forwards: int

@@ -53,6 +53,7 @@ def main(rank: int, folder: Path) -> None:
     gemm_errors(rank, folder)
     stopped(rank, folder / "stopped")
     stopped_at_the_end(rank, folder / "stopped at the end")
+    lost(rank, folder / "lost")
     judged(rank, folder / "judged")
     died(rank, folder / "died")
     coverage(rank, folder / "coverage")
@@ -250,6 +251,21 @@ def stopped_at_the_end(rank: int, folder: Path) -> None:
                 session.step()
     except PrecisionFindingError as error:
         (folder / f"{rank}.txt").write_text(f"{session.iteration} {error}")
+
+
+def lost(rank: int, folder: Path) -> None:
+    """The loss of rank 1 is nan in step 3, that of both in the next one; rank 0 saves a checkpoint before each step."""
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=folder, on_finding="stop") as session:
+        try:
+            for step in range(6):
+                if rank == 0:
+                    session.state_dict()
+                net(torch.ones(16, 32)).sum().backward()
+                session.log({"loss": float("nan") if step + rank > 3 else 1.0})
+                session.step()
+        except PrecisionFindingError as error:
+            (folder / f"{rank}.txt").write_text(str(error))
 
 
 def judged(rank: int, folder: Path) -> None:

@@ -233,6 +233,14 @@ def test_a_finding_of_the_last_due_step_stops_at_the_end(two: Path) -> None:
         assert (two / "stopped at the end" / f"{rank}.txt").read_text().startswith("6 A finding stops the training")
 
 
+def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two: Path) -> None:
+    """The loss of rank 1, which is not recorded, is nan before that of rank 0."""
+    (finding,) = diagnose(two / "lost")
+    assert str(finding) == "the model: loss is nan on rank 1 (nonfinite-loss, since step 3)"
+    assert str(finding) in (two / "lost" / "1.txt").read_text()
+    assert (finding.last_good, finding.checkpoint, finding.until) == (2, 2, 4)
+
+
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
     for rank in range(2):
         step, _, told = (two / "contract" / f"{rank}.txt").read_text().partition(" ")
