@@ -26,6 +26,7 @@ from tests.conftest import statistics
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "normal": (4, {}),
+    "default": (2, {"config": None}),
     "sigterm": (2, {}),
     "failure": (4, {}),
     "all": (2, {"statistics_log": "all"}),
@@ -55,11 +56,14 @@ def run(case: str, rank: int, world: int, folder: Path, keywords: dict[str, Any]
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world
     )
     net, log_dir = te.Linear(32, 32), folder / "run"
+    optimizer = torch.optim.AdamW(net.parameters())
     count(log_dir, folder / f"{rank}.txt")
     try:
-        with InspectSession(statistics(), model=net, log_dir=log_dir, **keywords) as session:
+        with InspectSession(**{"config": statistics(), **keywords}, model=net, log_dir=log_dir) as session:
             for _ in range(2):
                 net(torch.ones(16, 32)).sum().backward()
+                if case == "default":
+                    optimizer.step()
                 session.step()
             net(torch.ones(16, 32)).sum().backward()  # the remainder
             torch.distributed.barrier()

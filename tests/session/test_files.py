@@ -42,6 +42,15 @@ def test_rank_0_alone_makes_files(runs: Path, case: str, status: int) -> None:
     assert {name for name, _ in logged_lines(runs / case / "run", 0)} >= {"linear_activation_max"}
 
 
+def test_with_the_default_config_each_rank_writes_its_numbers_of_the_optimizers_step(runs: Path) -> None:
+    files = {path for path in made(runs, "default")[1] if Path(path).suffix}
+    in_records = {path for path in files if "/seg-000/rank-00001/" in path}
+    assert files - in_records == {"nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-1.log"}
+    assert {Path(path).name.partition("-")[0] for path in in_records if "incomplete" not in path} >= {"steps", "values"}
+    run = open_run(runs / "default" / "run")
+    assert {row["statistic"] for row in run.series.to_pylist() if row["rank"] == 1} == {"gradients_below_eps%"}
+
+
 def test_a_rank_that_fails_writes_what_it_alone_has(runs: Path) -> None:
     found = made(runs, "failure")
     assert found[2] == found[3] == []
