@@ -18,6 +18,7 @@ from typing_extensions import Self, Unpack
 
 from te_precision_callbacks.accelerate.tracking import LoggedNumbers, TrackerSink
 from te_precision_callbacks.accelerate.unconverted import roots_of, warn_of_unconverted
+from te_precision_callbacks.accelerate.unheld import warn_of_unheld
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.loading import ConfigSource
@@ -155,6 +156,7 @@ class PrecisionDebugger:
                 session.overflow.loss_scaled = scales_loss(self._accelerator)
                 session.overflow.follow(self._accelerator)
             self._session.unconverted = warn_of_unconverted(self._accelerator, self._model)
+            warn_of_unheld(self._accelerator, self._model)
         except BaseException as error:
             self.stop(error)
             raise

@@ -34,7 +34,7 @@ def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str
     Returns:
         The result of :func:`unconverted_layers`; empty if the accelerator does not convert layers.
     """
-    if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
+    if not converts(accelerator):
         return {}
     unconverted, text = unconverted_in_words(model)
     if text and accelerator.is_main_process:
@@ -135,7 +135,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
 
 def _multiplied(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The name and shape of the module's own parameters that multiply its input, if its class is not a Linear."""
-    if _is_of_transformer_engine(module) or isinstance(module, _ConvNd):
+    if is_of_transformer_engine(module) or isinstance(module, _ConvNd):
         return
     if any("Embedding" in base.__name__ or "Norm" in base.__name__ for base in type(module).__mro__):
         return
@@ -152,13 +152,19 @@ def _converted_elements(model: Model) -> int:
     return sum(
         math.prod(parameter.shape)
         for module in modules.values()
-        if _is_of_transformer_engine(module)
+        if is_of_transformer_engine(module)
         for parameter in module.parameters(recurse=False)
         if parameter.dim() > 1
     )
 
 
-def _is_of_transformer_engine(module: torch.nn.Module) -> bool:
+def converts(accelerator: Accelerator) -> bool:
+    """Whether ``accelerator.prepare`` replaces layers by those of Transformer Engine."""
+    return bool(accelerator.fp8_backend == "TE" and accelerator.distributed_type != DistributedType.MEGATRON_LM)
+
+
+def is_of_transformer_engine(module: torch.nn.Module) -> bool:
+    """Whether a module's class, or one that it derives from, is Transformer Engine's."""
     return any(base.__module__.startswith("transformer_engine.") for base in type(module).__mro__)
 
 

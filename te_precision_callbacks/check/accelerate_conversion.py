@@ -69,7 +69,9 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
     import torch
 
     from te_precision_callbacks.accelerate.unconverted import unconverted_in_words
+    from te_precision_callbacks.accelerate.unheld import FREEZE_AGAIN
     from te_precision_callbacks.check.factory import failed, meta_device
+    from te_precision_callbacks.layers.replaced import BeforeConversion
 
     notes = []
     if _has_transformer_engine(model):
@@ -77,6 +79,7 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
             "The model has layers of Transformer Engine before Accelerate converts it: they stay as they are, and"
             " Accelerate converts the Linear and LayerNorm layers of torch beside them."
         )
+    before = BeforeConversion(model)
     places = {tensor.device for tensor in model.parameters()}
     on_meta = torch.device("meta") in places
     try:
@@ -90,7 +93,9 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
             + " accelerator.prepare() fails in the same way: change the layer, or train without Accelerate's FP8."
         ) from error
     left_out, text = unconverted_in_words(model)
-    return Converted(Conversion.ACCELERATE, left_out, (*notes, *([text] if text else [])))
+    notes += [text] if text else []
+    notes += before.lost_in(model, by="Accelerate's conversion", remedy=FREEZE_AGAIN)
+    return Converted(Conversion.ACCELERATE, left_out, tuple(notes))
 
 
 def _has_transformer_engine(model: torch.nn.Module) -> bool:

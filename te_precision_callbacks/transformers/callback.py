@@ -16,7 +16,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
-from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted
+from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted, warn_of_unheld
 from te_precision_callbacks.base.debug_values import TE_PRECISION
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
@@ -169,6 +169,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                 session.load_fingerprint(loop.checkpoint)
             if loop is not None and loop.accelerator is not None:
                 session.unconverted = warn_of_unconverted(loop.accelerator, model)
+                warn_of_unheld(loop.accelerator, model)
                 if session.overflow is not None:
                     session.overflow.loss_scaled = scales_loss(loop.accelerator)
                     session.overflow.follow(loop.accelerator)

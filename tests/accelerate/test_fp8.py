@@ -20,6 +20,7 @@ from torch.nn import LayerNorm, Linear, ModuleList, Sequential
 from te_precision_callbacks.accelerate import PrecisionDebugger, unconverted_layers
 from tests.accelerate.loops import Torch, prepared, run, sample
 from tests.conftest import Keeper, feature
+from tests.docs.pages import blocks
 
 STATISTICS: dict[str, Any] = {
     "stats": {
@@ -238,3 +239,67 @@ def test_many_of_them_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     (said,) = [record.message for record in caplog.records if "unconverted" in record.message]
     assert said.startswith("Accelerate left 9 layers unconverted, which run without FP8: 100 % of the weights")
     assert said.endswith("; and 4 more: te_precision_callbacks.accelerate.unconverted_layers(model) has all.")
+
+
+# ---------------------------------------------------------------------- what was frozen or tied
+
+
+def said_of_optimizers(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "No optimizer holds" in record.getMessage()]
+
+
+def q_and_k() -> Sequential:
+    """Two layers, the second of which is frozen."""
+    model = Sequential(OrderedDict(q_proj=Linear(32, 32), k_proj=Linear(32, 32)))
+    model.k_proj.requires_grad_(False)  # type: ignore[operator, union-attr]
+    return model
+
+
+def test_frozen_layers_that_the_conversion_unfreezes_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepares, model = accelerator(), q_and_k()
+    trains = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = prepares.prepare(model, torch.optim.AdamW(trains))
+    with PrecisionDebugger(prepares, model, log_dir=tmp_path) as debugger:
+        prepares.backward(model(torch.randn(16, 32, device=prepares.device)).sum())
+        assert model.k_proj.weight.grad is not None, "a fact of Accelerate"
+        optimizer.step()
+        debugger.step()
+    (said,) = said_of_optimizers(caplog)
+    assert said.startswith(
+        "No optimizer holds these parameters of converted layers, which require gradients: k_proj.weight, k_proj.bias. "
+    )
+    assert said.endswith("freeze or tie them again after it, as docs/accelerate.md shows.")
+
+
+def test_the_way_of_the_page_keeps_them_frozen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prepares = accelerator()
+    (block,) = (block for block in blocks("docs/accelerate.md", "python") if "convert_model" in block)
+    names: dict[str, Any] = {"torch": torch, "accelerator": prepares}
+    exec(block, names)
+    model, optimizer = names["prepare"](q_and_k())
+    before = model.k_proj.weight.detach().clone()
+    with PrecisionDebugger(prepares, model, log_dir=tmp_path) as debugger:
+        prepares.backward(model(torch.randn(16, 32, device=prepares.device)).sum())
+        optimizer.step()
+        debugger.step()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == [
+        "q_proj.weight",
+        "q_proj.bias",
+    ]
+    assert torch.equal(model.k_proj.weight, before)
+    assert precision(debugger)["q_proj", "wgrad"] == {"activation": "FP8 E4M3", "gradient": "FP8 E5M2"}
+    assert not said_of_optimizers(caplog)
+
+
+def test_an_optimizer_that_holds_other_parameters_shows_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that steps flat copies does."""
+    prepares, model = converted(Torch())
+    for group in prepares._optimizers[0].param_groups:
+        group["params"] = [torch.nn.Parameter(parameter.detach().clone()) for parameter in group["params"]]
+    with PrecisionDebugger(prepares, model, log_dir=tmp_path):
+        pass
+    assert not said_of_optimizers(caplog)

@@ -46,6 +46,21 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": words(), "labels": words()}
 
 
+def only_queries() -> transformers.PreTrainedModel:
+    """Of 15 layers two train: the others, the embedding and the norms are frozen."""
+    model = llama_of()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    return model
+
+
+def with_tied_words() -> transformers.PreTrainedModel:
+    model = llama_of()
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
 class OnTheCpu(torch.nn.Module):
     """Whose making asks for a number, with a layer of Transformer Engine beside one of torch."""
 
@@ -140,6 +155,25 @@ def test_what_accelerate_leaves_out_has_its_reason_and_a_note(config: str) -> No
         done.stdout.split()
     )
     assert f"lm_head: {WHY}" in " ".join(done.stdout.split())
+
+
+def test_what_was_frozen_or_tied_before_the_conversion_has_a_note(config: str) -> None:
+    arguments = ("--convert", "accelerate", "--tokens", "256", "--memory")
+    found = check(config, "only_queries", *arguments)
+    (note,) = (note for note in found["notes"] if "unfrozen" in note)
+    assert note.startswith("Accelerate's conversion has unfrozen these parameters: ")
+    assert "model.layers.{0-1}.self_attn.k_proj.weight, " in note
+    assert "lm_head.weight. They get gradients" in note
+    assert "q_proj" not in note
+    assert "convert_model(model) yourself before you make the optimizer" in note
+    of_layers = sum(row["low"] for row in found["memory"]["rows"] if row["kind"] == "gradient")
+    assert of_layers == sum(4 * layer.weight.numel() for layer in linears()), "the plan is of what then trains"
+    (note,) = (note for note in check(config, "with_tied_words", *arguments)["notes"] if "tie" in note)
+    assert note.startswith("Accelerate's conversion has untied model.embed_tokens.weight and lm_head.weight: ")
+
+
+def linears() -> list[torch.nn.Linear]:
+    return [module for module in llama_of().modules() if isinstance(module, torch.nn.Linear)]
 
 
 def test_the_classes_that_accelerate_does_not_convert(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
