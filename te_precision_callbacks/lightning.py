@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 
 from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.config.loading import ConfigSource
+from te_precision_callbacks.layers.replaced import BeforeConversion
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.session import InspectSession, SessionError, SessionOutcome
 from te_precision_callbacks.session.outcome import Mailbox
@@ -41,13 +42,17 @@ try:
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
-    from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+    from lightning.pytorch.plugins.precision import DeepSpeedPrecision, TransformerEnginePrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
 
 __all__ = ["PrecisionDebugCallback"]
 
 logger = logging.getLogger(__name__)
+
+_FREEZE_AGAIN = (
+    "In configure_model, call self.trainer.precision_plugin.convert_module(self), and freeze or tie them after it."
+)
 
 
 class PrecisionDebugCallback(Callback):
@@ -107,6 +112,7 @@ class PrecisionDebugCallback(Callback):
         self._last_global_step = 0
         self._step_of_batch: int | None = None
         self._numbers = TrainerNumbers()
+        self._before: BeforeConversion | None = None
 
     @property
     def session(self) -> InspectSession | SessionOutcome:
@@ -144,7 +150,7 @@ class PrecisionDebugCallback(Callback):
         """Without the session, and without the methods of the model that a trainer attaches to a callback: both belong
         to this process, and a trainer that spawns others pickles the callback."""
         kept = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
-        return {**kept, "_session": None, "_outcome": None}
+        return {**kept, "_session": None, "_outcome": None, "_before": None}
 
     # ------------------------------------------------------------------ start
 
@@ -157,6 +163,8 @@ class PrecisionDebugCallback(Callback):
         self._restored_iteration = None
         self._step_of_batch = None
         self._numbers = TrainerNumbers()
+        converts = isinstance(trainer.precision_plugin, TransformerEnginePrecision)
+        self._before = BeforeConversion(pl_module) if converts else None
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         self._session = InspectSession.from_options(self._options)
         self._session.start(
@@ -174,6 +182,10 @@ class PrecisionDebugCallback(Callback):
         if self._restored_iteration is not None:
             session.iteration = self._restored_iteration
         session.attach(pl_module)
+        if self._before is not None and trainer.is_global_zero:
+            for text in self._before.lost_in(pl_module, by="TransformerEnginePrecision", remedy=_FREEZE_AGAIN):
+                logger.warning("%s", text)
+        self._before = None
         if session.overflow is not None:
             session.overflow.loss_scaled = _scales_loss(trainer)
 

@@ -147,6 +147,52 @@ def test_layers_that_lightning_replaced_are_found(tmp_path: Path) -> None:
                 assert np.float32(board[f"te.{layer}/{tensor}/max"][step]) == np.float32(value)
 
 
+class Adapted(Torch):
+    """Of which the head trains, and the body is frozen; the last two layers are tied."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.freeze_and_tie()
+
+    def freeze_and_tie(self) -> None:
+        self.body.requires_grad_(False)
+        self.second.weight = self.first.weight
+
+    def configure_model(self) -> None:
+        if self.keeps:
+            self.trainer.precision_plugin.convert_module(self)
+            self.freeze_and_tie()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_lightning_unfreezes_or_unties_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keeps: bool
+) -> None:
+    """And the way that the warning names keeps it."""
+    callback = PrecisionDebugCallback(log_dir=tmp_path)
+    plugin = TransformerEnginePrecision(weights_dtype=torch.float32)
+    model = Adapted(keeps)
+    before = model.body[1].weight.detach().clone()
+    trainer(tmp_path, callbacks=[callback], plugins=[plugin]).fit(model, loader(1, size=16))
+    assert isinstance(model.body[1], te.Linear)
+    assert torch.equal(model.body[1].weight, before) == keeps
+    said = [record.getMessage() for record in caplog.records if "TransformerEnginePrecision has" in record.getMessage()]
+    if keeps:
+        assert not said
+        return
+    remedy = (
+        "In configure_model, call self.trainer.precision_plugin.convert_module(self), and freeze or tie them after it."
+    )
+    assert said == [
+        "TransformerEnginePrecision has unfrozen these parameters: body.{0-1}.weight, body.{0-1}.bias."
+        f" They get gradients, and an optimizer that has them trains them. {remedy}",
+        "TransformerEnginePrecision has untied first.weight and second.weight: each has its own copy of the weights."
+        f" {remedy}",
+    ]
+
+
 def test_modules_of_configure_model_are_built_inside_the_session(tmp_path: Path) -> None:
     class Late(Plain):
         def configure_model(self) -> None:
