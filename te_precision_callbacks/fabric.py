@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from typing_extensions import Self, Unpack
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.loading import ConfigSource
@@ -33,7 +34,7 @@ from te_precision_callbacks.sinks import MetricSelection
 
 try:
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins.precision import DeepSpeedPrecision
+    from lightning.fabric.plugins.precision import DeepSpeedPrecision, TransformerEnginePrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.fabric", "lightning") from error
 
@@ -155,10 +156,31 @@ class PrecisionDebugFabricCallback:
                     " callback.on_after_setup(fabric, model)."
                 )
             return
+        if isinstance(strategy.precision, TransformerEnginePrecision):
+            self._warn_of_replaced(optimizer)
         if self._optimizer is None:
             self._optimizer = optimizer
         if self._step_on == "optimizer_step" and optimizer is self._optimizer:
             session.step()
+
+    def _warn_of_replaced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once for each optimizer if it steps parameters that a precision plugin has replaced in
+        ``fabric.setup``. An optimizer of a model that the callback does not know steps some that have gradients."""
+        if not self._notices.first(("replaced", id(optimizer))):
+            return
+        own = {id(parameter) for model in self._models for parameter in model.parameters()}
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        others = [parameter for parameter in stepped if id(parameter) not in own]
+        if others and all(parameter.grad is None for parameter in others):
+            logger.warning(
+                "%s of the %s that steps belong to no model and get no gradients, so the model's are not trained."
+                " fabric.setup(model, optimizer) replaces layers by those of Transformer Engine, and leaves the"
+                " optimizer the old ones. Call model = fabric.setup_module(model), make the optimizer from"
+                " model.parameters(), and call fabric.setup_optimizers(optimizer) and"
+                " callback.on_after_setup(fabric, model).",
+                many(len(others), "parameter"),
+                type(optimizer).__name__,
+            )
 
     def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
         """End the debug iteration with ``step_on="batch"``, whatever ``fabric.call`` hands over."""
