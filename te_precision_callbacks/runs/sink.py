@@ -83,7 +83,7 @@ class RecordSink(EventSink):
         self._info: RunInfo
         self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
         self._recording: Recording | None = None
-        self._before: list[Event | Facts] = []
+        self._before: list[Event | Scalars | Facts] = []
         self.has_recorded = False
         self.has_content = False
         self._said = Notices()
@@ -202,8 +202,9 @@ class RecordSink(EventSink):
     def _take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
             if self.place is None and self._info.rank == 0:
-                if not _is_content(job):  # without a step, that alone makes no run
-                    self._before += [job] if isinstance(job, Event | Facts) else []
+                # Without a step no run is made of that alone, nor of what a trainer logs at its end.
+                if isinstance(job, Scalars) or not _is_content(job):
+                    self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
                     return True
                 self.place = self.begin()
             if not self._find():

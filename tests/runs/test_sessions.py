@@ -303,6 +303,16 @@ def test_an_option_that_is_none(tmp_path: Path) -> None:
         InspectSession(statistics(), log_dir=tmp_path, records="perhaps")
 
 
+def test_a_trainer_without_a_step_left_makes_no_run(tmp_path: Path) -> None:
+    """The Trainer logs the time and the mean loss of a training of no step, too."""
+    ended = arguments(tmp_path, max_steps=2, per_device_train_batch_size=32, save_strategy="steps", save_steps=2)
+    hf_trainer(ended).train()
+    callback = PrecisionDebugTrainerCallback(statistics(), log_dir=tmp_path)
+    hf_trainer(ended, callback).train(resume_from_checkpoint=True)
+    assert callback.session.iteration == 2
+    assert not list_runs(tmp_path)
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 
