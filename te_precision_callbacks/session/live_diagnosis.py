@@ -53,6 +53,7 @@ class LiveDiagnosis:
         self._tell = tell
         self._report = report
         self._stopping: list[Finding] = []
+        self._alone: list[Finding] = []
 
     def know(self, facts: RecordedFacts, iteration: int) -> None:
         """Judge the facts of the run, which have changed."""
@@ -76,12 +77,15 @@ class LiveDiagnosis:
         return replace(records, findings=counts) if counts else records
 
     def stop_if_wanted(self) -> None:
-        """Stop the run on all ranks together, if a finding of one of them demands it.
+        """Stop the run on all ranks together, if a finding of one of them demands it. All of them then name the first
+        finding that one rank alone has, in the trainer's numbers.
 
         Raises:
             PrecisionFindingError: it does.
         """
         if self._ranks.stop_together(own=bool(self._stopping)):
+            first = sorted(self._ranks.pool(self._alone[:1], "findings"), key=lambda finding: finding.since or 0)[:1]
+            self._stopping += [finding for finding in first if finding not in self._stopping]
             self._stop()
 
     def stop_at_the_end(self) -> None:
@@ -116,6 +120,7 @@ class LiveDiagnosis:
             stops = self._stops(finding) or self._asks(finding)
             if stops:
                 self._stopping.append(finding)
+                self._alone += [finding] if more else []
                 # The error that stops the run has all that was seen. On several ranks it comes in a later step.
                 logger.warning("%s: %s stops the training.", finding.severity.capitalize(), finding.in_short)
             elif finding.severity != "note" and own_rank() == 0:
