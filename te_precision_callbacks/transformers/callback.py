@@ -222,7 +222,10 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         if self._training is None or not self._training.running or not state.log_history:
             return
         entry: dict[str, Any] = state.log_history[-1]
-        self._training.session.log(_numbers(keywords.get("logs") or {}), state.global_step)
+        numbers = _numbers(keywords.get("logs") or {})
+        if not self._training.has_stepped:
+            numbers.pop("train_loss", None)  # the Trainer's mean over no steps, 0, which is no loss of the training
+        self._training.session.log(numbers, state.global_step)
         if entry.get("step") == state.global_step:
             self._training.history.update(entry)
         self._tell_of_loss(state)

@@ -44,6 +44,7 @@ class Training:
     ) -> None:
         self.session = session
         self.history = history
+        self.has_stepped = False
         self._reporting = reporting
         self._loop = loop
         _OPEN.add(self)
@@ -74,6 +75,7 @@ class Training:
 
     def end_step(self, event: TrainerEvent) -> None:
         """End a debug iteration; if it stops the training, also the session, since the Trainer tells nobody."""
+        self.has_stepped = True
         self._take(event)
         if self._loss is not None:
             self.session.log({"loss_step": self._loss}, event.state.global_step)

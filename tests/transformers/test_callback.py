@@ -18,6 +18,8 @@ from transformers.trainer_callback import CallbackHandler
 
 from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import SessionError
 from te_precision_callbacks.sinks import Row, StepRecords
 from te_precision_callbacks.transformers.closing import DataParallelError
@@ -89,6 +91,24 @@ def test_a_resumed_training_goes_on_with_its_iterations(tmp_path: Path, start_st
     made.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     begin = 2 if start_step is None else start_step
     assert first_layer(tmp_path / "log") == {begin: model.largest(0, 1), begin + 1: model.largest(2, 3)}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_loss_of_a_training_without_a_step_is_none(tmp_path: Path, resumed: bool) -> None:
+    """The Trainer logs a train_loss of 0."""
+    checkpoint = None
+    if resumed:  # at the end of its only epoch
+        train(tmp_path / "a", statistics(), max_steps=-1, num_train_epochs=1, save_strategy="epoch")
+        checkpoint = str(tmp_path / "a" / "checkpoint-8")
+    epochs: dict[str, Any] = {"max_steps": -1, "num_train_epochs": int(resumed)}
+    callback = PrecisionDebugTrainerCallback(statistics(), log_dir=tmp_path / "log")
+    made = trainer(arguments(tmp_path / "b", **epochs), callback, model=Net())
+    made.train(resume_from_checkpoint=checkpoint)
+    assert made.state.log_history[-1]["train_loss"] == 0
+    assert "nonfinite-loss" not in callback.session.findings.judged
+    run = open_run(tmp_path / "log")
+    assert "train_loss" not in run.curves
+    assert not diagnose(run).judged
 
 
 def test_evaluation_is_not_observed(tmp_path: Path, keeper: Keeper) -> None:
