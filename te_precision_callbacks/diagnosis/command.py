@@ -181,7 +181,7 @@ def _show_finding(finding: Finding) -> None:
     from te_precision_callbacks.diagnosis.known import known_line
     from te_precision_callbacks.layers.folding import folded
 
-    terminal.show_text(f"{finding.severity}: {finding.subject}: {finding.seen}", hanging=_INDENT)
+    terminal.show_text(f"{finding.severity}: {finding.subject}: {finding.seen_in_words}", hanging=_INDENT)
     since = ""
     if finding.since is not None:
         since = f"{_span(finding)}; {_good(finding)}"

@@ -152,16 +152,18 @@ class Diagnosis:
                     patch=sighting.patch,
                     disproof=rule.disproof,
                     source=rule.source,
+                    seen_at=until,
                 ),
                 True,
             )
         more = tuple(layer for layer in sighting.layers if layer not in known.layers)
         worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
-        seen = sighting.seen if worse else known.seen
+        seen, seen_at = (sighting.seen, until) if worse else (known.seen, known.seen_at)
         patch = sighting.patch if worse else known.patch
         severity = severity if worse else known.severity
         layers = (*known.layers, *self._facts.in_order(more, sighting.tensor))
         if worse and sighting.layers:
             leading = self._facts.in_order(sighting.layers, sighting.tensor)
             layers = (*leading, *(layer for layer in layers if layer not in leading))
-        return dataclasses.replace(known, layers=layers, until=until, severity=severity, seen=seen, patch=patch), worse
+        known = dataclasses.replace(known, layers=layers, until=until, severity=severity)
+        return dataclasses.replace(known, seen=seen, seen_at=seen_at, patch=patch), worse

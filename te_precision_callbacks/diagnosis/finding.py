@@ -44,12 +44,14 @@ class Finding:
             there is none.
         checkpoint: the iteration before which the last checkpoint took the state that is not after ``last_good``; None
             if there is none.
-        seen: what was seen, with numbers.
+        seen: what was seen, with numbers: those of the first layer in the step ``seen_at``.
         why: why it matters.
         remedy: what to do.
         patch: a section for the config that does it, in YAML; empty where there is none.
         disproof: what would show that nothing is wrong.
         source: where the rule and its threshold come from.
+        seen_at: the debug iteration that ``seen`` is about: the first one in which the rule was sure, or in which the
+            severity rose; None for what holds from the start.
     """
 
     rule: str
@@ -68,6 +70,7 @@ class Finding:
     patch: str
     disproof: str
     source: str
+    seen_at: int | None = None
 
     @property
     def subject(self) -> str:
@@ -85,6 +88,15 @@ class Finding:
         return self.tensor if self.tensor in GEMMS else None
 
     @property
+    def seen_in_words(self) -> str:
+        """What was seen, with its step and layer if the finding spans others: ``in the first of them at step 2, ``."""
+        if self.seen_at is None:
+            return self.seen
+        where = "in the first of them " if len(self.layers) > 1 else ""
+        spans_others = bool(where) or (self.since, self.until) != (self.seen_at, self.seen_at)
+        return f"{where}at step {self.seen_at}, {self.seen}" if spans_others else self.seen
+
+    @property
     def in_short(self) -> str:
         """What it is about, without what was seen: ``gradient of h.4.mlp.fc1 (sibling, since step 0)``."""
         since = f", {self.when}" if self.when else ""
@@ -97,11 +109,17 @@ class Finding:
 
     def __str__(self) -> str:
         since = f", {self.when}" if self.when else ""
-        return f"{self.subject}: {self.seen} ({self.rule}{since})"
+        return f"{self.subject}: {self.seen_in_words} ({self.rule}{since})"
 
     def as_json(self) -> dict[str, Any]:
-        """All attributes, as JSON values, with the GEMM and the subject."""
-        return {**asdict(self), "layers": list(self.layers), "gemm": self.gemm, "subject": self.subject}
+        """All attributes, as JSON values, with the GEMM, the subject, and ``seen_in_words``."""
+        return {
+            **asdict(self),
+            "layers": list(self.layers),
+            "gemm": self.gemm,
+            "subject": self.subject,
+            "seen_in_words": self.seen_in_words,
+        }
 
 
 class NotJudged(NamedTuple):
@@ -195,7 +213,7 @@ class Verdict(Sequence[Finding]):
         }
 
     def _repr_html_(self) -> str:
-        rows = [(each.severity, each.rule, each.subject, each.seen, each.remedy) for each in self.findings]
+        rows = [(each.severity, each.rule, each.subject, each.seen_in_words, each.remedy) for each in self.findings]
         return notebooks.paragraph(self.summary) + notebooks.table(
             ("severity", "rule", "subject", "seen", "remedy"), rows
         )

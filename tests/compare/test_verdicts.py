@@ -36,7 +36,7 @@ def test_what_b_has_and_a_has_not_comes_first(healthy: Path, bad: Path) -> None:
     lines = command(healthy, bad).output.splitlines()
     assert lines[0] == "B has 1 finding that A has not."
     text = " ".join(" ".join(lines).split())
-    assert f"warning: gradient of {BAD}: {finding.seen}" in text
+    assert f"warning: gradient of {BAD}: {finding.seen_in_words}" in text
     assert finding.remedy in text
     assert f"The verdict of A: {diagnose(healthy).summary}" in text
     other = command(bad, healthy).output
@@ -92,7 +92,7 @@ def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkey
         ("sibling", "weight", ("x",)),
         ("other", "gradient", ("x",)),
     ]
-    assert found.only_b[0].seen == f"{one.seen} in x, where A has it too"
+    assert found.only_b[0].seen_in_words == f"at step {one.seen_at}, {one.seen} in x, where A has it too"
     assert [(each.rule, each.layers) for each in found.only_a] == [("sibling", ("y",))]
     assert found.not_judged_in_a == ("other",)
     assert [" A was not judged by this rule." in text for text in found.in_words()] == [False, False, True]

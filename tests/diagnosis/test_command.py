@@ -43,7 +43,7 @@ def test_a_finding_with_its_remedy(planted: Path) -> None:
     assert result.exit_code == 1
     first, _, finding, seen, *_ = result.output.splitlines()
     assert first.startswith("1 warning in ")
-    assert finding.startswith("warning: gradient of 4.fc: std is ")
+    assert finding.startswith("warning: gradient of 4.fc: at step 2, std is ")
     assert seen == "  seen in: steps 0 to 20; no step is known to be good"
     assert "  what to do: Look at what the first of these layers does otherwise" in result.output
     assert "Not judged:" in result.output
@@ -60,7 +60,7 @@ def test_json(planted: Path) -> None:
         "gradient",
         0,
     )
-    assert {"severity", "seen", "why", "remedy", "source", "disproof", "patch"} <= set(finding)
+    assert {"severity", "seen", "seen_at", "why", "remedy", "source", "disproof", "patch"} <= set(finding)
     assert all(set(each) == {"rule", "why", "collect"} for each in told["not_judged"])
 
 
@@ -103,7 +103,7 @@ def test_a_run_without_numbers_and_a_plain_log(tmp_path: Path) -> None:
     log.write_text("".join(f"{line.format(10 * step)}\n" for step in range(4)))
     result = called("diagnose", log.parents[1])
     assert result.exit_code == 1
-    assert "gradient of net.fc1: all elements are 0" in result.output
+    assert "gradient of net.fc1: at step 20, all elements are 0" in result.output
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_the_closing_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     train(tmp_path)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("te-precision: 1 warning in ")
-    assert lines[1].startswith(f"  warning: gradient of {LAYER}: std is ")
+    assert lines[1].startswith(f"  warning: gradient of {LAYER}: at step 2, std is ")
     assert lines[2].startswith("  FP8 in 100 % of the multiply-adds")
     assert lines[3:] == [f"  logs: {tmp_path}", f"  page: te-precision report {tmp_path}"]
 

@@ -864,6 +864,27 @@ def test_who_makes_the_error_of_a_gemm(changed: dict[str, float], rule: str, see
     assert not [each for each in judged([ordinary()], known).judged if each.startswith("gemm-")]
 
 
+def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
+    """It was that of the first sighting, and read as that of all layers and steps."""
+    grown = [{"b3_fc1_weight_cur_amax": 0.08 * 2.0**times} for times in (0, 9, 10, 14)]
+    grown[3]["b5_fc1_weight_cur_amax"] = 0.08 * 2.0**15
+    grown.append({key: 2 * value for key, value in grown[3].items()})
+    verdict = judged([ordinary(**changes) for changes in grown], facts())
+    (found,) = (finding for finding in verdict if finding.rule == "growth")
+    assert (found.layers, found.since, found.until) == (("h.3.fc1", "h.5.fc1"), 10, 40)
+    assert (found.seen_at, found.as_json()["seen_at"]) == (20, 20)
+    shown = "in the first of them at step 20, amax is 1.02e+03 times"
+    assert str(found).startswith(f"weight of h.{{3,5}}.fc1: {shown}")
+    assert found.as_json()["seen_in_words"].startswith(shown)
+
+
+def test_the_number_of_a_finding_of_one_step_needs_no_step() -> None:
+    (found,) = judged([ordinary(), NAN], facts()).wrong
+    assert found.seen_in_words == found.seen
+    (found,) = judged([ordinary(), NAN, NAN], facts()).wrong
+    assert found.seen_in_words == f"at step 10, {found.seen}"
+
+
 def test_a_run_in_which_nothing_ran_is_not_judged() -> None:
     """A training of 0 steps has layers and settings, which nothing has used."""
     rows = [{"layer": layer, "class": "Linear", "weight_dtype": "bfloat16"} for layer in LAYERS]

@@ -383,7 +383,7 @@ def test_the_verdict_is_the_first_line(tmp_path: Path) -> None:
     verdict = diagnose(tmp_path)
     assert lines[0] == verdict.summary
     assert "1 warning" in lines[0]
-    assert lines[1].startswith(f"warning gradient of {BAD}: std is ")
+    assert lines[1].startswith(f"warning gradient of {BAD}: at step 2, std is ")
     assert lines[1].endswith("(sibling, since step 0)")
     assert lines[2].strip() == f"{verdict[0].remedy}."
     assert lines[3] == f"more: te-precision diagnose {tmp_path}"

@@ -83,5 +83,8 @@ def _beyond(findings: Iterable[Finding], others: Iterable[Finding], name: str) -
             yield finding
         elif layers:
             first = finding.layers[0]
-            seen = finding.seen if layers[0] == first else f"{finding.seen} in {first}, where {name} has it too"
-            yield dataclasses.replace(finding, layers=layers, seen=seen)
+            if layers[0] != first:  # "the first of them" is another one now
+                at = "" if finding.seen_at is None else f"at step {finding.seen_at}, "
+                seen = f"{at}{finding.seen} in {first}, where {name} has it too"
+                finding = dataclasses.replace(finding, seen=seen, seen_at=None)
+            yield dataclasses.replace(finding, layers=layers)

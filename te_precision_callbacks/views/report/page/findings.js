@@ -19,7 +19,7 @@ function findingLinks(report, finding) {
 }
 
 const findingLine = (report, finding, more = "") => el("li", { class: "found" },
-  el("div", {}, severityBadge(finding.severity), " ", el("strong", {}, finding.subject), `: ${finding.seen} `,
+  el("div", {}, severityBadge(finding.severity), " ", el("strong", {}, finding.subject), `: ${finding.seen_in_words} `,
     el("span", { class: "quiet" }, `(${finding.rule}${whenFound(report, finding)})`)),
   el("p", {}, `${finding.remedy}.${more}`), findingLinks(report, finding));
 
@@ -47,7 +47,7 @@ function findingCard(report, finding, number) {
   const layers = finding.places.length > 0 && [
     finding.places.map((place, at) => [at ? ", " : "", layerLink(report, place, where)]), unnamed > 0 && ` and ${shown(unnamed)} more`];
   const told = [
-    ["seen", finding.seen], ["seen in", steps], [finding.places.length > 1 ? "layers, the first one first" : "layer", layers],
+    ["seen", finding.seen_in_words], ["seen in", steps], [finding.places.length > 1 ? "layers, the first one first" : "layer", layers],
     ["why it matters", finding.why], ["what to do", `${finding.remedy}.`], ["section for the config", finding.patch && el("pre", {}, finding.patch)],
     ["nothing is wrong if", finding.disproof], ["rule", `${finding.rule}: ${finding.title}`], ["source", finding.source],
   ];
