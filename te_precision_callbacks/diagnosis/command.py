@@ -184,7 +184,8 @@ def _show_finding(finding: Finding) -> None:
     terminal.show_text(f"{finding.severity}: {finding.subject}: {finding.seen_in_words}", hanging=_INDENT)
     since = ""
     if finding.since is not None:
-        since = f"{_span(finding)}; {_good(finding)}"
+        where = f" {finding.where}" if finding.where else ""
+        since = f"{_span(finding)}{where}; {_good(finding)}"
     layers = ", ".join(folded(finding.layers, most=_MOST_LAYERS)) if len(finding.layers) > 1 else ""
     for name, text in (
         ("seen in", since),

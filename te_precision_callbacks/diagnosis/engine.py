@@ -10,7 +10,7 @@ diagnosis.verdict                               # all of it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding, NotJudged, Verdict, worst_first
@@ -40,6 +40,8 @@ class Diagnosis:
         self._facts = Facts()
         self.has_run = False
         self._checkpoints: set[int] = set()
+        self._rank: int | None = None
+        self._own_steps: set[int] = set()
 
     def know(self, facts: Facts, iteration: int) -> list[Finding]:
         """Judge facts that are new.
@@ -58,22 +60,30 @@ class Diagnosis:
             The findings that are new, or worse than before.
         """
         self.has_run = True
-        return self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts))
+        if numbers.rank is not None:
+            self._rank = numbers.rank
+            self._own_steps.add(numbers.iteration)
+        return self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts), numbers.rank)
 
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> list[Finding]:
+    def scalars(self, iteration: int, values: Mapping[str, float], rank: int | None = None) -> list[Finding]:
         """Judge numbers that the trainer logs of an iteration; by iteration, in order.
+
+        Args:
+            iteration: the iteration.
+            values: name -> value.
+            rank: the rank that alone has them; None where they are those of the run.
 
         Returns:
             The findings that are new, or worse than before.
         """
         self.has_run = True
-        return self._judge(iteration, lambda judge: judge.scalars(iteration, values))
+        return self._judge(iteration, lambda judge: judge.scalars(iteration, values), rank)
 
-    def hear(self, iteration: int, rule: str, sighting: Sighting) -> None:
+    def hear(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
         """Take what a rule has seen on another rank, in numbers of an iteration that only that rank has; after those of
         the iteration that are known here."""
         if rule in self._places:
-            self._keep(self._judges[self._places[rule]], sighting, iteration)
+            self._keep(self._judges[self._places[rule]], sighting, iteration, rank)
 
     def note_checkpoint(self, iteration: int) -> None:
         """Note that a checkpoint has taken the state before an iteration."""
@@ -94,9 +104,53 @@ class Diagnosis:
                 not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", "" if why else rule.collect))
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
         findings = worst_first(self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))
-        return Verdict(tuple(findings), tuple(judged), tuple(not_judged))
+        return Verdict(tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank)
 
-    def _judge(self, iteration: int, look: Callable[[Judge], Iterable[Sighting]]) -> list[Finding]:
+    def with_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
+        """The verdict on all ranks: what several of them have alike is one finding.
+
+        Args:
+            others: have judged the own numbers of one other rank each.
+        """
+        own, judged = self.verdict, {rule for other in others for rule in other.verdict.judged}
+        found: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
+        for diagnosis in (self, *others):
+            for key, finding in diagnosis._findings.items():
+                of_all = found.get((key, False))
+                if finding.ranks and of_all is not None and set(finding.layers) <= set(of_all[1].layers):
+                    continue
+                if finding.ranks and of_all is None and finding.last_good is None:
+                    finding = self._good_of_all(finding)
+                own_place = diagnosis._found[key][0], self._places[finding.rule]
+                place, known = found.get((key, bool(finding.ranks)), (own_place, None))
+                together = finding if known is None else _together(known, finding)
+                found[key, bool(finding.ranks)] = min(place, own_place), together
+        findings = worst_first(finding for _, finding in sorted(found.values(), key=lambda each: each[0]))
+        return dataclasses.replace(
+            own,
+            findings=tuple(findings),
+            judged=tuple(rule.id for rule, _ in self._judges if rule.id in judged or rule.id in own.judged),
+            not_judged=tuple(each for each in own.not_judged if each.rule not in judged),
+            rank=None,
+        )
+
+    def _good_of_all(self, finding: Finding) -> Finding:
+        """A finding of a rank, with the last good step of the numbers that are of all ranks together."""
+        judge = next(judge for rule, judge in self._judges if rule.id == finding.rule)
+        steps = [step for step in judge.steps if step not in self._own_steps]
+        last_good, checkpoint = self._last_good(finding.since, steps)
+        return dataclasses.replace(finding, last_good=last_good, checkpoint=checkpoint)
+
+    def _last_good(self, since: int | None, judged: Iterable[int]) -> tuple[int | None, int | None]:
+        """The last good step before one, and the last checkpoint that cannot have what began in it."""
+        last_good = max((step for step in judged if step < (-1 if since is None else since)), default=None)
+        # The next checkpoints may have it already: between two due steps nobody has looked.
+        saved = [checkpoint for checkpoint in self._checkpoints if last_good is not None and checkpoint <= last_good]
+        return last_good, max(saved, default=None)
+
+    def _judge(
+        self, iteration: int, look: Callable[[Judge], Iterable[Sighting]], rank: int | None = None
+    ) -> list[Finding]:
         changed: dict[_Key, Finding] = {}
         for rule, judge in self._judges:
             if rule.id in self._failed:
@@ -107,16 +161,21 @@ class Diagnosis:
                 self._failed[rule.id] = f"it failed in step {iteration}: {type(error).__name__}: {error}"
                 continue
             for sighting in sightings:
-                key, finding, is_news = self._keep((rule, judge), sighting, iteration)
+                key, finding, is_news = self._keep((rule, judge), sighting, iteration, rank)
                 if is_news:
                     changed[key] = finding
         return worst_first(changed.values())
 
-    def _keep(self, of: tuple[Rule, Judge], sighting: Sighting, iteration: int) -> tuple[_Key, Finding, bool]:
-        """Keep what a rule has seen: the finding, and whether it is new or worse than before."""
+    def _keep(
+        self, of: tuple[Rule, Judge], sighting: Sighting, iteration: int, rank: int | None
+    ) -> tuple[_Key, Finding, bool]:
+        """Keep what a rule has seen, on a rank or on all: the finding, and whether it is new or worse than before."""
         rule, judge = of
         key = (rule.id, sighting.tensor, sighting.key)
-        finding, is_news = self._noted(rule, sighting, self._findings.get(key), iteration, judge.steps)
+        known = self._findings.get(key)
+        finding, is_news = self._noted(rule, sighting, known, iteration, judge.steps)
+        if known is None and rank is not None:
+            finding = dataclasses.replace(finding, ranks=(rank,))
         self._findings[key] = finding
         self._found.setdefault(key, (iteration, self._places[rule.id]))
         return key, finding, is_news
@@ -128,12 +187,7 @@ class Diagnosis:
         until = None if sighting.since is None else iteration
         if known is None:
             layers = tuple(self._facts.in_order(sighting.layers, sighting.tensor))
-            since = -1 if sighting.since is None else sighting.since
-            last_good = max((step for step in judged if step < since), default=None)
-            # The next checkpoints may have it already: between two due steps nobody has looked.
-            saved = [
-                checkpoint for checkpoint in self._checkpoints if last_good is not None and checkpoint <= last_good
-            ]
+            last_good, checkpoint = self._last_good(sighting.since, judged)
             return (
                 Finding(
                     rule=rule.id,
@@ -145,7 +199,7 @@ class Diagnosis:
                     since=sighting.since,
                     until=until,
                     last_good=last_good,
-                    checkpoint=max(saved, default=None),
+                    checkpoint=checkpoint,
                     seen=sighting.seen,
                     why=rule.why,
                     remedy=sighting.remedy or rule.remedy,
@@ -167,3 +221,18 @@ class Diagnosis:
             layers = (*leading, *(layer for layer in layers if layer not in leading))
         known = dataclasses.replace(known, layers=layers, until=until, severity=severity)
         return dataclasses.replace(known, seen=seen, seen_at=seen_at, patch=patch), worse
+
+
+def _together(one: Finding, other: Finding) -> Finding:
+    """A finding of several ranks: since its first step anywhere, with what the worst of them shows, else the first."""
+    first, second = sorted((one, other), key=lambda each: -1 if each.since is None else each.since)
+    lead, more = sorted((first, second), key=lambda each: SEVERITIES.index(each.severity))
+    return dataclasses.replace(
+        lead,
+        layers=tuple(dict.fromkeys((*lead.layers, *more.layers))),
+        ranks=tuple(dict.fromkeys((*lead.ranks, *more.ranks))),
+        since=first.since,
+        until=max((each.until for each in (one, other) if each.until is not None), default=None),
+        last_good=first.last_good,
+        checkpoint=first.checkpoint,
+    )

@@ -52,6 +52,8 @@ class Finding:
         source: where the rule and its threshold come from.
         seen_at: the debug iteration that ``seen`` is about: the first one in which the rule was sure, or in which the
             severity rose; None for what holds from the start.
+        ranks: the ranks whose own numbers show it, first the one that ``seen`` is of; empty where the numbers are of
+            all ranks together, or there is one rank.
     """
 
     rule: str
@@ -71,6 +73,7 @@ class Finding:
     disproof: str
     source: str
     seen_at: int | None = None
+    ranks: tuple[int, ...] = ()
 
     @property
     def subject(self) -> str:
@@ -99,26 +102,35 @@ class Finding:
     @property
     def in_short(self) -> str:
         """What it is about, without what was seen: ``gradient of h.4.mlp.fc1 (sibling, since step 0)``."""
-        since = f", {self.when}" if self.when else ""
-        return f"{self.subject} ({self.rule}{since})"
+        return f"{self.subject} ({', '.join(filter(None, (self.rule, self.when, self.where)))})"
 
     @property
     def when(self) -> str:
         """Since which step, in words; empty for what holds from the start."""
         return "" if self.since is None else f"since step {self.since}"
 
+    @property
+    def where(self) -> str:
+        """On which ranks, in words; empty for what is of all of them together."""
+        if not self.ranks:
+            return ""
+        more = len(self.ranks) - 1
+        return f"on rank {self.ranks[0]}" + (f" and {many(more, 'more rank')}" if more else "")
+
     def __str__(self) -> str:
-        since = f", {self.when}" if self.when else ""
-        return f"{self.subject}: {self.seen_in_words} ({self.rule}{since})"
+        said = ", ".join(filter(None, (self.rule, self.when, self.where)))
+        return f"{self.subject}: {self.seen_in_words} ({said})"
 
     def as_json(self) -> dict[str, Any]:
-        """All attributes, as JSON values, with the GEMM, the subject, and ``seen_in_words``."""
+        """All attributes, as JSON values, with the GEMM and the subject, and what was seen and where in words."""
         return {
             **asdict(self),
             "layers": list(self.layers),
+            "ranks": list(self.ranks),
             "gemm": self.gemm,
             "subject": self.subject,
             "seen_in_words": self.seen_in_words,
+            "where": self.where,
         }
 
 
@@ -150,12 +162,15 @@ class Verdict(Sequence[Finding]):
         judged: the ids of the rules that were judged.
         not_judged: the rules that were not, although they apply to the run.
         is_partial: whether a part of the run cannot be read, so that the verdict is on the rest.
+        rank: the rank, one of several, that has judged its own numbers without knowing those of the others, as in a
+            running training with ``reduce=False``; None where the verdict is on all ranks.
     """
 
     findings: tuple[Finding, ...] = ()
     judged: tuple[str, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()
     is_partial: bool = False
+    rank: int | None = None
 
     def __getitem__(self, index: Any) -> Any:
         return self.findings[index]
@@ -178,6 +193,7 @@ class Verdict(Sequence[Finding]):
         """The verdict in one line, without the findings."""
         rules = f"{len(self.judged)} of {many(len(self.judged) + len(self.not_judged), 'rule')}"
         partial = ", and a part of the run cannot be read" if self.is_partial else ""
+        partial += f", by the numbers that rank {self.rank} knows" if self.rank is not None else ""
         if not self.judged:
             reasons = {each.why for each in self.not_judged}
             why = f": {reasons.pop()}" if len(reasons) == 1 else ""

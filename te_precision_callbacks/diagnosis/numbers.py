@@ -54,11 +54,15 @@ class StepNumbers:
     Attributes:
         iteration: the debug iteration.
         names: the name of each layer, by its number.
+        rank: the rank, one of several, whose own numbers these are; None if they are of all ranks together.
     """
 
-    def __init__(self, iteration: int, names: list[str], columns: Mapping[Family, Column]) -> None:
+    def __init__(
+        self, iteration: int, names: list[str], columns: Mapping[Family, Column], rank: int | None = None
+    ) -> None:
         self.iteration = iteration
         self.names = names
+        self.rank = rank
         self._columns = columns
 
     def names_of(self, column: Column) -> list[str]:
@@ -139,7 +143,12 @@ class Splitter:
         self._split: list[tuple[Family, Places, Places]] = []
 
     def step(
-        self, iteration: int, series: npt.NDArray[np.int32], values: Values, unscaled: frozenset[str] = frozenset()
+        self,
+        iteration: int,
+        series: npt.NDArray[np.int32],
+        values: Values,
+        unscaled: frozenset[str] = frozenset(),
+        rank: int | None = None,
     ) -> StepNumbers:
         """The numbers of a step.
 
@@ -148,6 +157,7 @@ class Splitter:
             series: [numbers], int32.
             values: [numbers], float64.
             unscaled: the layers in their first step of delayed scaling, whose statistics of quantization are left out.
+            rank: as in :class:`StepNumbers`.
         """
         if not np.array_equal(series, self._last):
             self._split_by(series)
@@ -159,7 +169,7 @@ class Splitter:
                 layers, found = layers[kept], found[kept]
             if len(layers):
                 columns[family] = Column(family, layers, found)
-        return StepNumbers(iteration, self.names, columns)
+        return StepNumbers(iteration, self.names, columns, rank)
 
     def _split_by(self, series: npt.NDArray[np.int32]) -> None:
         self._know(int(series.max(initial=-1)) + 1)

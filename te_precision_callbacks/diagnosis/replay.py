@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +26,10 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row, Settings
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Verdict
 from te_precision_callbacks.diagnosis.numbers import Splitter
-from te_precision_callbacks.diagnosis.rule import Sighting
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.statistics.series import Series, family_of
 
@@ -44,20 +46,61 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
     return Replay().verdict(run if isinstance(run, RecordedRun) else open_run(run))
 
 
-class Replay:
-    """The verdict on a run that may still be written: each step goes into the rules once.
+def diagnose_rank(run: RecordedRun, rank: int) -> Verdict:
+    """Judge a rank's own numbers by the rules that look at statistics."""
+    found = _OfRank(_ON_NUMBERS).judge(run, _Read(run, _Common(run), (rank,), rank)).verdict
+    return dataclasses.replace(found, is_partial=bool(run.unread))
 
-    It begins anew where what it has seen has changed, for example where facts about its steps come late, where a second
-    start of the run repeats steps, or where old steps are thinned. So the verdict is always that of :func:`diagnose`.
+
+class Replay:
+    """The verdict on a run that may still be written: each step goes into the rules once, on each rank.
+
+    The numbers that are reduced over ranks and those of the first rank are judged together, as that rank has judged
+    them in the run; then the own numbers of each other rank, one after the other, by the rules that look at numbers.
     """
 
     def __init__(self) -> None:
+        self._first = _OfRank(RULES)
+        self._others: dict[int, _OfRank] = {}
+
+    def verdict(self, run: RecordedRun) -> Verdict:
+        """The verdict on all that is recorded so far."""
+        common = _Common(run)
+        ranks = {subject.rank for subject in run.subjects}
+        several = len(ranks - {None}) > 1 or any(segment.world > 1 for segment in run.segments)
+        first = min((0 if rank is None else rank for rank in ranks), default=0)  # rank 0 has judged what is reduced
+        own = self._first.judge(run, _Read(run, common, (None, first), first if several else None))
+        others = sorted(rank for rank in ranks if rank not in (None, first))
+        self._others = {rank: self._others.get(rank) or _OfRank(_ON_NUMBERS) for rank in others}
+        # The numbers of one rank at a time are in memory.
+        found = [replay.judge(run, _Read(run, common, (rank,), rank)) for rank, replay in self._others.items()]
+        return dataclasses.replace(own.with_ranks(found), is_partial=bool(run.unread))
+
+
+_ON_NUMBERS = tuple(rule for rule in RULES if type(rule.judge()).step is not Judge.step)
+"""The rules that look at statistics. All others judge what is the same on all ranks: facts, and what a trainer logs."""
+
+_IDS_ON_NUMBERS = frozenset(rule.id for rule in _ON_NUMBERS)
+
+
+class _OfRank:
+    """Judges the numbers of a rank.
+
+    It begins anew where what it has seen has changed, for example where facts about its steps come late, where a second
+    start of the run repeats steps, or where old steps are thinned. So the verdict is always that of :func:`diagnose`.
+
+    Args:
+        rules: the rules.
+    """
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self._rules = rules
         self._seen: _Seen | None = None
         self._begin()
 
     def _begin(self) -> None:
         series: list[Series] = []
-        self._diagnosis = Diagnosis()
+        self._diagnosis = Diagnosis(self._rules)
         self._series = series
         self._numbers: dict[Series, int] = {}
         self._splitter = Splitter(series.__getitem__)
@@ -65,41 +108,38 @@ class Replay:
         self._told = -1
         self._place: int | None = None
 
-    def verdict(self, run: RecordedRun) -> Verdict:
-        """The verdict on all that is recorded so far."""
-        read = _Read(run)
+    def judge(self, run: RecordedRun, read: _Read) -> Diagnosis:
+        """Judge all that is recorded so far."""
         if self._seen != read.up_to(self._last, self._told) or read.has_steps_between(self._last, self._told):
             self._begin()
         diagnosis, facts = self._diagnosis, read.facts
         diagnosis.has_run = diagnosis.has_run or bool(len(run.steps) or run.unread or run.lacks_in_words)
-        series = [
-            Series(subject.layer, family_of(subject.tensor, subject.statistic, subject.gemm or None))
-            for subject in run.subjects
-        ]
-        own = np.full(len(series), -1, np.int32)
         for checkpoint in read.saved:  # of those after a finding none counts
             diagnosis.note_checkpoint(checkpoint)
+        subjects, ranks = run.subjects, read.rank_of_series
+        own = np.full(len(subjects), -1, np.int32)
         for iteration, numbers, values, unscaled in read.steps(self._last):
             self._tell(read, iteration)
             self._know(facts, iteration)
             for number in dict.fromkeys(numbers[own[numbers] < 0].tolist()):
-                own[number] = self._number(series[number])
-            layers = frozenset(series[number].layer for number in set(numbers[unscaled].tolist()))
-            diagnosis.step(self._splitter.step(iteration, own[numbers], values, layers))
+                own[number] = self._number(_series(subjects[number]))
+            layers = frozenset(subjects[number].layer for number in set(numbers[unscaled].tolist()))
+            rank = read.rank if (ranks[numbers] != _REDUCED).all() else None
+            diagnosis.step(self._splitter.step(iteration, own[numbers], values, layers, rank))
             self._last = iteration
         self._tell(read, read.last_logged)
         self._seen = read.up_to(self._last, self._told)
         if self._know(facts, facts.last):
             self._seen = None  # what comes next would see them in its own step
-        return dataclasses.replace(diagnosis.verdict, is_partial=bool(run.unread))
+        return diagnosis
 
     def _tell(self, read: _Read, until: int) -> None:
         """Judge what the trainer has logged up to an iteration, and hear what other ranks have found in theirs."""
         for iteration, logged in read.logged(self._told, until):
             if logged.scalars:
                 self._diagnosis.scalars(iteration, logged.scalars)
-            for rule, sighting in logged.of_ranks:
-                self._diagnosis.hear(iteration, rule, sighting)
+            for heard in logged.of_ranks:
+                self._diagnosis.hear(iteration, *heard)
             self._told = iteration
 
     def _know(self, facts: _Facts, iteration: int) -> bool:
@@ -123,8 +163,8 @@ class _Seen(NamedTuple):
 
     Attributes:
         run: its path and id, and the number of its segments.
-        rank: the first rank with numbers of its own, which are judged beside those that are reduced over ranks; None
-            if there is none.
+        ranks: whose numbers they are, as in :class:`_Read`.
+        rank: as there.
         numbers: how many there are up to the last step that was judged.
         facts: the facts up to it.
         checkpoints: those before it, and before the last iteration that was told.
@@ -132,6 +172,7 @@ class _Seen(NamedTuple):
     """
 
     run: tuple[str, str, int]
+    ranks: tuple[int | None, ...]
     rank: int | None
     numbers: int
     facts: str
@@ -139,39 +180,40 @@ class _Seen(NamedTuple):
     logged: str
 
 
+class _Heard(NamedTuple):
+    """What a rule has seen on another rank, whose numbers are not recorded."""
+
+    rule: str
+    sighting: Sighting
+    rank: int
+
+
 class _Logged(NamedTuple):
     """What the trainer has logged of an iteration.
 
     Attributes:
         scalars: name -> value, on rank 0.
-        of_ranks: rule, and what it has seen on another rank, whose numbers are not recorded.
+        of_ranks: what the other ranks have found in theirs.
     """
 
     scalars: dict[str, float]
-    of_ranks: list[tuple[str, Sighting]]
+    of_ranks: list[_Heard]
 
 
-class _Read:
-    """What has been recorded of a run when it was read.
-
-    The numbers are those that the first rank has judged in the run: those that are reduced over ranks, and its own.
+class _Common:
+    """What has been recorded of a run when it was read, without its numbers.
 
     Attributes:
-        saved: the iterations of checkpoints, in order.
+        facts: its facts.
+        rank_of_series: [series]: whose own numbers they are; -1 of those that are reduced over ranks.
+        saved: the iterations before which a checkpoint has taken the state.
+        logged: what the trainer has logged, by iteration.
     """
 
     def __init__(self, run: RecordedRun) -> None:
         self.facts = _Facts(run)
-        self._run = str(run.path), run.run_id, len(run.segments)
-        ranks = [subject.rank for subject in run.subjects]
-        self._rank = min((each for each in ranks if each is not None), default=None)
-        table = run.values(number for number, each in enumerate(ranks) if each in (None, self._rank))
-        iterations = table["iteration"].to_numpy()
-        order = np.argsort(iterations, kind="stable")  # within a step by series, as in the table
-        self._iterations = iterations[order]
-        self._series = table["series"].to_numpy()[order].astype(np.int32)
-        self._values = table["value"].to_numpy()[order]
-        self._unscaled = (table["flags"].fill_null(0).to_numpy()[order] & STEP0) != 0
+        ranks = [_REDUCED if subject.rank is None else subject.rank for subject in run.subjects]
+        self.rank_of_series = np.array(ranks, np.int64)
         events = [row for row in run.events.to_pylist() if row["iteration"] is not None]
         self.saved = sorted(row["iteration"] for row in events if row["kind"] == "checkpoint_saved")
         logged: dict[int, _Logged] = {}
@@ -181,9 +223,35 @@ class _Read:
             for iteration, name, value in zip(*lists, strict=True):
                 logged.setdefault(iteration, _Logged({}, [])).scalars[name] = value
         for row in events:
-            if row["kind"] == "finding" and (found := _of_rank(row["data"])) is not None:
-                logged.setdefault(row["iteration"], _Logged({}, [])).of_ranks.append(found)
-        self._logged = sorted(logged.items(), key=_iteration)
+            if row["kind"] == "finding" and (heard := _heard(row["data"])) is not None:
+                logged.setdefault(row["iteration"], _Logged({}, [])).of_ranks.append(heard)
+        self.logged = sorted(logged.items(), key=_iteration)
+
+
+class _Read:
+    """What has been recorded of some ranks of a run when it was read.
+
+    Args:
+        run: the run.
+        common: what it has beside its numbers.
+        ranks: the ranks whose own numbers are read; None stands for the numbers that are reduced over ranks.
+        rank: the rank that findings of its own numbers name; None if the run has only one.
+    """
+
+    def __init__(self, run: RecordedRun, common: _Common, ranks: tuple[int | None, ...], rank: int | None) -> None:
+        self.facts, self.rank, self.rank_of_series = common.facts, rank, common.rank_of_series
+        self._run = str(run.path), run.run_id, len(run.segments)
+        self._ranks = ranks
+        wanted = [_REDUCED if each is None else each for each in ranks]
+        table = run.values(np.flatnonzero(np.isin(self.rank_of_series, wanted)).tolist())
+        iterations = table["iteration"].to_numpy()
+        order = np.argsort(iterations, kind="stable")  # within a step by series, as in the table
+        self._iterations = iterations[order]
+        self._series = table["series"].to_numpy()[order].astype(np.int32)
+        self._values = table["value"].to_numpy()[order]
+        self._unscaled = (table["flags"].fill_null(0).to_numpy()[order] & STEP0) != 0
+        self.saved = common.saved
+        self._logged = common.logged if None in ranks else []
 
     def steps(
         self, last: int
@@ -218,7 +286,8 @@ class _Read:
         """What a replay has seen that has judged the steps up to ``last``, and the scalars up to ``told``."""
         return _Seen(
             self._run,
-            self._rank,
+            self._ranks,
+            self.rank,
             self._count(last),
             self.facts.up_to(last),
             tuple(self.checkpoints(-1, max(last, told))),
@@ -229,24 +298,35 @@ class _Read:
         return int(np.searchsorted(self._iterations, last, side="right"))
 
 
+_REDUCED = -1
+"""In the place of a rank, of numbers that are reduced over ranks."""
+
+
+def _series(subject: Subject) -> Series:
+    return Series(subject.layer, family_of(subject.tensor, subject.statistic, subject.gemm or None))
+
+
 def _iteration(logged: tuple[int, _Logged]) -> int:
     return logged[0]
 
 
-def _of_rank(data: str | None) -> tuple[str, Sighting] | None:
-    """The rule, and what it has seen, of the data of an event; None if its numbers are recorded, or it is damaged."""
+def _heard(data: str | None) -> _Heard | None:
+    """What the data of an event say that a rank has found in what it logs; None if its numbers are recorded, so that
+    they are judged here, or if the data are damaged."""
     try:
         found = json.loads(data or "")
-        names = "tensor", "statistic", "seen", "patch", "remedy"
-        layers, since, severity = map(found.get, ("layers", "since", "severity"))
-        texts = {name: found[name] for name in names}
+        rule, (rank, *_), severity = found["rule"], found["ranks"], found["severity"]
+        layers, since = found["layers"], found["since"]
+        texts = {name: found[name] for name in ("tensor", "statistic", "seen", "patch", "remedy")}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if "rank" not in found or severity not in SEVERITIES or not isinstance(since, int | None):
+    if rule in _IDS_ON_NUMBERS or severity not in SEVERITIES or not isinstance(since, int | None):
         return None
-    if not isinstance(layers, list) or not all(isinstance(text, str) for text in (*layers, *texts.values())):
+    if not isinstance(rank, int) or not isinstance(layers, list):
         return None
-    return str(found.get("rule")), Sighting(tuple(layers), since=since, severity=severity, **texts)
+    if not all(isinstance(text, str) for text in (rule, *layers, *texts.values())):
+        return None
+    return _Heard(rule, Sighting(tuple(layers), since=since, severity=severity, **texts), rank)
 
 
 class _Facts:
@@ -261,18 +341,28 @@ class _Facts:
         self.last = max(int(last), *(edge for edge in edges if edge is not None), 0)  # no step may have numbers
         edges |= {row["until"] + 1 for row in rows if row["until"] is not None}
         self._edges = np.array(sorted(edge for edge in edges if edge is not None), np.int64)
+        self._made: dict[int, Facts] = {}
+        self._hashes: dict[int, str] = {}
 
     def place(self, iteration: int) -> int:
         """The same number in iterations with the same facts."""
         return int(np.searchsorted(self._edges, iteration, side="right"))
 
     def at(self, iteration: int) -> Facts:
-        """The facts of an iteration."""
-        begun = [settings for first, settings in self._settings if first <= iteration]
-        return Facts.from_tables(self._tables, iteration, begun[-1] if begun else None)
+        """The facts of an iteration; each rank gets its own, since its rules keep there what follows from them."""
+        place = self.place(iteration)
+        if place not in self._made:
+            begun = [settings for first, settings in self._settings if first <= iteration]
+            self._made[place] = Facts.from_tables(self._tables, iteration, begun[-1] if begun else None)
+        return dataclasses.replace(self._made[place], _kept={})
 
     def up_to(self, last: int) -> str:
         """A hash of what holds up to an iteration. What still holds there may end later."""
+        if last not in self._hashes:
+            self._hashes[last] = self._hash(last)
+        return self._hashes[last]
+
+    def _hash(self, last: int) -> str:
         digest = hashlib.sha256()
         for first, settings in self._settings:
             if first <= last:

@@ -253,10 +253,11 @@ class RecordSink(EventSink):
         if isinstance(job, _End):
             # An end without a failure, as by a signal, comes to all ranks alike.
             return isinstance(job.error, Exception) and not isinstance(job.error, SessionError)
-        if not isinstance(job, Event) or (job.kind == "contract_judged" and not self.is_alone):
+        if not isinstance(job, Event):
             return False
-        if job.kind == "finding" and not self.is_alone:
-            return "rank" in job.data  # others are found on all ranks
+        is_of_all = job.kind == "contract_judged" or (job.kind == "finding" and not job.data.get("ranks"))
+        if is_of_all and not self.is_alone:
+            return False
         return job.severity != "info" or job.kind == "dump_written"
 
     def _find(self) -> bool:

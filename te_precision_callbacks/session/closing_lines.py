@@ -73,7 +73,9 @@ def closing_lines(
     room = MOST_LINES - 1 - len(first) - bool(ran) - len(last)
     first += [f"te-precision: {broken_in_short(broken)}"] if broken else []
     shown = findings if len(findings) <= room else findings[: room - 1]
-    lines = [*first, f"te-precision: {verdict.summary}"]
+    everywhere = log_dir is not None and page and verdict.rank is not None
+    all_ranks = f" For all ranks: te-precision diagnose {shlex.quote(str(log_dir))}" if everywhere else ""
+    lines = [*first, f"te-precision: {verdict.summary}{all_ranks}"]
     lines += [f"  {finding.severity}: {finding}" for finding in shown]
     if len(shown) < len(findings):
         command = "" if log_dir is None else f": te-precision diagnose {shlex.quote(str(log_dir))}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 
-from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
@@ -63,22 +62,20 @@ class LiveDiagnosis:
     def take(self, scalars: Scalars) -> None:
         """Judge numbers that the trainer logs. Those of rank 0 are recorded; a finding in those of another rank names
         that rank, and is recorded as it is."""
-        found, rank = self._diagnosis.scalars(scalars.iteration, scalars.values), own_rank()
-        if rank:
-            found = [replace(finding, seen=f"{finding.seen} on rank {rank}") for finding in found]
-        self._react(found, scalars.iteration, {"rank": rank} if rank else {})
+        self._react(self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None), scalars.iteration)
 
     def judge(self, records: StepRecords) -> StepRecords:
         """Judge the numbers of a step, and give its records with the number of findings so far."""
         values = np.frombuffer(records.values)
-        numbers = self._splitter.step(records.iteration, records.series, values, records.unscaled)
+        rank = own_rank() if world_size() > 1 and all(records.own) else None
+        numbers = self._splitter.step(records.iteration, records.series, values, records.unscaled, rank)
         self._react(self._diagnosis.step(numbers), records.iteration)
         counts = Counter(finding.rule for finding in self._diagnosis.verdict.wrong)
         return replace(records, findings=counts) if counts else records
 
     def stop_if_wanted(self) -> None:
         """Stop the run on all ranks together, if a finding of one of them demands it. All of them then name the first
-        finding that one rank alone has, in the trainer's numbers.
+        finding that one rank alone has.
 
         Raises:
             PrecisionFindingError: it does.
@@ -103,16 +100,10 @@ class LiveDiagnosis:
         remedies = " ".join(dict.fromkeys(f"{finding.remedy}." for finding in found))
         raise PrecisionFindingError(f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), found)
 
-    def _react(self, found: Sequence[Finding], iteration: int, more: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Do what is wanted where something is found.
-
-        Args:
-            found: the findings.
-            iteration: the step.
-            more: further data of the events.
-        """
+    def _react(self, found: Sequence[Finding], iteration: int) -> None:
+        """Do what is wanted where something is found."""
         for finding in found:
-            data = {**finding.as_json(), **more}
+            data = finding.as_json()
             severity = "info" if finding.severity == "note" else finding.severity
             layer = finding.layers[0] if finding.layers else ""
             event = Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)
@@ -120,10 +111,10 @@ class LiveDiagnosis:
             stops = self._stops(finding) or self._asks(finding)
             if stops:
                 self._stopping.append(finding)
-                self._alone += [finding] if more else []
+                self._alone += [finding] if finding.ranks else []
                 # The error that stops the run has all that was seen. On several ranks it comes in a later step.
                 logger.warning("%s: %s stops the training.", finding.severity.capitalize(), finding.in_short)
-            elif finding.severity != "note" and own_rank() == 0:
+            elif finding.severity != "note" and (finding.ranks or own_rank() == 0):
                 logger.warning(
                     "%s: %s. What to do: %s. More: te-precision rules %s",
                     finding.severity.capitalize(),

@@ -113,7 +113,17 @@ def test_another_run_is_another_verdict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"severity": "dire"}, {"since": "2"}, {"layers": None}, {"seen": 2}, {"rule": "no-such-rule"}],
+    [
+        {},
+        {"severity": "dire"},
+        {"since": "2"},
+        {"layers": None},
+        {"seen": 2},
+        {"rule": "no-such-rule"},
+        {"ranks": []},
+        {"ranks": "1"},
+        {"rule": "nonfinite"},  # which looks at statistics: those of rank 1 are recorded
+    ],
     ids=str,
 )
 def test_a_finding_of_another_rank_may_come_late_or_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -123,11 +133,9 @@ def test_a_finding_of_another_rank_may_come_late_or_damaged(tmp_path: Path, chan
             run.add_scalars(iteration, {"loss": 1.0 if iteration < 3 else float("nan")})
         run.flush()
         (first,) = replay.verdict(open_run(tmp_path))
-        data = {**first.as_json(), "since": 2, "seen": "loss is nan on rank 1", "rank": 1, **change}
+        data = {**first.as_json(), "since": 2, "ranks": [1], **change}
         other.add_event("finding", "of rank 1", iteration=2, data=data)
         other.flush()
         (now,) = replay.verdict(open_run(tmp_path))
-        assert (now.since, now.last_good, now.seen) == (
-            (3, 2, "loss is nan") if change else (2, 1, "loss is nan on rank 1")
-        )
+        assert (now.since, now.last_good, now.ranks) == ((3, 2, ()) if change else (2, 1, (1,)))
         assert diagnose(tmp_path).findings == (now,)

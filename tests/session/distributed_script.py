@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import sys
 import time
@@ -55,6 +56,8 @@ def main(rank: int, folder: Path) -> None:
     stopped_at_the_end(rank, folder / "stopped at the end")
     lost(rank, folder / "lost")
     judged(rank, folder / "judged")
+    for reduce in (False, True):
+        on_one_rank(rank, folder / f"on one rank {reduce}", reduce=reduce)
     died(rank, folder / "died")
     coverage(rank, folder / "coverage")
     attention_of_one_rank(rank, folder / "attention")
@@ -237,6 +240,25 @@ def stopped(rank: int, folder: Path) -> None:
                 session.step()
         except PrecisionFindingError as error:
             (folder / f"{rank}.txt").write_text(f"{step} {error}")
+
+
+def on_one_rank(rank: int, folder: Path, *, reduce: bool) -> None:
+    """A nan on rank 1 alone: from the third step on, or in what is gathered after the last step."""
+    net = te.Linear(32, 32)
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("te_precision_callbacks").addHandler(handler)
+    try:
+        with InspectSession(statistics(stats=["nonfinite_num"]), model=net, log_dir=folder, reduce=reduce) as session:
+            for step in range(4):
+                net(torch.full((16, 32), float("nan") if rank == 1 and step >= 2 else 1.0)).sum().backward()
+                if reduce and step == 2:
+                    raise ValueError("bad batch")
+                session.step()
+    except ValueError:
+        pass
+    logging.getLogger("te_precision_callbacks").removeHandler(handler)
+    (folder / f"{rank}.txt").write_text(f"{session.findings}\n{log.getvalue()}")
 
 
 def stopped_at_the_end(rank: int, folder: Path) -> None:

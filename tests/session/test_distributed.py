@@ -236,9 +236,32 @@ def test_a_finding_of_the_last_due_step_stops_at_the_end(two: Path) -> None:
 def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two: Path) -> None:
     """The loss of rank 1, which is not recorded, is nan before that of rank 0."""
     (finding,) = diagnose(two / "lost")
-    assert str(finding) == "the model: loss is nan on rank 1 (nonfinite-loss, since step 3)"
+    assert str(finding) == "the model: loss is nan (nonfinite-loss, since step 3, on rank 1)"
     assert all(str(finding) in (two / "lost" / f"{rank}.txt").read_text() for rank in range(2))
     assert (finding.last_good, finding.checkpoint, finding.until) == (2, 2, 4)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
+    """Either by the rank's own numbers of each step, or by those that were gathered when the run has ended."""
+    folder = two / f"on one rank {reduce}"
+    (found,) = verdict = diagnose(folder)
+    assert not verdict.healthy
+    assert verdict.rank is None
+    assert (found.rule, found.ranks, found.since, found.last_good) == ("nonfinite", (1,), 2, 1)
+    assert str(found).endswith("(nonfinite, since step 2, on rank 1)")
+    live = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
+    assert [text.count("Error: ") for text in live] == [0, 1]
+    assert "(nonfinite, since step 2, on rank 1). What to do: " in live[1]
+    said = live[0].splitlines()[0]
+    assert said.startswith("Nothing wrong in ")
+    assert said.endswith(" judged, by the numbers that rank 0 knows.")
+    kinds = [(row["kind"], row["rank"]) for row in open_run(folder).events.to_pylist()]
+    assert ("finding", 1) in kinds
+    result = CliRunner().invoke(app, ["diagnose", str(folder)])
+    assert result.exit_code == 1
+    assert " on rank 1; step 1 does not show it" in " ".join(result.output.split())
+    assert CliRunner().invoke(app, ["compare", str(folder), "--ranks", "0", "1"]).output.startswith("B has 1 finding")
 
 
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:

@@ -13,7 +13,7 @@ from te_precision_callbacks.views.compare.departures import Search
 from te_precision_callbacks.views.compare.differing_facts import facts_that_differ
 from te_precision_callbacks.views.compare.errors import ComparisonError
 from te_precision_callbacks.views.compare.loss import compare_losses
-from te_precision_callbacks.views.compare.new_findings import compare_verdicts
+from te_precision_callbacks.views.compare.new_findings import compare_ranks, compare_verdicts
 from te_precision_callbacks.views.compare.order import Order
 from te_precision_callbacks.views.compare.origins import partings
 from te_precision_callbacks.views.compare.result import Comparison, Floor, Pairing
@@ -88,7 +88,7 @@ def compare(
         compare_losses(one, other, others, shares) if steps is None else None,
         (*renamed, *_notes(a, b, noise)),
         same_run,
-        None if b is None or same_run else compare_verdicts(a, b),
+        None if same_run else compare_ranks(a, *ranks) if ranks else None if b is None else compare_verdicts(a, b),
         steps,
     )
 

@@ -275,7 +275,7 @@ class Comparison:
         loss: the losses; None if a side has none.
         notes: what is missing or damaged, in words.
         same_run: whether a run is compared with itself.
-        verdicts: the findings of the rules on both sides; None for two ranks or steps of a run, or a run with itself.
+        verdicts: the findings of the rules on both sides; None for two steps of a run, or a run with itself.
         since: for two steps of a run the iterations from which on A and B are compared; None otherwise. All iterations
             of the comparison are then counted from 0: 0 is the first step of a series from there on.
     """

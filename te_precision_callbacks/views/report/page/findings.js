@@ -4,7 +4,7 @@ const FINDINGS_AT_THE_TOP = 5;
 
 const severityBadge = (severity) => el("span", { class: `severity ${severity}` }, severity);
 
-const whenFound = (report, { since }) => since === null ? "" : `, since step ${stepText(report, since)}`;
+const whenFound = (report, { since, where }) => (since === null ? "" : `, since step ${stepText(report, since)}`) + (where && `, ${where}`);
 
 // Links to what shows a finding: a heat map, and the curves or the products of its first layer.
 function findingLinks(report, finding) {
@@ -39,7 +39,7 @@ function verdictPart(report) {
 
 function findingCard(report, finding, number) {
   const { since, until, last_good: lastGood, checkpoint } = finding, unnamed = finding.layers_total - finding.places.length;
-  const steps = since === null ? "" : `steps ${stepText(report, since)} to ${stepText(report, until)}`
+  const steps = since === null ? "" : `steps ${stepText(report, since)} to ${stepText(report, until)}${finding.where && ` ${finding.where}`}`
     + (lastGood === null ? "; no step is known to be good" : `; step ${stepText(report, lastGood)} does not show it; `
       + (checkpoint === null ? "no checkpoint from before that step is known"
         : `the last checkpoint from before that step has the state before step ${stepText(report, checkpoint)}`));

@@ -1,0 +1,90 @@
+"""The verdict on a recorded run of several ranks, which have numbers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from te_precision_callbacks.diagnosis import Verdict, diagnose
+from te_precision_callbacks.diagnosis.replay import Replay
+from te_precision_callbacks.runs import RunWriter, open_run
+from te_precision_callbacks.views.compare import compare
+from tests.compare.recorded import append
+
+STEPS = 6
+
+
+def counts(**since: int) -> dict[tuple[str, str, str], np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """The inf and nan in the activations of two layers: none, or some from a step on."""
+    steps = np.arange(STEPS)
+    return {
+        (layer, "activation", "nonfinite_num"): np.where(steps >= since.get(layer, STEPS), 2.0, 0.0)
+        for layer in ("fc1", "fc2")
+    }
+
+
+def recorded(folder: Path, of_ranks: Mapping[int | None, Mapping[str, int]], world: int = 4) -> Verdict:
+    """The verdict on a run whose ranks have inf and nan from a step on: rank -> layer -> step. None: reduced."""
+    with RunWriter.begin(folder, world=world) as run:
+        for rank, since in of_ranks.items():
+            append(run, counts(**since), rank=rank)
+        places = [{"layer_id": n, "layer": name, "exec_fwd": n, "since": 0} for n, name in enumerate(("fc1", "fc2"))]
+        run.put_facts("layers", places)
+    return diagnose(folder)
+
+
+def test_each_rank_is_judged(tmp_path: Path) -> None:
+    assert recorded(tmp_path / "healthy", {rank: {} for rank in range(4)}).healthy
+    (found,) = verdict = recorded(tmp_path / "last", {0: {}, 1: {}, 2: {}, 3: {"fc2": 4}})
+    assert (found.rule, found.layers, found.ranks, found.since, found.until) == ("nonfinite", ("fc2",), (3,), 4, 5)
+    assert (found.last_good, verdict.rank) == (3, None)
+    assert str(verdict).endswith("(nonfinite, since step 4, on rank 3).")
+    assert found.as_json()["ranks"] == [3]
+
+
+def test_what_ranks_have_alike_is_one_finding_since_the_first_of_them(tmp_path: Path) -> None:
+    (found,) = recorded(tmp_path, {0: {}, 1: {"fc2": 3}, 2: {"fc1": 2, "fc2": 2}, 3: {"fc2": 3}})
+    assert (found.layers, found.ranks) == (("fc1", "fc2"), (2, 1, 3)), "the numbers are of the first of them"
+    assert (found.since, found.seen_at, found.until, found.last_good) == (2, 2, 5, 1)
+    assert found.where == "on rank 2 and 2 more ranks"
+    assert found.seen.startswith("2 elements are inf or nan; 1 more layer")
+
+
+def test_what_reduced_numbers_show_is_not_repeated_by_a_rank(tmp_path: Path) -> None:
+    reduced: dict[int | None, dict[str, int]] = {None: {"fc1": 2}, 0: {"fc1": 5}, 1: {"fc1": 2}}
+    (found,) = recorded(tmp_path / "the same", reduced)
+    assert (found.layers, found.ranks, found.since) == (("fc1",), (), 2)
+    two = recorded(tmp_path / "another layer", {None: {"fc1": 2}, 1: {"fc2": 3}})
+    assert [(each.layers, each.ranks, each.since) for each in two] == [(("fc1",), (), 2), (("fc2",), (1,), 3)]
+
+
+def test_a_run_of_one_rank_names_none(tmp_path: Path) -> None:
+    (found,) = recorded(tmp_path, {0: {"fc1": 1}}, world=1)
+    assert (found.ranks, found.where) == ((), "")
+
+
+@pytest.mark.parametrize("others", [(1,), (1, 2)])
+def test_a_run_that_is_followed_has_the_same_verdict(tmp_path: Path, others: tuple[int, ...]) -> None:
+    """Also where a rank gets its first numbers later."""
+    replay = Replay()
+    with RunWriter.begin(tmp_path, world=3) as run:
+        for rank in (0, *others):
+            append(run, counts(fc2=3) if rank == others[-1] else counts(), rank=rank)
+            run.flush()
+            assert replay.verdict(open_run(tmp_path)) == diagnose(tmp_path)
+    found = replay.verdict(open_run(tmp_path))
+    assert [each.ranks for each in found] == [(others[-1],)]
+    assert found == diagnose(tmp_path)
+
+
+def test_two_ranks_are_compared_by_what_is_found_on_each(tmp_path: Path) -> None:
+    """An inf in the last due step lasts for no step more, and statistics leave it out."""
+    recorded(tmp_path, {0: {}, 1: {"fc2": STEPS - 1}}, world=2)
+    found = compare(open_run(tmp_path), ranks=(0, 1)).verdicts
+    assert found is not None
+    assert found.summary == "B has 1 finding that A has not."
+    assert [(each.rule, each.ranks) for each in found.only_b] == [("nonfinite", (1,))]
+    assert (found.b.rank, found.a.healthy, found.b.healthy) == (1, True, False)
