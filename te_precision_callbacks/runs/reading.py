@@ -504,9 +504,9 @@ class _Reader:
         self, rows: _Rows, columns: list[str], nothing: pa.Table, chosen: set[int] | None
     ) -> pa.Table | None:
         """The rows of a part; None if it has none of the chosen series."""
-        numbers = rows.numbers if chosen is None else {own: run for own, run in rows.numbers.items() if run in chosen}
-        if not numbers:
+        if not rows.numbers or (chosen is not None and chosen.isdisjoint(rows.numbers.values())):
             return None
+        numbers = rows.numbers if chosen is None else {own: run for own, run in rows.numbers.items() if run in chosen}
         try:
             table = read_part(rows.file.path, columns, nothing.schema, None if chosen is None else list(numbers))
         except FileNotFoundError:
