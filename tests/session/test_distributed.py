@@ -236,8 +236,9 @@ def test_a_finding_of_the_last_due_step_stops_at_the_end(two: Path) -> None:
 def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two: Path) -> None:
     """The loss of rank 1, which is not recorded, is nan before that of rank 0."""
     (finding,) = diagnose(two / "lost")
-    assert str(finding) == "the model: loss is nan (nonfinite-loss, since step 3, on rank 1)"
-    assert all(str(finding) in (two / "lost" / f"{rank}.txt").read_text() for rank in range(2))
+    said = "loss is nan (nonfinite-loss, since step 3, on rank 1)"
+    assert str(finding) == f"the model: at step 3, {said}"
+    assert all(f"the model: {said}" in (two / "lost" / f"{rank}.txt").read_text() for rank in range(2))
     assert (finding.last_good, finding.checkpoint, finding.until) == (2, 2, 4)
 
 
