@@ -107,28 +107,6 @@ def test_a_loop_that_steps_twice(
     assert said == ["step() is called twice after each step of the optimizer"] * twice
 
 
-@pytest.mark.parametrize("ends", ["before the optimizer", "after the optimizer", "before the forward"])
-def test_a_loop_that_ends_its_iterations_before_the_step_of_the_optimizer(
-    ends: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    net = te.Linear(32, 32)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
-        for _ in range(6):
-            if ends == "before the forward":
-                session.step()
-            with te.autocast():
-                out = net(torch.ones(16, 32))
-            out.sum().backward()
-            if ends == "before the optimizer":
-                session.step()
-            optimizer.step()
-            if ends == "after the optimizer":
-                session.step()
-    said = [text.partition(",")[0] for text in caplog.messages if "is called before" in text]
-    assert said == ["step() is called before the step of the optimizer"] * (ends == "before the optimizer")
-
-
 def test_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = loops.prepared(accelerator, loops.Plain(), batches=3)

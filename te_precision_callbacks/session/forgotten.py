@@ -1,5 +1,5 @@
-"""Says that a training loop forgets ``step()`` or ``model.train()``, calls ``step()`` twice, or before the optimizer's:
-iterations would be too few, evaluations, too many, or halves of two steps."""
+"""Says that a training loop forgets ``step()`` or ``model.train()``, or calls ``step()`` twice: iterations would be too
+few, evaluations, or too many."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ logger = logging.getLogger(__name__)
 
 _TWICE = (True, False) * 3
 """Whether something ran in each of the last iterations, of a loop that calls ``step()`` twice each time."""
-
-_HALVES = 3
-"""In so many iterations in a row the optimizer steps before anything else runs, where a loop calls ``step()`` first."""
 
 MOST_OPTIMIZER_STEPS = 10
 """The number of steps of one optimizer in one debug iteration at which the loop has probably forgotten to step."""
@@ -53,7 +50,6 @@ class ForgottenSteps:
         loop: the front door's facts about the training loop.
         is_of_model: whether an optimizer steps a parameter of the session's model.
         iteration: gives the debug iteration.
-        in_regions: whether the iteration has entered a region of ``te.autocast`` so far.
 
     Attributes:
         has_stepped: whether a step has ended.
@@ -65,16 +61,12 @@ class ForgottenSteps:
         loop: Loop,
         is_of_model: Callable[[torch.optim.Optimizer], bool],
         iteration: Callable[[], int],
-        in_regions: Callable[[], bool],
     ) -> None:
         self.has_stepped = False
         self._notices = notices
         self._loop = loop
         self._is_of_model = is_of_model
         self._iteration = iteration
-        self._in_regions = in_regions
-        self._early: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._halves = 0
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._was_busy: deque[bool] = deque(maxlen=len(_TWICE))
 
@@ -83,11 +75,12 @@ class ForgottenSteps:
         """Whether an optimizer of the model has stepped since the last ``step()``."""
         return any(self._is_of_model(optimizer) for optimizer in list(self._steps))
 
-    def end_step(self, modules: Sequence[NamedModule]) -> None:
+    def end_step(self, modules: Sequence[NamedModule], *, in_regions: bool) -> None:
         """Note that a debug iteration has ended; warn after the first one if the model is trained in evaluation mode.
 
         Args:
             modules: the modules that are observed.
+            in_regions: whether the iteration has entered a region of ``te.autocast``.
         """
         if not self.has_stepped and is_in_evaluation(modules) and self.has_trained and own_rank() == 0:
             logger.warning(
@@ -97,11 +90,9 @@ class ForgottenSteps:
                 in_sentence(*(named.name for named in modules), most=2),
             )
         if not self._loop.trainer_steps and own_rank() == 0:
-            self._look_for_second_steps(is_busy=self._in_regions() or bool(self._steps))
-            self._look_for_early_steps()
+            self._look_for_second_steps(is_busy=in_regions or bool(self._steps))
         self.has_stepped = True
         self._steps.clear()
-        self._early.clear()
 
     def _look_for_second_steps(self, *, is_busy: bool) -> None:
         self._was_busy.append(is_busy)
@@ -114,21 +105,8 @@ class ForgottenSteps:
                 len(_TWICE),
             )
 
-    def _look_for_early_steps(self) -> None:
-        is_half = self._in_regions() and bool(self._steps) and len(self._early) == len(self._steps)
-        self._halves = self._halves + 1 if is_half else 0
-        if self._halves == _HALVES and self.has_trained and self._notices.first("stepped early"):
-            logger.warning(
-                "step() is called before the step of the optimizer, which therefore belongs to the next debug"
-                " iteration: numbers about updates, such as gradients_below_eps%%, are logged there. Call step() after"
-                " optimizer.step(). (In the last %d iterations the optimizer stepped before the first te.autocast.)",
-                _HALVES,
-            )
-
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of an optimizer, and warn at the tenth."""
-        if optimizer not in self._steps and not self._in_regions():
-            self._early.add(optimizer)
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if count == MOST_OPTIMIZER_STEPS:
             self._say(optimizer, count, "Ignore this warning if one debug iteration is to hold so many of them.")

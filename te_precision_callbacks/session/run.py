@@ -134,9 +134,7 @@ class Run:
         self.model = model = ObservedModel(
             options, inspector, self.hooks, engine, results, failures, notices, loop.front_door
         )
-        self._forgotten = ForgottenSteps(
-            notices, loop, model.is_trained_by, lambda: inspector.iteration, lambda: self.hooks.has_entered_regions
-        )
+        self._forgotten = ForgottenSteps(notices, loop, model.is_trained_by, lambda: inspector.iteration)
         self._written = LogAndRecords(options, results.log_dir, model.layers.given, ranks)
         self.resume_audit = ResumeAudit(model, results, self._written.records, failures, strict=options.strict)
         self._sinks = Sinks([*self._written.sinks, *sinks, *options.sinks], self._describe, failures)
@@ -323,7 +321,7 @@ class Run:
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
         self._profiling.end(ending.iteration)
-        self._forgotten.end_step(self.model.layers.modules)
+        self._forgotten.end_step(self.model.layers.modules, in_regions=self.hooks.has_entered_regions)
         self.inspector.report_events()
         self.model.say_refused()
         self.model.note_order()
