@@ -27,7 +27,7 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.layers.naming import Model
+from te_precision_callbacks.layers.naming import Model, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection
@@ -165,13 +165,17 @@ class PrecisionDebugFabricCallback:
 
     def _warn_of_replaced(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn once for each optimizer if it steps parameters that a precision plugin has replaced in
-        ``fabric.setup``. An optimizer of a model that the callback does not know steps some that have gradients."""
+        ``fabric.setup``: it has parameters without gradients that no known model has, and no parameter of the layers
+        in their place."""
         if not self._notices.first(("replaced", id(optimizer))):
             return
         own = {id(parameter) for model in self._models for parameter in model.parameters()}
+        layers = [named.module for model in self._models for named in named_te_modules(model)]
+        new = {id(parameter) for layer in layers for parameter in layer.parameters()}
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         others = [parameter for parameter in stepped if id(parameter) not in own]
-        if others and all(parameter.grad is None for parameter in others):
+        holds_new = any(id(parameter) in new for parameter in stepped)
+        if new and others and not holds_new and all(parameter.grad is None for parameter in others):
             logger.warning(
                 "%s of the %s that steps belong to no model and get no gradients, so the model's are not trained."
                 " fabric.setup(model, optimizer) replaces layers by those of Transformer Engine, and leaves the"

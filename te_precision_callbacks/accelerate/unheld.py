@@ -45,7 +45,8 @@ def warn_of_unheld(accelerator: Accelerator, model: Model) -> None:
         logger.warning(
             "No optimizer holds these parameters of converted layers, which require gradients: %s. Their gradients take"
             " memory and count when gradients are clipped, and nothing trains them. Accelerate's conversion makes such"
-            " parameters of frozen and of tied ones. %s",
+            " parameters of frozen and of tied ones. If the optimizer leaves them out on purpose, set their"
+            " requires_grad to False. %s",
             listed(list(unheld.values())),
             FREEZE_AGAIN,
         )

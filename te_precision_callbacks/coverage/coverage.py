@@ -283,7 +283,7 @@ NOTHING = Coverage()
 MOST_WITHOUT_BACKWARD = 10
 """So many steps without a backward, as of batches that a script skips, count as steps before the first one."""
 
-_NO_BACKWARD = "no backward has been seen, so these are the products of a forward alone"
+_NO_BACKWARD = "no product of a backward has been seen, so these are those of a forward alone"
 
 _MOST_CAUSES = 3
 

@@ -76,7 +76,6 @@ class Diagnosis:
         Returns:
             The findings that are new, or worse than before.
         """
-        self.has_run = True
         return self._judge(iteration, lambda judge: judge.scalars(iteration, values), rank)
 
     def hear(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
@@ -84,6 +83,13 @@ class Diagnosis:
         the iteration that are known here."""
         if rule in self._places:
             self._keep(self._judges[self._places[rule]], sighting, iteration, rank)
+
+    def adopt(self, finding: Finding) -> None:
+        """Take a finding that another rank has found in its own numbers."""
+        key = finding.rule, finding.tensor, ""
+        if key not in self._findings:
+            self._findings[key] = finding
+            self._found[key] = (finding.since or 0, self._places[finding.rule])
 
     def note_checkpoint(self, iteration: int) -> None:
         """Note that a checkpoint has taken the state before an iteration."""

@@ -159,6 +159,7 @@ class StatisticsEngine:
         self._reduction = Reduction(None, self._report)
         self._noted: list[tuple[Watched, list[Sequence[Request]]]] = []
         self._plans: dict[tuple[tuple[int, ...], str | None], _Plan] = {}
+        self._broken: set[tuple[str, str]] = set()  # layer and tensor of what has had inf or nan
         self._weights_seen: set[SegmentKey] = set()
         self.notices = Notices()
         self.gemm_operands: GemmOperands | None = None
@@ -275,8 +276,8 @@ class StatisticsEngine:
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
         """The statistics since the last :meth:`forget`; this rank's own where they cannot be reduced.
 
-        Of a tensor with inf or nan, which all other statistics leave out, ``nonfinite_num`` is there without having
-        been asked for.
+        Of a tensor with inf or nan, which all other statistics leave out, ``nonfinite_num`` is there from then on
+        without having been asked for.
 
         Args:
             reduce: whether to reduce over the ranks of :meth:`reduce_over`, all of which must call this method alike.
@@ -285,7 +286,11 @@ class StatisticsEngine:
         with _ready():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         readings = [(self._reading(table.rows), table) for table in tables]
-        found = [numbers for reading, table in readings for numbers in (reading.numbers(table), reading.lost(table))]
+        found = [
+            numbers
+            for reading, table in readings
+            for numbers in (reading.numbers(table), reading.lost(table, self._broken))
+        ]
         return Measured(
             self.series,
             np.concatenate([np.empty(0, np.int32), *(series for series, _ in found)]),
@@ -406,15 +411,18 @@ class _Reading:
                 found[places] = statistic.value(_Picked(table.columns, rows))
         return self._series, found
 
-    def lost(self, table: Table) -> _Numbers:
-        """``nonfinite_num`` where there is inf or nan and nobody has asked for it."""
-        if not self._uncounted:
-            return np.empty(0, np.int32), np.empty(0)
-        counts = table.columns["nonfinite"][self._uncounted_rows]
-        some = np.flatnonzero(counts)
-        tensors = (self._uncounted[place] for place in some.tolist())
-        series = [self._table.intern(layer, tensor, _NONFINITE) for _, layer, tensor in tensors]
-        return np.array(series, dtype=np.int32), counts[some]
+    def lost(self, table: Table, broken: set[tuple[str, str]]) -> _Numbers:
+        """``nonfinite_num`` of tensors for which nobody has asked for it, from the first inf or nan on.
+
+        Args:
+            table: the numbers.
+            broken: layer and tensor of those that have had inf or nan; what has it now is added.
+        """
+        counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
+        broken.update(self._uncounted[place][1:] for place in np.flatnonzero(counts).tolist())
+        places = [place for place, one in enumerate(self._uncounted) if one[1:] in broken] if broken else []
+        series = [self._table.intern(*self._uncounted[place][1:], _NONFINITE) for place in places]
+        return np.array(series, dtype=np.int32), counts[places]
 
     def histograms(self, table: Table) -> Iterator[tuple[int, tuple[float, ...]]]:
         """The series of histograms, and their counts."""

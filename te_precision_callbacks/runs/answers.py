@@ -74,6 +74,10 @@ def not_measured_in_words(run: RecordedRun) -> list[str]:
     return lines
 
 
+_OF_TRAINING = frozenset({"loss", "train", "training", "total", "step", "batch", "lm"})
+"""The words of a name that can only be that of the training's loss."""
+
+
 def words_of(name: str) -> set[str]:
     """The words of the name of a number of the trainer, in small letters."""
     return set(re.split(r"[/._\s-]", name.lower()))
@@ -83,6 +87,13 @@ def is_loss(name: str) -> bool:
     """Whether a number of the trainer is a loss by its name: ``loss``, ``train/loss``; not ``loss_scale``."""
     words = words_of(name)
     return "loss" in words and "scale" not in words
+
+
+def is_loss_of_training(name: str) -> bool:
+    """Whether a number of the trainer can only be the loss of the training by its name. A part of the loss, such as
+    ``aux_loss``, may be nan where it has no value, the mean of an epoch until the epoch ends, and ``best_loss`` is inf
+    at first."""
+    return is_loss(name) and words_of(name) <= _OF_TRAINING
 
 
 def loss_first(names: Iterable[str]) -> list[str]:

@@ -296,4 +296,6 @@ def _is_content(job: _Job) -> bool:
         return job.kind not in ("segment_started", "segment_ended")
     if isinstance(job, Step):
         return len(job.records) > 0
+    if isinstance(job, _End):
+        return job.error is not None
     return isinstance(job, Scalars)

@@ -83,6 +83,9 @@ class LiveDiagnosis:
         if self._ranks.stop_together(own=bool(self._stopping)):
             first = sorted(self._ranks.pool(self._alone[:1], "findings"), key=lambda finding: finding.since or 0)[:1]
             self._stopping += [finding for finding in first if finding not in self._stopping]
+            for finding in first:
+                if own_rank() not in finding.ranks:
+                    self._diagnosis.adopt(finding)
             self._stop()
 
     def stop_at_the_end(self) -> None:

@@ -244,7 +244,7 @@ class Run:
     def _note_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that a backward has run, by the gradients that the model has where an optimizer steps: its own one, or
         one of copies of the weights. Only of a step in which no backward was seen, they are read from the device."""
-        if self._results.audit.lacks_backward and any(map(_has_gradient, self.model.parameters())):
+        if self._results.audit.lacks_backward and _has_gradients(self.model.parameters()):
             self._results.audit.note_backward()
 
     def step(self, logging_step: int | None) -> StepRecords | None:
@@ -663,9 +663,14 @@ class Run:
                 self.observation.recorder.close(decides=self._asks_device)
 
 
-def _has_gradient(parameter: torch.nn.Parameter) -> bool:
-    """Whether a backward has given a parameter a gradient; ``zero_grad(set_to_none=False)`` leaves one of zeros."""
-    gradient = parameter.grad
-    if gradient is None or gradient.layout != torch.strided or is_capturing():
-        return gradient is not None
-    return bool(getattr(gradient, "to_local", lambda: gradient)().any())
+def _has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether a backward has given one of the parameters a gradient; ``zero_grad(set_to_none=False)`` leaves zeros.
+    Each device is waited for once."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(gradient.layout != torch.strided for gradient in gradients) or is_capturing():
+        return bool(gradients)
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        own: torch.Tensor = getattr(gradient, "to_local", lambda: gradient)()  # noqa: B023  # called at once
+        found.setdefault(own.device, []).append(own.any())
+    return any(bool(torch.stack(flags).any()) for flags in found.values())

@@ -589,6 +589,18 @@ def test_a_loss_that_changes_between_inf_and_nan_departs_for_as_long(runs: Runs,
     assert times(found.first.strongest) == ""
 
 
+def test_a_loss_that_the_trainer_hides_is_not_compared_in_its_place(runs: Runs) -> None:
+    """The Hugging Face Trainer logs 0 in the place of a nan, and its session the loss of each step."""
+    curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
+    lost = np.where(np.arange(STEPS) < 20, curve, math.nan)
+    good = runs.record("good loss", numbers(0), scalars={"loss": curve, "loss_step": curve})
+    bad = runs.record("hidden loss", numbers(0), scalars={"loss": np.nan_to_num(lost), "loss_step": lost})
+    found = compare(good, bad)
+    assert list(lost_losses(found)) == ["The loss_step of B is nan from step 20 on; that of A is not."]
+    assert found.loss is not None
+    assert found.loss.name == "loss_step"
+
+
 @pytest.mark.parametrize("noise", [False, True])
 def test_a_difference_that_does_not_last_is_told_as_that(runs: Runs, noise: bool) -> None:
     """For a step it is by far more than what counts."""

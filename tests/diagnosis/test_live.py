@@ -529,3 +529,31 @@ def test_inf_and_nan_are_seen_without_being_asked_for(tmp_path: Path, asked: str
     run = open_run(tmp_path)
     counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
     assert [(row["iteration"], row["value"]) for row in counts] == [(2, 1.0)]
+
+
+def test_inf_and_nan_are_counted_from_the_first_one_on(tmp_path: Path) -> None:
+    """So that the last number of the series is that of the last step, and two runs have steps in common."""
+    net = te.Linear(32, 32)
+    config = statistics(tensors=["activation"], stats=["cur_amax"])
+    with InspectSession(config, model=torch.nn.Sequential(net), log_dir=tmp_path) as session:
+        for step in range(4):
+            batch = torch.ones(16, 32)
+            batch[3, 3] = math.nan if step == 1 else 1.0
+            net(batch)
+            session.step()
+    run = open_run(tmp_path)
+    counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
+    assert [(row["iteration"], row["value"]) for row in counts] == [(1, 1.0), (2, 0.0), (3, 0.0)]
+
+
+def test_a_run_that_fails_before_its_first_step_is_recorded(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    with pytest.raises(ValueError, match="a bad batch"), InspectSession(model=net, log_dir=tmp_path) as session:
+        session.log({"loss": 1.5})
+        raise ValueError("a bad batch")
+    run = open_run(tmp_path)
+    assert [row["text"] for row in run.events.to_pylist() if row["kind"] == "segment_ended"] == [
+        "ValueError: a bad batch"
+    ]
+    assert [(row["name"], row["value"]) for row in run.scalars.to_pylist()] == [("loss", 1.5)]
+    assert {each.why for each in session.findings.not_judged} == {"no training step has run"}

@@ -311,6 +311,15 @@ def test_a_layer_that_trains_in_a_rhythm_is_not_dead(trains_in: range, since: in
     assert [finding.since for finding in found] == ([] if since is None else [since])
 
 
+def test_a_gradient_of_nan_is_no_training() -> None:
+    dead = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_gradient_std=0.0)
+    lost = dead | {("h.4.fc2", "gradient", "nonfinite_num"): 64.0}
+    found = judged([lost, *[dead] * 3], facts(), at=DUE[:4])
+    assert [(finding.rule, finding.since) for finding in found if finding.rule == "dead-gradient"] == [
+        ("dead-gradient", 1)
+    ]
+
+
 @pytest.mark.parametrize(("not_run", "found"), [("no backward has reached it", 1), ("frozen weight", 0)])
 def test_a_backward_that_never_comes(not_run: str, found: int) -> None:
     step = {key: value for key, value in ordinary().items() if key[:2] != ("h.4.fc2", "gradient")}
@@ -549,6 +558,7 @@ def test_few_logged_steps_are_not_judged() -> None:
 def told(*logged: Mapping[str, float]) -> Verdict:
     """The verdict on what the trainer logs in one iteration after the other."""
     diagnosis = Diagnosis()
+    diagnosis.has_run = True
     for iteration, values in enumerate(logged):
         diagnosis.scalars(iteration, values)
     return diagnosis.verdict

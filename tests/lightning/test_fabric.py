@@ -183,7 +183,8 @@ def test_an_optimizer_of_layers_that_fabric_has_replaced_is_reported(
     model: Any = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
     if alone:
         model = fabric.setup_module(model)
-        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        unused = torch.nn.Parameter(torch.ones(2))  # of no model that the callback knows, and without a gradient
+        optimizer = fabric.setup_optimizers(torch.optim.SGD([*model.parameters(), unused], lr=0.1))
         callback.on_after_setup(fabric, model)
     else:
         model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -55,6 +55,7 @@ def main(rank: int, folder: Path) -> None:
     stopped(rank, folder / "stopped")
     stopped_at_the_end(rank, folder / "stopped at the end")
     lost(rank, folder / "lost")
+    lost(rank, folder / "lost on one rank", rank_0_too=False)
     judged(rank, folder / "judged")
     for reduce in (False, True):
         on_one_rank(rank, folder / f"on one rank {reduce}", reduce=reduce)
@@ -275,7 +276,7 @@ def stopped_at_the_end(rank: int, folder: Path) -> None:
         (folder / f"{rank}.txt").write_text(f"{session.iteration} {error}")
 
 
-def lost(rank: int, folder: Path) -> None:
+def lost(rank: int, folder: Path, *, rank_0_too: bool = True) -> None:
     """The loss of rank 1 is nan in step 3, that of both in the next one; rank 0 saves a checkpoint before each step."""
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=folder, on_finding="stop") as session:
@@ -284,10 +285,11 @@ def lost(rank: int, folder: Path) -> None:
                 if rank == 0:
                     session.state_dict()
                 net(torch.ones(16, 32)).sum().backward()
-                session.log({"loss": float("nan") if step + rank > 3 else 1.0})
+                is_lost = step + rank > 3 and (rank == 1 or rank_0_too)
+                session.log({"loss": float("nan") if is_lost else 1.0})
                 session.step()
         except PrecisionFindingError as error:
-            (folder / f"{rank}.txt").write_text(str(error))
+            (folder / f"{rank}.txt").write_text(f"{error}\n{session.findings.summary}")
 
 
 def judged(rank: int, folder: Path) -> None:

@@ -238,7 +238,10 @@ def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two:
     (finding,) = diagnose(two / "lost")
     said = "loss is nan (nonfinite-loss, since step 3, on rank 1)"
     assert str(finding) == f"the model: at step 3, {said}"
-    assert all(f"the model: {said}" in (two / "lost" / f"{rank}.txt").read_text() for rank in range(2))
+    for folder in (two / "lost", two / "lost on one rank"):
+        texts = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
+        assert all(f"the model: {said}" in text for text in texts)
+        assert all("\n1 error in " in text for text in texts), "that of the rank that has not found it too"
     assert (finding.last_good, finding.checkpoint, finding.until) == (2, 2, 4)
 
 

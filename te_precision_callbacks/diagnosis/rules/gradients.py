@@ -56,7 +56,7 @@ class DeadGradient(Judge):
         self.saw(numbers.iteration)
         gradient = numbers.unbroken(gradient)
         zero = gradient.values == 0
-        self._rhythms.note_training(gradient.layers[~zero], numbers.iteration)
+        self._rhythms.note_training(gradient.layers[~zero & ~np.isnan(gradient.values)], numbers.iteration)
         if activation is not None:
             activation = numbers.unbroken(activation)
             active = activation.layers[activation.values != 0]

@@ -11,7 +11,7 @@ import numpy as np
 
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.runs.answers import is_loss, loss_first, words_of
+from te_precision_callbacks.runs.answers import is_loss, is_loss_of_training, loss_first, words_of
 
 WINDOW, OF_MEAN, MEANS = 30, 8, (1, 8, 64, 512)
 """Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
@@ -28,10 +28,6 @@ FLAT, RISING = 0.01, 0.10
 _MOST_NAMES = 3
 
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
-
-_OF_TRAINING = frozenset({"loss", "train", "training", "total", "step", "batch", "lm"})
-"""The words of a name that can only be that of the training's loss. A part of the loss, such as ``aux_loss``, may be
-nan where it has no value, the mean of an epoch until the epoch ends, and ``best_loss`` is inf at first."""
 
 
 class _Point(NamedTuple):
@@ -71,7 +67,7 @@ class NonfiniteLoss(Judge):
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        losses = [name for name in values if is_loss(name) and words_of(name) <= _OF_TRAINING]
+        losses = [name for name in values if is_loss_of_training(name)]
         if losses:
             self.saw(iteration)
         elif not self.judged:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
-from te_precision_callbacks.runs.answers import is_loss, loss_first
+from te_precision_callbacks.runs.answers import is_loss, is_loss_of_training, loss_first
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Side
@@ -60,7 +60,14 @@ def loss_curves(a: Side, b: Side) -> LossCurves | None:
 
 
 def _in_common(a: Side, b: Side) -> Subject | None:
-    return next((subject for subject in _losses(a) if subject in b.scalars), None)
+    """The likeliest loss; one that a side loses comes first, since a trainer may log another number in its place."""
+    both = [subject for subject in _losses(a) if subject in b.scalars]
+    lost = (
+        subject
+        for subject in both
+        if is_loss_of_training(subject.statistic) and any(_lost(side, subject) for side in (a, b))
+    )
+    return next(lost, both[0] if both else None)
 
 
 def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
