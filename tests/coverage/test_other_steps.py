@@ -137,7 +137,7 @@ def test_a_backward_that_comes_after_many_skipped_batches(tmp_path: Path) -> Non
             if step == 12:
                 assert str(session.coverage()) == (
                     "FP8 in 50.0 % of the multiply-adds (fprop 50.0); 50.0 % in FP32: head (not a TE layer); no"
-                    " backward has been seen, so these are the products of a forward alone"
+                    " product of a backward has been seen, so these are those of a forward alone"
                 )
     assert {str(session.coverage(at=step)) for step in range(15)} == {
         f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
