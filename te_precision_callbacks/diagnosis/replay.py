@@ -29,7 +29,7 @@ from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.runs import RecordedRun, open_run
-from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.index import REDUCED, Subject
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.statistics.series import Series, family_of
 
@@ -124,7 +124,7 @@ class _OfRank:
             for number in dict.fromkeys(numbers[own[numbers] < 0].tolist()):
                 own[number] = self._number(_series(subjects[number]))
             layers = frozenset(subjects[number].layer for number in set(numbers[unscaled].tolist()))
-            rank = read.rank if (ranks[numbers] != _REDUCED).all() else None
+            rank = read.rank if (ranks[numbers] != REDUCED).all() else None
             diagnosis.step(self._splitter.step(iteration, own[numbers], values, layers, rank))
             self._last = iteration
         self._tell(read, read.last_logged)
@@ -205,15 +205,14 @@ class _Common:
 
     Attributes:
         facts: its facts.
-        rank_of_series: [series]: whose own numbers they are; -1 of those that are reduced over ranks.
+        rank_of_series: [series]: whose own numbers they are; ``REDUCED`` of those that are reduced over ranks.
         saved: the iterations before which a checkpoint has taken the state.
         logged: what the trainer has logged, by iteration.
     """
 
     def __init__(self, run: RecordedRun) -> None:
         self.facts = _Facts(run)
-        ranks = [_REDUCED if subject.rank is None else subject.rank for subject in run.subjects]
-        self.rank_of_series = np.array(ranks, np.int64)
+        self.rank_of_series = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
         events = [row for row in run.events.to_pylist() if row["iteration"] is not None]
         self.saved = sorted(row["iteration"] for row in events if row["kind"] == "checkpoint_saved")
         logged: dict[int, _Logged] = {}
@@ -242,7 +241,7 @@ class _Read:
         self.facts, self.rank, self.rank_of_series = common.facts, rank, common.rank_of_series
         self._run = str(run.path), run.run_id, len(run.segments)
         self._ranks = ranks
-        wanted = [_REDUCED if each is None else each for each in ranks]
+        wanted = [REDUCED if each is None else each for each in ranks]
         table = run.values(np.flatnonzero(np.isin(self.rank_of_series, wanted)).tolist())
         iterations = table["iteration"].to_numpy()
         order = np.argsort(iterations, kind="stable")  # within a step by series, as in the table
@@ -263,10 +262,6 @@ class _Read:
         edges = [*(begins + begin).tolist(), len(self._iterations)]
         for iteration, begin, end in zip(found.tolist(), edges, edges[1:], strict=False):
             yield iteration, self._series[begin:end], self._values[begin:end], self._unscaled[begin:end]
-
-    def checkpoints(self, after: int, until: int) -> list[int]:
-        """Those that took the state after one iteration, up to another one."""
-        return self.saved[bisect.bisect_right(self.saved, after) : bisect.bisect_right(self.saved, until)]
 
     @property
     def last_logged(self) -> int:
@@ -290,16 +285,12 @@ class _Read:
             self.rank,
             self._count(last),
             self.facts.up_to(last),
-            tuple(self.checkpoints(-1, max(last, told))),
+            tuple(self.saved[: bisect.bisect_right(self.saved, max(last, told))]),
             hashlib.sha256(repr(self.logged(-1, told)).encode("utf-8", "surrogatepass")).hexdigest(),
         )
 
     def _count(self, last: int) -> int:
         return int(np.searchsorted(self._iterations, last, side="right"))
-
-
-_REDUCED = -1
-"""In the place of a rank, of numbers that are reduced over ranks."""
 
 
 def _series(subject: Subject) -> Series:

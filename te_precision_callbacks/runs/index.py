@@ -13,6 +13,9 @@ import pyarrow as pa
 from te_precision_callbacks.runs.tables import SERIES, STEP0, VALUES, VECTORS
 from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 
+REDUCED = -1
+"""Stands for the rank of a number that is reduced over ranks."""
+
 VALUE_COLUMNS = ["segment", "iteration", "series", "value", "flags"]
 VECTOR_COLUMNS = ["segment", "iteration", "series", "bin", "count"]
 

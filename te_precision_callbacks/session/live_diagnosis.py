@@ -52,7 +52,6 @@ class LiveDiagnosis:
         self._tell = tell
         self._report = report
         self._stopping: list[Finding] = []
-        self._alone: list[Finding] = []
 
     def know(self, facts: RecordedFacts, iteration: int) -> None:
         """Judge the facts of the run, which have changed."""
@@ -81,7 +80,8 @@ class LiveDiagnosis:
             PrecisionFindingError: it does.
         """
         if self._ranks.stop_together(own=bool(self._stopping)):
-            first = sorted(self._ranks.pool(self._alone[:1], "findings"), key=lambda finding: finding.since or 0)[:1]
+            alone = [finding for finding in self._stopping if finding.ranks][:1]
+            first = sorted(self._ranks.pool(alone, "findings"), key=lambda finding: finding.since or 0)[:1]
             self._stopping += [finding for finding in first if finding not in self._stopping]
             for finding in first:
                 if own_rank() not in finding.ranks:
@@ -114,7 +114,6 @@ class LiveDiagnosis:
             stops = self._stops(finding) or self._asks(finding)
             if stops:
                 self._stopping.append(finding)
-                self._alone += [finding] if finding.ranks else []
                 # The error that stops the run has all that was seen. On several ranks it comes in a later step.
                 logger.warning("%s: %s stops the training.", finding.severity.capitalize(), finding.in_short)
             elif finding.severity != "note" and (finding.ranks or own_rank() == 0):

@@ -671,6 +671,6 @@ def _has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
         return bool(gradients)
     found: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
-        own: torch.Tensor = getattr(gradient, "to_local", lambda: gradient)()  # noqa: B023  # called at once
+        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # DTensor: this rank's part
         found.setdefault(own.device, []).append(own.any())
     return any(bool(torch.stack(flags).any()) for flags in found.values())

@@ -15,6 +15,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 from te_precision_callbacks.statistics.table import Worse
@@ -25,7 +26,7 @@ from te_precision_callbacks.views.report.histograms import histograms
 from te_precision_callbacks.views.report.overview import ALL_RANKS, Columns, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, Scale, narrowed
 from te_precision_callbacks.views.report.ranges import FORMATS, Window
-from te_precision_callbacks.views.report.subjects import REDUCED, Subjects, layer_name
+from te_precision_callbacks.views.report.subjects import Subjects, layer_name
 from tests.conftest import feature
 from tests.report.runs import drifting, empty
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.index import REDUCED, Subject
 from te_precision_callbacks.views.compare.departures import Compared
 from te_precision_callbacks.views.compare.judging_scales import scale_of
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Side, family
 from te_precision_callbacks.views.report.overview import Columns
-from te_precision_callbacks.views.report.subjects import REDUCED, Subjects, layer_name
+from te_precision_callbacks.views.report.subjects import Subjects, layer_name
 
 Family = tuple[str, str, str]
 """Tensor, GEMM, statistic."""

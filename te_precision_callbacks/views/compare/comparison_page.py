@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, Curve, Grid
 from te_precision_callbacks.views.compare.loss import loss_curves
 from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
@@ -35,7 +36,7 @@ from te_precision_callbacks.views.report.data import finding_on_page
 from te_precision_callbacks.views.report.overview import Columns
 from te_precision_callbacks.views.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PAGES, Frame, output_path, write_bytes
-from te_precision_callbacks.views.report.subjects import REDUCED, layer_name
+from te_precision_callbacks.views.report.subjects import layer_name
 
 _SCRIPTS = ("findings", "comparison")
 

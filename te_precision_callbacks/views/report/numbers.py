@@ -13,6 +13,7 @@ import numpy as np
 from te_precision_callbacks.coverage.recorded import other_steps_of_run
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.answers import no_step_in_words, not_measured_in_words
+from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.speed.devices import Device
@@ -20,7 +21,7 @@ from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.data import families_beside, nonempty, worst_layers
 from te_precision_callbacks.views.report.overview import Columns, Overview, overviews
 from te_precision_callbacks.views.report.speed import speed_facts
-from te_precision_callbacks.views.report.subjects import REDUCED, FamilySeries, ReportError, Subjects
+from te_precision_callbacks.views.report.subjects import FamilySeries, ReportError, Subjects
 
 
 def numbers(

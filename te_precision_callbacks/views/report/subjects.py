@@ -20,14 +20,12 @@ from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs.errors import it_has
+from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import RecordedRun, by_place
 from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.statistics.series import Family, family_of
 
 Ints = npt.NDArray[np.int64]
-
-REDUCED = -1
-"""Stands for the rank of a number that is reduced over ranks."""
 
 SHORT = 42
 """The most characters of a layer's short name."""
