@@ -17,6 +17,7 @@ from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding, NotJud
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
+from te_precision_callbacks.sinks.step_records import Event
 
 _Key = tuple[str, str, str]
 
@@ -77,6 +78,18 @@ class Diagnosis:
             The findings that are new, or worse than before.
         """
         return self._judge(iteration, lambda judge: judge.scalars(iteration, values), rank)
+
+    def event(self, event: Event, rank: int | None = None) -> list[Finding]:
+        """Check an event of the run.
+
+        Args:
+            event: the event.
+            rank: the rank on which it happened, if only that rank reports it.
+
+        Returns:
+            The findings that are new, or worse than before.
+        """
+        return self._judge(event.iteration, lambda judge: judge.event(event), rank)
 
     def hear(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
         """Take what a rule has seen on another rank, in numbers of an iteration that only that rank has; after those of

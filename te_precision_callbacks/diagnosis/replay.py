@@ -31,6 +31,7 @@ from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.index import REDUCED, Subject
 from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.series import Series, family_of
 
 
@@ -140,6 +141,8 @@ class _OfRank:
                 self._diagnosis.scalars(iteration, logged.scalars)
             for heard in logged.of_ranks:
                 self._diagnosis.hear(iteration, *heard)
+            for rank, event in logged.events:
+                self._diagnosis.event(event, rank or None)
             self._told = iteration
 
     def _know(self, facts: _Facts, iteration: int) -> bool:
@@ -194,10 +197,12 @@ class _Logged(NamedTuple):
     Attributes:
         scalars: name -> value, on rank 0.
         of_ranks: what the other ranks have found in theirs.
+        events: the events, each with the rank that recorded it.
     """
 
     scalars: dict[str, float]
     of_ranks: list[_Heard]
+    events: list[tuple[int, Event]]
 
 
 class _Common:
@@ -220,10 +225,13 @@ class _Common:
             columns = part["iteration"], part["name"].cast(pa.string()), part["value"]
             lists = (column.to_numpy(zero_copy_only=False).tolist() for column in columns)
             for iteration, name, value in zip(*lists, strict=True):
-                logged.setdefault(iteration, _Logged({}, [])).scalars[name] = value
-        for row in events:
-            if row["kind"] == "finding" and (heard := _heard(row["data"])) is not None:
-                logged.setdefault(row["iteration"], _Logged({}, [])).of_ranks.append(heard)
+                logged.setdefault(iteration, _Logged({}, [], [])).scalars[name] = value
+        for row in sorted(events, key=lambda row: row["rank"] or 0):
+            of_step = logged.setdefault(row["iteration"], _Logged({}, [], []))
+            if row["kind"] != "finding":
+                of_step.events.append((row["rank"] or 0, _event(row)))
+            elif (heard := _heard(row["data"])) is not None:
+                of_step.of_ranks.append(heard)
         self.logged = sorted(logged.items(), key=_iteration)
 
 
@@ -299,6 +307,14 @@ def _series(subject: Subject) -> Series:
 
 def _iteration(logged: tuple[int, _Logged]) -> int:
     return logged[0]
+
+
+def _event(row: Row) -> Event:
+    """A recorded event, without its data."""
+    subject = {name: row[name] or "" for name in ("layer", "tensor", "gemm")}
+    return Event(
+        row["kind"], row["text"] or "", row["iteration"], row["severity"], row["phase"], **subject, wall_time=0.0
+    )
 
 
 def _heard(data: str | None) -> _Heard | None:

@@ -11,6 +11,7 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.sinks.step_records import Event
 
 _KEPT_STEPS = 64
 """The last steps, among which the last good one of a new finding is."""
@@ -45,7 +46,8 @@ class Sighting(NamedTuple):
 
 
 class Judge:
-    """Judges one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step` or :meth:`scalars`.
+    """Judges one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step`,
+    :meth:`scalars` or :meth:`event`.
 
     Attributes:
         needed: how many steps with numbers the rule needs before it can find what it looks for.
@@ -89,6 +91,10 @@ class Judge:
         """Judge numbers that the trainer logs of an iteration; they may come later than those of :meth:`step`."""
         return ()
 
+    def event(self, event: Event) -> Iterable[Sighting]:
+        """Check an event of the run, such as a broken contract or the exception that ended the run."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -110,6 +116,8 @@ class Rule:
         remedy: what to do.
         cost: what the remedy costs; empty if nothing.
         judge: makes a judge for a run.
+        essential: whether a run in which the rule applies and could not be checked gets no all-clear.
+        consequence_of: ids of rules whose findings can cause this one's.
     """
 
     id: str
@@ -127,3 +135,5 @@ class Rule:
     judge: Callable[[], Judge]
     recipes: tuple[str, ...] = ()
     cost: str = ""
+    essential: bool = False
+    consequence_of: tuple[str, ...] = ()

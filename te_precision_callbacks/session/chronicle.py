@@ -95,6 +95,11 @@ class Chronicle:
 
     # ------------------------------------------------------------------ what happens
 
+    def tell(self, event: Event) -> None:
+        """Send an event to the sinks, and to the rules."""
+        self._sinks.tell(event)
+        self._diagnosis.event(event)
+
     def tell_changes(self, iteration: int, *, at_last: bool = False, from_device: bool = True) -> None:
         """Tell at the end of a step what has changed in it.
 
@@ -116,7 +121,7 @@ class Chronicle:
             taken = facts.take()
             if records is not None and records.writes_reduced:
                 for event in facts.changes():
-                    self._sinks.tell(event)
+                    self.tell(event)
                 records.put_facts(taken)
             self._diagnosis.know(taken, iteration)
         except ASKED_FOR:
@@ -135,27 +140,27 @@ class Chronicle:
             data = {"class": error.class_name, "role": error.role, "batch": error.batch, "rank": error.rank}
             phase = "backward" if error.role.startswith("grad") else "forward"
             event = Event("nonfinite", str(error), iteration, "error", phase=phase, layer=error.path, data=data)
-            self._sinks.tell(event)
+            self.tell(event)
 
     def tell_dumps(self, written: Iterable[Header]) -> None:
         """Tell which tensors were dumped."""
         for header in written:
             text = f"{header.layer} {header.tensor}, micro-batch {header.micro_batch}"
             event = Event("dump_written", text, header.iteration or 0, layer=header.layer, tensor=header.tensor)
-            self._sinks.tell(event)
+            self.tell(event)
 
     def tell_judgement(self, broken: str, iteration: int) -> None:
         """Tell what the judgement of a contract has found; empty if the contract holds."""
         severity: Severity = "warning" if broken else "info"
         text = broken or "The run holds its precision contract."
-        self._sinks.tell(Event("contract_judged", text, iteration, severity, phase="step"))
+        self.tell(Event("contract_judged", text, iteration, severity, phase="step"))
 
     def _tell_of_resume(self, iteration: int) -> None:
         report = self._results.resume
         if report is not None and report not in self._told:
             self._told.append(report)
             severity: Severity = "warning" if report.findings else "info"
-            self._sinks.tell(Event("resume_audited", str(report), iteration, severity, phase="checkpoint"))
+            self.tell(Event("resume_audited", str(report), iteration, severity, phase="checkpoint"))
 
     # ------------------------------------------------------------------ the trainer's numbers
 

@@ -185,7 +185,7 @@ class Run:
             self._written.trace_file,
             notices,
             failures.report,
-            lambda text: self._sinks.tell(Event("profile", text, self.inspector.iteration, "warning")),
+            lambda text: self._chronicle.tell(Event("profile", text, self.inspector.iteration, "warning")),
             lambda steps: steps_that_observe(options.config, steps),
         )
 
@@ -376,7 +376,7 @@ class Run:
         iteration = self.inspector.iteration
         self._results.diagnosis.note_checkpoint(iteration)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
-        self._sinks.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint"))
+        self._chronicle.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint"))
 
     def tell_of_loss(self, loss: ResumedLoss) -> None:
         """Tell of the training loss before and after a resume, on one rank; it may lie on a device.
@@ -393,7 +393,7 @@ class Run:
                 logger.warning("%s", strict)
 
     def _say_failed(self, text: str) -> None:
-        self._sinks.tell(Event("observation_failed", text, self._iteration_at_its_end, "error"))
+        self._chronicle.tell(Event("observation_failed", text, self._iteration_at_its_end, "error"))
 
     @property
     def _iteration_at_its_end(self) -> int:
@@ -532,7 +532,7 @@ class Run:
         if text := never_due_in_words(self._options.config, last):
             logger.warning("%s", text)
             self._results.never_due = text
-            self._sinks.tell(Event("never_due", text, last, "warning"))
+            self._chronicle.tell(Event("never_due", text, last, "warning"))
 
     def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Name the command that makes a page of the recorded run, and write the page if that is wanted.
