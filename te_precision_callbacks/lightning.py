@@ -165,6 +165,7 @@ class PrecisionDebugCallback(Callback):
         self._numbers = TrainerNumbers()
         converts = isinstance(trainer.precision_plugin, TransformerEnginePrecision)
         self._before = BeforeConversion(pl_module) if converts else None
+        expected = "Lightning's precision plugin is TransformerEnginePrecision" if converts else ""
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         self._session = InspectSession.from_options(self._options)
         self._session.start(
@@ -175,6 +176,7 @@ class PrecisionDebugCallback(Callback):
             trainer_steps=True,
             eval_mode_counts=False,  # the trainer says when it evaluates
         )
+        self._session.expect_low_precision(expected)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name the layers: the model is complete here, including layers that a precision plugin has replaced."""

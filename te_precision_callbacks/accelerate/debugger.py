@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from typing_extensions import Self, Unpack
 
 from te_precision_callbacks.accelerate.tracking import LoggedNumbers, TrackerSink
-from te_precision_callbacks.accelerate.unconverted import roots_of, warn_of_unconverted
+from te_precision_callbacks.accelerate.unconverted import expects_low_precision, roots_of, warn_of_unconverted
 from te_precision_callbacks.accelerate.unheld import warn_of_unheld
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
@@ -151,6 +151,7 @@ class PrecisionDebugger:
             if self._checkpoint is not None:
                 session.load_fingerprint(self._checkpoint)
                 self._checkpoint = None
+            session.expect_low_precision(expects_low_precision(self._accelerator))
             session.attach(self._model)
             if session.overflow is not None:
                 session.overflow.loss_scaled = scales_loss(self._accelerator)

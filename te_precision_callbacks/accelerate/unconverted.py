@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -161,6 +162,14 @@ def _converted_elements(model: Model) -> int:
 def converts(accelerator: Accelerator) -> bool:
     """Whether ``accelerator.prepare`` replaces layers by those of Transformer Engine."""
     return bool(accelerator.fp8_backend == "TE" and accelerator.distributed_type != DistributedType.MEGATRON_LM)
+
+
+def expects_low_precision(accelerator: Accelerator) -> str:
+    """Why an accelerator's settings let products be expected in low precision; empty if they do not."""
+    if accelerator.mixed_precision == "fp8":
+        return "Accelerate's mixed_precision is 'fp8'"
+    names = [name for name in os.environ if name.startswith("ACCELERATE_FP8_")]
+    return f"the environment has {min(names)} (mixed_precision is {accelerator.mixed_precision!r})" if names else ""
 
 
 def is_of_transformer_engine(module: torch.nn.Module) -> bool:

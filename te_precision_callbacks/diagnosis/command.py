@@ -8,9 +8,8 @@ Usage::
     te-precision rules
     te-precision rules stale-scale
 
-The exit code of ``diagnose`` is 0 if nothing is wrong, or there are notes only; 1 with a finding; 2 for wrong use; 3 if
-nothing could be judged, or if a part of the run cannot be read and nothing is wrong in the rest. ``--json`` prints one
-JSON object.
+The exit code of ``diagnose`` is 0 if no problems were found, though there may be notes; 1 with an error or a warning; 2
+for wrong use; 3 if not enough was checked for an all-clear. ``--json`` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from te_precision_callbacks.diagnosis.rule import Rule
     from te_precision_callbacks.runs.recorded import RecordedRun
 
-FOUND, NOT_JUDGED = 1, 3
+FOUND, NOT_CHECKED = 1, 3
 """Exit codes."""
 
 _INDENT, _MOST_LAYERS = 2, 8
@@ -50,7 +49,7 @@ def diagnose_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what is wrong with a run: the findings of the rules, the worst first, each with its remedy."""
+    """Print what is wrong with a run: the findings of the rules, root causes first, each with its remedy."""
     from te_precision_callbacks.diagnosis.known import read_known
     from te_precision_callbacks.diagnosis.replay import diagnose
     from te_precision_callbacks.runs.choosing import chosen_run
@@ -82,10 +81,8 @@ def diagnose_command(
         _show_limits(recorded)
         _show(verdict)
         terminal.show_notes(notes)
-    if not verdict.judged or (verdict.healthy and recorded.unread):
-        raise typer.Exit(NOT_JUDGED)
     if not verdict.healthy:
-        raise typer.Exit(FOUND)
+        raise typer.Exit(FOUND if verdict.wrong else NOT_CHECKED)
 
 
 def rules_command(
@@ -128,7 +125,7 @@ def _explain(rule: Rule) -> None:
         ("why", rule.why),
         ("what to do", rule.remedy),
         ("cost", rule.cost),
-        ("nothing is wrong if", rule.disproof),
+        ("not a problem if", rule.disproof),
         ("source", rule.source),
     ):
         if text:
@@ -138,7 +135,7 @@ def _explain(rule: Rule) -> None:
 def _show_limits(run: RecordedRun) -> None:
     """Print what limits the verdict: that the run is a text log, and what cannot be read of it."""
     if run.lacks_in_words:
-        terminal.show_text(f"{run.path} has no records. {run.lacks_in_words} Rules that need them are not judged.")
+        terminal.show_text(f"{run.path} has no records. {run.lacks_in_words} Rules that need them are not checked.")
         terminal.show_text("")
     if run.unread:
         terminal.show_text("A part of the run cannot be read. The verdict is on the rest:")
@@ -155,7 +152,7 @@ def _show(verdict: Verdict) -> None:
     reasons = {each.why for each in verdict.not_judged}
     if len(reasons) > 1 or (reasons and verdict.judged):  # else the summary has the only reason
         terminal.show_text("")
-        terminal.show_text("Not judged:")
+        terminal.show_text("Not checked:")
         for each in verdict.not_judged:
             collect = f"; collect {each.collect}" if each.collect else ""
             terminal.show_text(f"{each.rule}: {each.why}{collect}", indent=_INDENT, hanging=_INDENT)
@@ -188,11 +185,12 @@ def _show_finding(finding: Finding) -> None:
         since = f"{_span(finding)}{where}; {_good(finding)}"
     layers = ", ".join(folded(finding.layers, most=_MOST_LAYERS)) if len(finding.layers) > 1 else ""
     for name, text in (
+        ("caused by", finding.caused_by),
         ("seen in", since),
         ("layers", layers),
         ("why it matters", finding.why),
         ("what to do", finding.remedy),
-        ("nothing is wrong if", finding.disproof),
+        ("not a problem if", finding.disproof),
         ("rule", f"{finding.rule} ({finding.source})"),
     ):
         if text:

@@ -13,7 +13,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding, NotJudged, Verdict, worst_first
+from te_precision_callbacks.diagnosis.finding import (
+    SEVERITIES,
+    Finding,
+    NotJudged,
+    Verdict,
+    root_causes_first,
+    worst_first,
+)
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
@@ -115,14 +122,15 @@ class Diagnosis:
         found = {finding.rule for finding in self._findings.values()}
         for rule, judge in self._judges:
             if rule.id in self._failed:
-                not_judged.append(NotJudged(rule.id, self._failed[rule.id], ""))
+                not_judged.append(NotJudged(rule.id, self._failed[rule.id], "", rule.essential))
             elif judge.judged or rule.id in found:
                 judged.append(rule.id)
             elif judge.applies is not False:
                 why = judge.why_not if self.has_run else "no training step has run"
-                not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", "" if why else rule.collect))
+                collect = "" if why else rule.collect
+                not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", collect, rule.essential))
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
-        findings = worst_first(self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))
+        findings = self._ordered(self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))
         return Verdict(tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank)
 
     def with_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
@@ -144,7 +152,7 @@ class Diagnosis:
                 place, known = found.get((key, bool(finding.ranks)), (own_place, None))
                 together = finding if known is None else _together(known, finding)
                 found[key, bool(finding.ranks)] = min(place, own_place), together
-        findings = worst_first(finding for _, finding in sorted(found.values(), key=lambda each: each[0]))
+        findings = self._ordered(finding for _, finding in sorted(found.values(), key=lambda each: each[0]))
         return dataclasses.replace(
             own,
             findings=tuple(findings),
@@ -152,6 +160,9 @@ class Diagnosis:
             not_judged=tuple(each for each in own.not_judged if each.rule not in judged),
             rank=None,
         )
+
+    def _ordered(self, findings: Iterable[Finding]) -> list[Finding]:
+        return root_causes_first(findings, {rule.id: rule.consequence_of for rule, _ in self._judges})
 
     def _good_of_all(self, finding: Finding) -> Finding:
         """A finding of a rank, with the last good step of the numbers that are of all ranks together."""

@@ -54,6 +54,7 @@ class LayerFacts:
         never: GEMM -> why it did not run, for those that the step left out.
         rows: n of its forward product, the rows of its input in a call; 0 where they are not known.
         calls: the calls of its forward product in a step.
+        is_of_te: whether its products are of a Transformer Engine layer.
     """
 
     name: str
@@ -69,6 +70,7 @@ class LayerFacts:
     never: Mapping[str, str] = field(default_factory=dict)
     rows: int = 0
     calls: int = 1
+    is_of_te: bool = False
 
     @property
     def is_explicit(self) -> bool:
@@ -102,6 +104,8 @@ class Settings:
         amaxes: over which ranks amaxes are reduced, rows of
             :func:`~te_precision_callbacks.coverage.recipe_arguments.amax_reductions`.
         unmeasured: why LogGemmError has measured nothing; empty if it has, or is not in the config.
+        expects_low: why products are expected to run in low precision, as in "the config has LogFp8TensorStats"; empty
+            if nothing asks for it.
         gpu: what ``torch.cuda.get_device_name`` says of the GPU; empty without one.
     """
 
@@ -113,6 +117,7 @@ class Settings:
     ignored: Sequence[Row] = ()
     amaxes: Sequence[Row] = ()
     unmeasured: str = ""
+    expects_low: str = ""
     gpu: str = ""
 
     @classmethod
@@ -163,6 +168,7 @@ class Facts:
         low: dict[str, set[str]] = defaultdict(set)
         never: dict[str, dict[str, str]] = defaultdict(dict)
         classes: dict[str, str] = {}
+        families = {row["layer"]: row["family"] for row in gemms}
         for row in gemms:
             name, gemm = row["layer"], row["gemm"]
             if gemm == "fprop":
@@ -195,6 +201,7 @@ class Facts:
                 frozenset(low.get(name, ())),
                 never.get(name, {}),
                 *rows_of.get(name, (0, 1)),
+                families.get(name, "") in ("te", "te_ops"),
             )
         kept: dict[str, set[str]] = defaultdict(set)
         for row in states:

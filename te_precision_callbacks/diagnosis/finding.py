@@ -1,15 +1,16 @@
 """What a diagnosis finds: findings, and the verdict over all rules.
 
 verdict = session.findings
-str(verdict)            # "1 warning in 9 of 12 rules: the gradient of h.4.mlp.fc1 ..."
+verdict.state           # "problems found", "no problems found" or "not enough checked"
+str(verdict)            # "1 warning (9 of 12 rules checked). First: gradient of h.4.mlp.fc1: ..."
 for finding in verdict:
     print(finding.severity, finding.rule, finding.layers, finding.seen, finding.remedy)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from te_precision_callbacks.base import notebooks
@@ -19,10 +20,15 @@ from te_precision_callbacks.layers.folding import in_sentence
 
 Severity = Literal["error", "warning", "note"]
 
+State = Literal["problems found", "no problems found", "not enough checked"]
+
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """From the worst to the least."""
 
 _MOST_NAMES = 2
+
+_MOST_REASONS = 2
+"""The reasons in the first line for not having checked enough."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Finding:
             severity rose; None for what holds from the start.
         ranks: the ranks whose own numbers show it, first the one that ``seen`` is of; empty where the numbers are of
             all ranks together, or there is one rank.
+        caused_by: the rule and subject of the finding that can explain this one; empty for a root cause.
     """
 
     rule: str
@@ -74,6 +81,7 @@ class Finding:
     source: str
     seen_at: int | None = None
     ranks: tuple[int, ...] = ()
+    caused_by: str = ""
 
     @property
     def subject(self) -> str:
@@ -118,8 +126,9 @@ class Finding:
         return f"on rank {self.ranks[0]}" + (f" and {many(more, 'more rank')}" if more else "")
 
     def __str__(self) -> str:
-        said = ", ".join(filter(None, (self.rule, self.when, self.where)))
-        return f"{self.subject}: {self.seen_in_words} ({said})"
+        cause = f"caused by {self.caused_by}" if self.caused_by else ""
+        details = ", ".join(filter(None, (self.rule, self.when, self.where, cause)))
+        return f"{self.subject}: {self.seen_in_words} ({details})"
 
     def as_json(self) -> dict[str, Any]:
         """All attributes, as JSON values, with the GEMM and the subject, and what was seen and where in words."""
@@ -135,22 +144,48 @@ class Finding:
 
 
 class NotJudged(NamedTuple):
-    """A rule that could not be judged.
+    """A rule that could not be checked.
 
     Attributes:
         rule: its id.
         why: why not.
         collect: what to collect so that it can be; empty if that is not the reason.
+        essential: whether the run gets no all-clear without it.
     """
 
     rule: str
     why: str
     collect: str
+    essential: bool = False
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Findings by severity, and of one severity in the order in which they were found."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """Order findings so that each follows the one that can explain it; otherwise most severe first.
+
+    A finding is explained by the earliest one of a rule that can cause it. A note explains only notes.
+
+    Args:
+        findings: the findings, in the order in which they were found.
+        causes: rule -> the rules whose findings can cause its findings.
+    """
+    earliest_first = sorted(findings, key=lambda finding: -1 if finding.since is None else finding.since)
+    groups: list[list[Finding]] = []
+    for finding in earliest_first:
+        for group in groups:
+            known = [cause for cause in group if cause.rule in causes.get(finding.rule, ())]
+            cause = next((each for each in known if each.severity != "note" or finding.severity == "note"), None)
+            if cause is not None and cause.rule != finding.rule:
+                group.append(replace(finding, caused_by=f"{cause.rule} of {cause.subject}"))
+                break
+        else:
+            groups.append([finding])
+    groups.sort(key=lambda group: min(SEVERITIES.index(finding.severity) for finding in group))
+    return [finding for root, *others in groups for finding in (root, *worst_first(others))]
 
 
 @dataclass(frozen=True)
@@ -184,42 +219,73 @@ class Verdict(Sequence[Finding]):
         return tuple(finding for finding in self.findings if finding.severity != "note")
 
     @property
+    def severity(self) -> str:
+        """The worst severity of the findings; empty without findings."""
+        return min((each.severity for each in self.findings), key=SEVERITIES.index, default="")
+
+    @property
+    def state(self) -> State:
+        """``problems found``: there are errors or warnings. ``no problems found``: all rules that an all-clear needs
+        were checked. Else ``not enough checked``."""
+        if self.wrong:
+            return "problems found"
+        lacking = self.is_partial or not self.judged or any(each.essential for each in self.not_judged)
+        return "not enough checked" if lacking else "no problems found"
+
+    @property
     def healthy(self) -> bool:
-        """Whether there is no error and no warning."""
-        return not self.wrong
+        """Whether no problems were found, and enough was checked to say so."""
+        return self.state == "no problems found"
 
     @property
     def summary(self) -> str:
         """The verdict in one line, without the findings."""
-        rules = f"{len(self.judged)} of {many(len(self.judged) + len(self.not_judged), 'rule')}"
-        partial = ", and a part of the run cannot be read" if self.is_partial else ""
-        partial += f", by the numbers that rank {self.rank} knows" if self.rank is not None else ""
-        if not self.judged:
-            reasons = {each.why for each in self.not_judged}
-            why = f": {reasons.pop()}" if len(reasons) == 1 else ""
-            return f"Nothing could be judged{why}{partial}."
+        total = len(self.judged) + len(self.not_judged)
+        partial = "; a part of the run cannot be read" if self.is_partial else ""
+        partial += f"; by the numbers of rank {self.rank} alone" if self.rank is not None else ""
         counts = [
             many(count, severity)
             for severity in SEVERITIES
             if (count := sum(finding.severity == severity for finding in self.findings))
         ]
+        checked = f"({len(self.judged)} of {many(total, 'rule')} checked{partial})."
+        if self.wrong:
+            return f"{', '.join(counts)} {checked}"
+        if not self.judged:
+            reasons = {each.why for each in self.not_judged}
+            why = f": {reasons.pop()}" if len(reasons) == 1 else ""
+            return f"Nothing was checked{why}{partial}."
+        notes = f", {counts[0]}" if counts else ""
         if self.healthy:
-            also = f", {counts[0]}" if counts else ""
-            return f"Nothing wrong in {rules} judged{also}{partial}."
-        return f"{', '.join(counts)} in {rules} judged{partial}."
+            return f"No problems found{notes} {checked}"
+        missing: dict[tuple[str, str], list[str]] = {}
+        for each in self.not_judged:
+            if each.essential:
+                missing.setdefault((each.why, each.collect), []).append(each.rule)
+        reasons_and_remedies = [
+            f"{', '.join(rules)}: {why}" + (f" (collect {collect})" if collect else "")
+            for (why, collect), rules in missing.items()
+        ]
+        more = len(reasons_and_remedies) - _MOST_REASONS
+        shown = [*reasons_and_remedies[:_MOST_REASONS], *([f"{more} more"] if more > 0 else [])]
+        lacks = f": {'; '.join(shown)}" if shown else ""
+        return f"Not enough checked{lacks}. No problems in the rest{notes} {checked}"
 
     def __str__(self) -> str:
-        first = f" First: {self.findings[0]}." if self.findings and not self.healthy else ""
+        first = f" First: {self.findings[0]}." if self.wrong else ""
         return self.summary + first
 
     def as_json(self) -> dict[str, Any]:
         """The verdict as JSON values, at the top of what ``diagnose``, ``show`` and ``report`` print with ``--json``.
 
-        ``verdict`` is the text, ``judged`` the number of rules that were judged, and ``judged_rules`` has their ids.
+        ``state`` is as :attr:`state`, and ``healthy`` whether it is ``no problems found``. ``verdict`` is the text,
+        ``judged`` the number of rules that were checked, and ``judged_rules`` has their ids.
         """
         return {
             "verdict": str(self),
             "summary": self.summary,
+            "state": self.state,
+            "severity": self.severity,
             "healthy": self.healthy,
             "partial": self.is_partial,
             "judged": len(self.judged),

@@ -228,6 +228,8 @@ class _Common:
                 logged.setdefault(iteration, _Logged({}, [], [])).scalars[name] = value
         for row in sorted(events, key=lambda row: row["rank"] or 0):
             of_step = logged.setdefault(row["iteration"], _Logged({}, [], []))
+            if row["kind"] == "segment_ended" and row["segment"] != run.segments[-1].number:
+                continue  # the run went on
             if row["kind"] != "finding":
                 of_step.events.append((row["rank"] or 0, _event(row)))
             elif (heard := _heard(row["data"])) is not None:

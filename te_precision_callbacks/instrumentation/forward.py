@@ -222,6 +222,11 @@ class ForwardHooks:
         """Whether the iteration has entered a region of ``te.autocast``."""
         return self._regions.has_entered
 
+    @property
+    def has_enabled_regions(self) -> bool:
+        """Whether a region of ``te.autocast(enabled=True)`` has been entered so far."""
+        return self._regions.has_enabled
+
     def keep(self) -> None:
         """End observation, but keep the features that change precision, until :meth:`remove`."""
         self._classify.kept = True

@@ -24,7 +24,7 @@ class AutocastRegions:
     """
 
     def __init__(self) -> None:
-        self.excludes_more = False
+        self.excludes_more = self.has_enabled = False
         self._disabled = self._disabled_before = 0
         self._recipes: list[Any] = []
         self._entered = self._before = 0
@@ -40,6 +40,7 @@ class AutocastRegions:
             if not torch.compiler.is_compiling():  # a compiled function would be compiled anew for each new number
                 self._entered = hash((self._entered, enabled, self._number(fp8_recipe)))
                 self._disabled += not enabled
+                self.has_enabled |= enabled
             return upstream(enabled, calibrating, fp8_recipe, *arguments, **keywords)
 
         return autocast_enter

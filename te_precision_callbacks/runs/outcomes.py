@@ -1,4 +1,4 @@
-"""How a recorded run came out, beside its numbers: what has ended it, and whether it holds its precision contract.
+"""How a recorded run came out, beside its numbers: what has ended it.
 
 print(*outcome_in_words(open_run("logs")), sep="\\n")      # The run failed with step 3 as the last one: ...
 """
@@ -15,7 +15,7 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 
 
 def outcome_in_words(run: RecordedRun) -> list[str]:
-    """That the last start of a run failed or was killed, and what is broken of its contract; empty if all is well."""
+    """That the last start of a run failed or was killed; empty if it did not."""
     if not run.segments:
         return []
     last, found = run.segments[-1], []
@@ -27,9 +27,6 @@ def outcome_in_words(run: RecordedRun) -> list[str]:
         why = [f" with step {row['iteration']} as the last one: {_first_line(row['text'])}" for row in ends[:1]]
         is_interrupted = any((row["text"] or "").startswith("KeyboardInterrupt") for row in ends[:1])
         found.append(f"The run {'was interrupted' if is_interrupted else 'failed'}{''.join(why)}.")
-    judged = _of_kind(events, "contract_judged")
-    if judged and judged[-1]["severity"] != "info":
-        found.append(broken_in_short(judged[-1]["text"] or ""))
     return found
 
 

@@ -16,7 +16,7 @@ from te_precision_callbacks.runs.launches import launch_key
 from te_precision_callbacks.runs.run_files import segment_name, time_text
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.runs.writing import RunWriter
-from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, StepRecords
+from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, StepRecords, end_of
 from te_precision_callbacks.statistics.series import SeriesTable
 
 logger = logging.getLogger(__name__)
@@ -211,10 +211,8 @@ class Recording:
         Raises:
             OSError: it cannot be written.
         """
-        text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
-        severity = "info" if error is None else "error"
         self._aging.stop()
-        self._writer.add_event("segment_ended", text, iteration=max(self._latest, last), severity=severity)
+        self._take_event(end_of(error, max(self._latest, last)))
         self._writer.close("ended" if error is None else "failed")
 
     def leave(self) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.dumps.header import Header
@@ -22,7 +21,7 @@ from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.run_facts import RunFacts
 from te_precision_callbacks.session.sinks import Sinks
-from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity
+from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, end_of
 
 _MOST_KEPT, _LONGEST = 256, 1.0
 """The tensors, and the seconds, after which the trainer's numbers are copied to the host."""
@@ -100,6 +99,10 @@ class Chronicle:
         self._sinks.tell(event)
         self._diagnosis.event(event)
 
+    def tell_end(self, error: BaseException | None, iteration: int) -> None:
+        """Report how the run ends to the rules. The recorded run gets the same event when its files are closed."""
+        self._diagnosis.event(end_of(error, iteration))
+
     def tell_changes(self, iteration: int, *, at_last: bool = False, from_device: bool = True) -> None:
         """Tell at the end of a step what has changed in it.
 
@@ -130,9 +133,7 @@ class Chronicle:
             self._failures.report("gathering the facts of", f"iteration {iteration}", error)
 
     def tell_error(self, error: BaseException, iteration: int) -> None:
-        """Tell that activation overflow detection has stopped the training; nothing of another error."""
-        if ACTIVATION_OVERFLOW not in self._options.debug:
-            return
+        """Report the overflow that stopped the training; no other error."""
         from te_precision_callbacks.overflow import ActivationOverflowError
 
         if isinstance(error, ActivationOverflowError) and error not in self._told:

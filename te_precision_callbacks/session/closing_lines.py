@@ -49,10 +49,9 @@ def closing_lines(
     trace: str = "",
     speed: str = "",
     ended_by: str = "",
-    broken: str = "",
 ) -> Sequence[str]:
-    """The verdict, the first findings, the coverage, the folder, the trace, the page: at most :data:`MOST_LINES` lines,
-    ``other_steps`` and one for a broken contract.
+    """The verdict, the first findings, the coverage, the folder, the trace, the page: at most :data:`MOST_LINES` lines
+    and ``other_steps``.
 
     Args:
         verdict: what the rules have found.
@@ -63,7 +62,6 @@ def closing_lines(
         trace, speed: the trace of ``profile=``, and the command that reads it; empty without one.
         ended_by: the error that ends the run, such as a finding, an overflow or one of the script: it comes before the
             verdict.
-        broken: the message about a broken contract that has not ended the run: it comes before the verdict, too.
     """
     places = {"logs": str(log_dir or ""), "trace": trace, "speed": speed, "page": page}
     ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []
@@ -71,7 +69,6 @@ def closing_lines(
     findings = verdict.findings
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []
     room = MOST_LINES - 1 - len(first) - bool(ran) - len(last)
-    first += [f"te-precision: {broken_in_short(broken)}"] if broken else []
     shown = findings if len(findings) <= room else findings[: room - 1]
     everywhere = log_dir is not None and page and verdict.rank is not None
     all_ranks = f" For all ranks: te-precision diagnose {shlex.quote(str(log_dir))}" if everywhere else ""

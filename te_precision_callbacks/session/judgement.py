@@ -113,11 +113,9 @@ class Judgement:
         try:
             broken = judge()
         except PrecisionContractError as error:
-            self._results.broken = str(error)
             self._chronicle.tell_judgement(str(error), iteration)
             raise
         if broken is not None:
-            self._results.broken = broken
             self._chronicle.tell_judgement(broken, iteration)
 
     def end_coverage(self) -> list[str]:

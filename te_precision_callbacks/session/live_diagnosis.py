@@ -122,10 +122,11 @@ class LiveDiagnosis:
                 logger.warning("%s: %s stops the training.", finding.severity.capitalize(), finding.in_short)
             elif finding.severity != "note" and (finding.ranks or own_rank() == 0):
                 logger.warning(
-                    "%s: %s. What to do: %s. More: te-precision rules %s",
+                    "%s: %s. What to do: %s.%s More: te-precision rules %s",
                     finding.severity.capitalize(),
                     finding,
                     finding.remedy,
+                    f" Not a problem if {finding.disproof}." if finding.disproof else "",
                     finding.rule,
                 )
 

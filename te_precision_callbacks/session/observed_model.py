@@ -292,6 +292,11 @@ class ObservedModel:
         self._counts_since, self._lacks_backward_since = since, None
         self._hooks.count_products(self._model, self.layers.paths(self._model))
 
+    @property
+    def enters_autocast(self) -> bool:
+        """Whether a region of ``te.autocast(enabled=True)`` has been entered so far."""
+        return self._hooks.has_enabled_regions
+
     def note_products(self) -> None:
         """Note the matrix products of the step, if they were counted.
 

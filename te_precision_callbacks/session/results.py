@@ -32,9 +32,9 @@ class RunResults:
         iterations: those that have run.
         layers: every layer of the model that can be observed, and what the config does with it, and did.
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
+        expects_low: why a trainer's settings let products be expected in low precision; empty if they do not.
         not_measured: what LogGemmError does not measure: (layer, GEMM) -> why.
         never_due: which features of the config the whole run has not reached, in words; empty before its end.
-        broken: what is broken of the contract, as it was judged last; empty if it holds, or there is none.
         changes_precision: whether a feature in the config can change what a GEMM gets.
         audit: the precision in which each GEMM really ran.
         coverage: the matrix products of the model.
@@ -52,9 +52,9 @@ class RunResults:
     iterations: Iterations = field(default_factory=Iterations)
     layers: LayerHistory = field(init=False)
     unconverted: Mapping[str, str] = field(default_factory=dict)
+    expects_low: str = ""
     not_measured: Mapping[tuple[str, str], str] = field(default_factory=dict)
     never_due: str = ""
-    broken: str = ""
     changes_precision: bool = False
     audit: PrecisionAudit = field(init=False)
     coverage: CoverageHistory = field(default_factory=CoverageHistory)
@@ -157,7 +157,8 @@ class Results:
 
     @property
     def healthy(self) -> bool:
-        """Whether no rule has found an error or a warning so far; for a checkpoint that is worth keeping."""
+        """Whether no problems were found so far, and enough was checked to say so; ``findings.state`` has all three
+        states."""
         return self.findings.healthy
 
     @property

@@ -485,6 +485,7 @@ class Run:
                 self._chronicle.tell_error(error, iteration)
             self._chronicle.tell_dumps(self.observation.recorder.take_written())
             self._chronicle.tell_changes(iteration, at_last=True, from_device=self._asks_device)
+            self._chronicle.tell_end(error, max(iteration - 1, 0))
 
     def _note_unended(self) -> None:
         """Note the products of a run without any step, as where a loop never calls ``step()``."""
@@ -648,7 +649,6 @@ class Run:
                 trace="" if trace is None else str(trace),
                 speed="" if trace is None else written.speed_command(trace),
                 ended_by="" if stopped_by is None else in_short(stopped_by),
-                broken="" if isinstance(error, PrecisionContractError) else self._results.broken,
             )
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 

@@ -173,6 +173,14 @@ class InspectSession(Results):
     def unconverted(self, value: Mapping[str, str]) -> None:
         self._results.unconverted = dict(value)
 
+    def expect_low_precision(self, why: str) -> None:
+        """Let products be expected in low precision, as a trainer's settings do.
+
+        Args:
+            why: the setting, as in "Accelerate's mixed_precision is 'fp8'".
+        """
+        self._results.expects_low = why
+
     # ------------------------------------------------------------------ the life of a session
 
     def start(

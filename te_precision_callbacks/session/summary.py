@@ -34,7 +34,6 @@ from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_sho
 from te_precision_callbacks.coverage.other_steps import in_lines
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.layers.folding import folded, form_of
-from te_precision_callbacks.runs.outcomes import broken_in_short
 from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
 from te_precision_callbacks.sinks.worst import Column, RunStatistics, worst_first
@@ -103,7 +102,6 @@ def _summary(
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
     return Summary(
-        *([Paragraph(broken_in_short(session._results.broken)), Text()] if session._results.broken else ()),
         *verdict_lines(session.findings),
         *([Paragraph(session._results.never_due), Text()] if session._results.never_due else ()),
         *([*(Paragraph(f"{line}.") for line in (coverage, *other_steps)), Text()] if coverage else ()),
@@ -124,9 +122,7 @@ class _Fitted:
 
 
 def verdict_lines(verdict: Verdict) -> Iterator[RenderableType]:
-    """The verdict, and a line for each finding but notes; nothing before anything could be judged."""
-    if not verdict.judged:
-        return
+    """The verdict, and a line for each error and warning."""
     yield Paragraph(verdict.summary)
     for finding in verdict.wrong:
         yield Paragraph(f"- {finding.severity}: {finding}. {finding.remedy}.")

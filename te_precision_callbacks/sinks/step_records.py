@@ -245,6 +245,17 @@ class Event:
     wall_time: float = field(default_factory=time.time)
 
 
+def end_of(error: BaseException | None, iteration: int) -> Event:
+    """The end of a run, or of one of its starts.
+
+    Args:
+        error: the exception that ended it; None if none did.
+        iteration: the last debug iteration.
+    """
+    text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
+    return Event("segment_ended", text, iteration, "info" if error is None else "error")
+
+
 @dataclass(frozen=True)
 class Scalars:
     """Numbers that the trainer logs: its loss, the norm of its gradient, its learning rate, the scale of its loss.

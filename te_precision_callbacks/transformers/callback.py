@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
 from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted, warn_of_unheld
+from te_precision_callbacks.accelerate.unconverted import expects_low_precision
 from te_precision_callbacks.base.debug_values import TE_PRECISION
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
@@ -168,6 +169,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                     restore_states(loop.accelerator, model, loop.checkpoint)
                 session.load_fingerprint(loop.checkpoint)
             if loop is not None and loop.accelerator is not None:
+                session.expect_low_precision(expects_low_precision(loop.accelerator))
                 session.unconverted = warn_of_unconverted(loop.accelerator, model)
                 warn_of_unheld(loop.accelerator, model)
                 if session.overflow is not None:

@@ -1,6 +1,6 @@
 """A verdict in words: what ``show``, ``report`` and ``compare`` print of a run before all else.
 
-not_judged_in_words(verdict)        # "Not judged: growth, stale-scale."
+not_judged_in_words(verdict)        # "Not checked: growth, stale-scale."
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ MOST_FINDINGS = 5
 
 
 def not_judged_in_words(verdict: Verdict) -> str:
-    """Which rules were not judged, in one line; empty if all were."""
-    return f"Not judged: {', '.join(each.rule for each in verdict.not_judged)}." if verdict.not_judged else ""
+    """Which rules were not checked, in one line; empty if all were."""
+    return f"Not checked: {', '.join(each.rule for each in verdict.not_judged)}." if verdict.not_judged else ""
 
 
 def more_findings(count: int, shown: int = MOST_FINDINGS) -> str:

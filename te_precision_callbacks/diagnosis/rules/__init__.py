@@ -9,6 +9,7 @@ from te_precision_callbacks.diagnosis.rules import (
     gemms,
     gradients,
     losses,
+    outcome,
     precision,
     scales,
     settings,
@@ -29,6 +30,7 @@ RULES: Sequence[Rule] = (
     *precision.RULES,
     *settings.RULES,
     *speed.RULES,
+    *outcome.RULES,
 )
 """All rules. Of two findings of one severity in one step, that of the earlier rule comes first."""
 

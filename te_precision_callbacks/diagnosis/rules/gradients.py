@@ -225,6 +225,7 @@ RULES = (
             "the layer is meant to be frozen: then set requires_grad=False for its parameters. Or it trains only in"
             " steps that are not due, as a generator may: freq: 1 in the config shows it"
         ),
+        essential=True,
         remedy=(
             "Look for a detach(), a no_grad() or a product with 0 behind the layer. If the gradient is 0 only in low"
             " precision, keep the layers behind it in high precision"

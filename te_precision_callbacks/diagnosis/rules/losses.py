@@ -13,6 +13,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.sinks.step_records import Event
 
 OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 3
 """Percent of the elements of activations, of other tensors, which may grow from 0, and due steps in a row."""
@@ -64,6 +65,15 @@ class Nonfinite(Judge):
                 )
         if found:
             self._first = self._first or _where_it_began(found, before, numbers.iteration, facts)
+            yield self._first
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if event.kind == "nonfinite":
+            first_line = event.text.partition("\n")[0].rstrip(". ")
+            self._first = self._first or Sighting(
+                tuple(filter(None, (event.layer,))), "", "", first_line, event.iteration
+            )
             yield self._first
 
 

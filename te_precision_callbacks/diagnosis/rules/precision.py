@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.coverage.contract_keeper import REMEDIES
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
+from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.layers.folding import form_of, in_sentence, numbers_of
+from te_precision_callbacks.sinks.step_records import Event
+
+LEAST_STEPS = 3
+"""Collection steps without low precision."""
 
 LEAST_LOW = 3
 """Alike layers in low precision that make another one a hole."""
@@ -49,6 +57,71 @@ class Hole(Judge):
 
 def _is_hole(layer: LayerFacts) -> bool:
     return "fprop" in layer.reasons and layer.reasons["fprop"][0] not in _CHOSEN and not layer.is_explicit
+
+
+class NoLowPrecision(Judge):
+    """A run in which no product runs in low precision."""
+
+    needed = LEAST_STEPS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._facts = Facts()
+        self._has_low = False
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        self._facts = facts
+        self._has_low |= any(layer.low for layer in facts.layers.values())
+        self.judged |= self._has_low
+        yield from ()
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        self.saw(numbers.iteration)
+        if self.judged:
+            yield from self._sighting(facts)
+        self.judged |= self._has_low
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if event.kind == "segment_ended":
+            self.judged |= self._facts.has_run
+            yield from self._sighting(self._facts)
+
+    def _sighting(self, facts: Facts) -> Iterator[Sighting]:
+        ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
+        of_te = [layer for layer in ran if layer.is_of_te]
+        expected = "" if facts.settings is None else facts.settings.expects_low
+        if self._has_low or not (of_te or (ran and expected)):
+            return
+        reasons = Counter(reason for layer in of_te or ran for reason in layer.reasons.values())
+        name, exactly = reasons.most_common(1)[0][0]
+        reason = Reason[name] if name in Reason.__members__ else Reason.UNKNOWN
+        why = f"{reason.value} ({exactly})" if exactly and exactly != reason.value else reason.value
+        though = f", although {expected}" if expected else ""
+        layers = many(len(of_te), "Transformer Engine layer") if of_te else "no Transformer Engine layer"
+        seen = f"no product runs in low precision{though}; {layers}: {why}"
+        remedy = REMEDIES.get(reason, "")
+        yield Sighting(
+            (), "", "", seen, None, "warning" if expected else "note", remedy=remedy[:1].upper() + remedy[1:]
+        )
+
+
+class Recomputed(Judge):
+    """A backward in high precision, because a checkpoint recomputes the forward outside of te.autocast."""
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        self.judged |= facts.has_run
+        layers = [
+            layer.name
+            for layer in facts.layers.values()
+            if any(name == Reason.RECOMPUTED.name for name, _ in layer.reasons.values())
+        ]
+        if layers:
+            seen = "the forward runs in low precision, and the backward does not: " + Reason.RECOMPUTED.value
+            yield Sighting(tuple(layers), "", "", seen, None)
 
 
 class Mxfp8Hybrid(Judge):
@@ -131,6 +204,41 @@ RULES = (
         disproof="the layer was left out on purpose, by code that the session cannot see",
         remedy="Do what the reason says: make it a Transformer Engine layer, or call it inside of te.autocast",
         judge=Hole,
+    ),
+    Rule(
+        id="no-low-precision",
+        title="nothing runs in low precision",
+        subject="model",
+        needs="the precision of each product, which every session has",
+        collect=_COLLECT,
+        condition=(
+            f"no product runs in low precision in the first {LEAST_STEPS} collection steps or by the end. A warning if"
+            " low precision is expected: by the trainer's settings, by a recipe that the script has made, or by"
+            " features of the config; else a note"
+        ),
+        silent="models without Transformer Engine layers, unless the trainer was to convert them",
+        severity="warning",
+        source="accelerate#2597, LLaMA-Factory#9500, axolotl#3323: runs in BF16 that were meant to be FP8",
+        why="the run has the cost and the numbers of high precision",
+        disproof="the run is a baseline in high precision on purpose",
+        remedy="Run the forward inside te.autocast(enabled=True, recipe=...)",
+        judge=NoLowPrecision,
+        essential=True,
+    ),
+    Rule(
+        id="recomputed",
+        title="a backward in high precision after a checkpointed forward",
+        subject="layer",
+        needs="the precision of each product, which every session has",
+        collect=_COLLECT,
+        condition="a reentrant checkpoint recomputes the forward of a layer outside of te.autocast",
+        silent="checkpoints that recompute under the recipe",
+        severity="warning",
+        source="torch.utils.checkpoint restores torch's autocast and not Transformer Engine's",
+        why="two of three products run in high precision, and the scales of delayed scaling are not updated by them",
+        disproof="",
+        remedy=REMEDIES[Reason.RECOMPUTED][:1].upper() + REMEDIES[Reason.RECOMPUTED][1:],
+        judge=Recomputed,
     ),
     Rule(
         id="mxfp8-hybrid",

@@ -104,7 +104,7 @@ def _verdicts(verdicts: ComparedVerdicts, layer_of: dict[str, int]) -> dict[str,
     """The verdicts of both sides, and the findings that only B has, with their layers as places."""
     return {
         "summary": verdicts.summary,
-        "partial": verdicts.a.is_partial or verdicts.b.is_partial,
+        "partial": verdicts.a.is_partial or verdicts.b.state == "not enough checked",
         "a": verdicts.a.summary,
         "b": verdicts.b.summary,
         "only_b": [finding_on_page(finding, layer_of) for finding in verdicts.only_b],

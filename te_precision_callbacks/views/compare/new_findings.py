@@ -40,7 +40,7 @@ class ComparedVerdicts:
         partial = " and ".join(name for name, verdict in (("A", self.a), ("B", self.b)) if verdict.is_partial)
         unread = f" A part of {partial} cannot be read." if partial else ""
         if not self.b.judged:
-            return f"Nothing could be judged in B.{unread}"
+            return f"Nothing was checked in B.{unread}"
         gone = f" A has {many(len(self.only_a), 'finding')} that B has not." if self.only_a else ""
         found = many(len(self.only_b), "finding") if self.only_b else "no finding"
         return f"B has {found} that A has not.{gone}{unread}"
@@ -48,7 +48,7 @@ class ComparedVerdicts:
     def in_words(self) -> Iterator[str]:
         """The findings that only B has, a text for each."""
         for finding in self.only_b:
-            unknown = " A was not judged by this rule." if finding.rule in self.not_judged_in_a else ""
+            unknown = " This rule was not checked in A." if finding.rule in self.not_judged_in_a else ""
             yield f"{finding.severity}: {finding}.{unknown} {finding.remedy}."
 
     def as_json(self) -> dict[str, Any]:

@@ -98,9 +98,8 @@ def _verdict(view: RunView) -> Iterator[RenderableType]:
     """The verdict, its first findings with what to do, and what was not judged."""
     verdict = view.verdict
     stale = "" if view.judged_to == view.last else f" As of step {view.judged_to}."
-    severity = verdict[0].severity if len(verdict) else ""
-    healthy = "bold green" if verdict.judged and not view.unread else "bold"
-    yield Paragraph(verdict.summary + stale, _SEVERITY.get(severity, healthy))
+    style = _SEVERITY[verdict.severity] if verdict.wrong else "bold green" if verdict.healthy else "bold yellow"
+    yield Paragraph(verdict.summary + stale, style)
     if verdict:
         table = Table.grid(padding=(0, 1, 0, 0))
         table.add_column(no_wrap=True)

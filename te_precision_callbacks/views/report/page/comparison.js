@@ -84,10 +84,10 @@ function newFindings(report) {
   const { verdicts } = report;
   if (!verdicts) return null;
   const { only_b: found, not_judged_in_a: unknown } = verdicts;
-  return el("section", { class: `card verdict ${found[0]?.severity ?? (verdicts.partial ? "none" : "healthy")}`, "aria-labelledby": "verdict" },
+  return el("section", { class: `card verdict ${found[0]?.severity ?? (verdicts.partial ? "unchecked" : "healthy")}`, "aria-labelledby": "verdict" },
     el("h2", { id: "verdict" }, verdicts.summary),
-    found.length > 0 && el("ol", { "aria-label": "Findings of B that A has not, the worst first" }, found.map((finding) =>
-      findingLine(report, finding, unknown.includes(finding.rule) ? " A was not judged by this rule." : ""))),
+    found.length > 0 && el("ol", { "aria-label": "Findings of B that A has not, most severe first" }, found.map((finding) =>
+      findingLine(report, finding, unknown.includes(finding.rule) ? " This rule was not checked in A." : ""))),
     el("p", { class: "quiet" }, `A: ${verdicts.a}`), el("p", { class: "quiet" }, `B: ${verdicts.b}`));
 }
 

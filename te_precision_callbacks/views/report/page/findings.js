@@ -20,7 +20,7 @@ function findingLinks(report, finding) {
 
 const findingLine = (report, finding, more = "") => el("li", { class: "found" },
   el("div", {}, severityBadge(finding.severity), " ", el("strong", {}, finding.subject), `: ${finding.seen_in_words} `,
-    el("span", { class: "quiet" }, `(${finding.rule}${whenFound(report, finding)})`)),
+    el("span", { class: "quiet" }, `(${finding.rule}${whenFound(report, finding)}${finding.caused_by && `, caused by ${finding.caused_by}`})`)),
   el("p", {}, `${finding.remedy}.${more}`), findingLinks(report, finding));
 
 const toFindings = (...children) => link({ page: "findings" }, ...children);
@@ -28,13 +28,13 @@ const toFindings = (...children) => link({ page: "findings" }, ...children);
 // The verdict, with its first findings: what a report begins with.
 function verdictPart(report) {
   const { verdict } = report, { findings, not_judged: notJudged } = verdict;
-  const state = !verdict.judged ? "none" : findings[0]?.severity ?? (verdict.partial ? "none" : "healthy"), left = findings.length - FINDINGS_AT_THE_TOP;
+  const state = { "no problems found": "healthy", "problems found": verdict.severity }[verdict.state] ?? "unchecked", left = findings.length - FINDINGS_AT_THE_TOP;
   return el("section", { class: `card verdict ${state}`, "aria-labelledby": "verdict" },
     report.run.outcome.map((line) => el("p", {}, el("strong", {}, line))),
     el("h2", { id: "verdict" }, verdict.summary),
-    findings.length > 0 && el("ol", { "aria-label": "Findings, the worst first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
+    findings.length > 0 && el("ol", { "aria-label": "Findings, root causes and the most severe first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
     findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all of each` : "All of each finding")),
-    notJudged.length > 0 && el("p", { class: "quiet" }, `Not judged: ${notJudged.map(({ rule }) => rule).join(", ")}. `, toFindings("What to collect")));
+    notJudged.length > 0 && el("p", { class: "quiet" }, `Not checked: ${notJudged.map(({ rule }) => rule).join(", ")}. `, toFindings("What to collect")));
 }
 
 function findingCard(report, finding, number) {
@@ -47,9 +47,9 @@ function findingCard(report, finding, number) {
   const layers = finding.places.length > 0 && [
     finding.places.map((place, at) => [at ? ", " : "", layerLink(report, place, where)]), unnamed > 0 && ` and ${shown(unnamed)} more`];
   const told = [
-    ["seen", finding.seen_in_words], ["seen in", steps], [finding.places.length > 1 ? "layers, the first one first" : "layer", layers],
+    ["seen", finding.seen_in_words], ["caused by", finding.caused_by], ["seen in", steps], [finding.places.length > 1 ? "layers, the first one first" : "layer", layers],
     ["why it matters", finding.why], ["what to do", `${finding.remedy}.`], ["section for the config", finding.patch && el("pre", {}, finding.patch)],
-    ["nothing is wrong if", finding.disproof], ["rule", `${finding.rule}: ${finding.title}`], ["source", finding.source],
+    ["not a problem if", finding.disproof], ["rule", `${finding.rule}: ${finding.title}`], ["source", finding.source],
   ];
   return el("section", { class: `card finding-card ${finding.severity}`, "aria-labelledby": `finding-${number}` },
     el("div", { class: "head" }, el("h2", { id: `finding-${number}` }, severityBadge(finding.severity), " ", finding.subject)),
@@ -61,10 +61,10 @@ async function findingsPage(report) {
   const { verdict } = report, { findings, not_judged: notJudged } = verdict;
   return [[
     el("h1", {}, "Findings"), el("p", {}, verdict.summary),
-    !verdict.judged && el("p", { class: "quiet" }, "The run has no numbers that a rule can judge. Record statistics of its layers, for which no config is needed."),
+    !verdict.judged && el("p", { class: "quiet" }, "The run has no statistics that a rule can check. Record statistics of its layers, for which no config is needed."),
     findings.map((finding, number) => findingCard(report, finding, number)),
-    notJudged.length > 0 && card("Rules that were not judged", { about: "Collect what a rule needs, and run again." },
+    notJudged.length > 0 && card("Rules that were not checked", { about: "Collect what a rule needs, and run again." },
       table(["rule", "why not", "what to collect"], notJudged.map(({ rule, why, collect }) => [el("span", { class: "mono" }, rule), why, collect]))),
-    verdict.judged > 0 && card("Rules that were judged", { about: "te-precision rules ID explains a rule." }, el("p", { class: "mono" }, verdict.judged_rules.join(", "))),
+    verdict.judged > 0 && card("Rules that were checked", { about: "te-precision rules ID explains a rule." }, el("p", { class: "mono" }, verdict.judged_rules.join(", "))),
   ], async () => {}];
 }

@@ -1,0 +1,119 @@
+"""Rules on how a run came out: an exception that ended it, a broken contract, a failed observation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.runs.outcomes import broken_in_short
+from te_precision_callbacks.sinks.step_records import Event
+
+_NO_FAILURES = ("KeyboardInterrupt", "SystemExit", "SystemExit: 0", "Terminated")
+"""Exceptions by which a user or a scheduler ends a run."""
+
+_EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
+"""Exceptions of this package, each raised because of another finding."""
+
+
+class FailedRun(Judge):
+    """An exception that ended the run."""
+
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
+        """As of :class:`Judge`."""
+        self.judged |= facts.has_run
+        return ()
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        first_line = event.text.partition("\n")[0].rstrip(":. ")
+        is_expected = first_line in _NO_FAILURES or first_line.startswith(("Terminated:", *_EXPLAINED))
+        if event.kind == "segment_ended" and event.severity == "error" and not is_expected:
+            yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
+
+
+class BrokenContract(Judge):
+    """A contract that the products of a run do not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applies = False
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if event.kind == "contract_judged":
+            self.applies = self.judged = True
+            if event.severity != "info":
+                yield Sighting((), "", "", broken_in_short(event.text).rstrip("."), event.iteration)
+
+
+class FailedObservation(Judge):
+    """A failure of the observation, after which numbers may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applies = False
+        self._failure = ""
+
+    @property
+    def why_not(self) -> str:
+        """As of :class:`Judge`."""
+        return self._failure
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if event.kind == "observation_failed" and not self._failure:
+            self.applies = True
+            self._failure = f"in step {event.iteration}, {event.text.partition(chr(10))[0].rstrip('.')}"
+        yield from ()
+
+
+RULES = (
+    Rule(
+        id="failed-run",
+        title="an exception ended the run",
+        subject="model",
+        needs="the end of the run, which every session records",
+        collect="a run recorded by a session",
+        condition="the last start of the run was ended by an exception",
+        silent="Ctrl-C, SIGTERM and sys.exit(); exceptions that this package raises because of another finding",
+        severity="error",
+        source="arithmetic",
+        why="the training is not complete, and the cause may be in its numbers",
+        disproof="the exception was meant to end the run",
+        remedy="Read the traceback in the output of the script; findings above this one may be its cause",
+        judge=FailedRun,
+        consequence_of=("nonfinite", "nonfinite-loss", "contract"),
+    ),
+    Rule(
+        id="contract",
+        title="the run breaks its precision contract",
+        subject="model",
+        needs="a contract (require=)",
+        collect='require="fp8 >= 95%"',
+        condition="the products of the run, as they ran, do not hold require=",
+        silent="runs without require=",
+        severity="error",
+        source="the contract itself",
+        why="the run was meant to hold the contract",
+        disproof="the contract is meant for another model or recipe",
+        remedy="Follow the reason that the message and the coverage give for each product, or change the contract",
+        judge=BrokenContract,
+    ),
+    Rule(
+        id="observation",
+        title="the observation failed",
+        subject="model",
+        needs="a run without a failure of the observation",
+        collect="",
+        condition="a failure was reported, after which statistics or records are missing",
+        silent="runs without failures",
+        severity="note",
+        source="the events of the run",
+        why="what was not observed cannot be checked",
+        disproof="the failure concerns statistics that nobody needs",
+        remedy="Read the failure in the log; report it if it is one of this package",
+        judge=FailedObservation,
+        essential=True,
+    ),
+)
