@@ -2,7 +2,7 @@
 
 verdict = session.findings
 verdict.state           # "problems found", "no problems found" or "not enough checked"
-str(verdict)            # "1 warning (9 of 12 rules checked). First: gradient of h.4.mlp.fc1: ..."
+str(verdict)            # "Problems found: 1 warning (9 of 12 rules checked). First: ..."
 for finding in verdict:
     print(finding.severity, finding.rule, finding.layers, finding.seen, finding.remedy)
 """
@@ -250,7 +250,7 @@ class Verdict(Sequence[Finding]):
         ]
         checked = f"({len(self.judged)} of {many(total, 'rule')} checked{partial})."
         if self.wrong:
-            return f"{', '.join(counts)} {checked}"
+            return f"Problems found: {', '.join(counts)} {checked}"
         if not self.judged:
             reasons = {each.why for each in self.not_judged}
             why = f": {reasons.pop()}" if len(reasons) == 1 else ""

@@ -107,11 +107,17 @@ class _OfRank:
         self._splitter = Splitter(series.__getitem__)
         self._last = -1
         self._told = -1
+        self._ends: list[tuple[int, Event]] = []
         self._place: int | None = None
 
     def judge(self, run: RecordedRun, read: _Read) -> Diagnosis:
         """Judge all that is recorded so far."""
-        if self._seen != read.up_to(self._last, self._told) or read.has_steps_between(self._last, self._told):
+        is_resumed = self._ends != read.ends[: len(self._ends)]
+        if (
+            is_resumed
+            or self._seen != read.up_to(self._last, self._told)
+            or read.has_steps_between(self._last, self._told)
+        ):
             self._begin()
         diagnosis, facts = self._diagnosis, read.facts
         diagnosis.has_run = diagnosis.has_run or bool(len(run.steps) or run.unread or run.lacks_in_words)
@@ -132,6 +138,9 @@ class _OfRank:
         self._seen = read.up_to(self._last, self._told)
         if self._know(facts, facts.last):
             self._seen = None  # what comes next would see them in its own step
+        for rank, event in read.ends[len(self._ends) :]:
+            diagnosis.event(event, rank or None)
+        self._ends = read.ends
         return diagnosis
 
     def _tell(self, read: _Read, until: int) -> None:
@@ -213,10 +222,12 @@ class _Common:
         rank_of_series: [series]: whose own numbers they are; ``REDUCED`` of those that are reduced over ranks.
         saved: the iterations before which a checkpoint has taken the state.
         logged: what the trainer has logged, by iteration.
+        ends: the ends of the last start, each with the rank that recorded it.
     """
 
     def __init__(self, run: RecordedRun) -> None:
         self.facts = _Facts(run)
+        self.ends: list[tuple[int, Event]] = []
         self.rank_of_series = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
         events = [row for row in run.events.to_pylist() if row["iteration"] is not None]
         self.saved = sorted(row["iteration"] for row in events if row["kind"] == "checkpoint_saved")
@@ -228,9 +239,10 @@ class _Common:
                 logged.setdefault(iteration, _Logged({}, [], [])).scalars[name] = value
         for row in sorted(events, key=lambda row: row["rank"] or 0):
             of_step = logged.setdefault(row["iteration"], _Logged({}, [], []))
-            if row["kind"] == "segment_ended" and row["segment"] != run.segments[-1].number:
-                continue  # the run went on
-            if row["kind"] != "finding":
+            if row["kind"] == "segment_ended":
+                if row["segment"] == run.segments[-1].number:  # else the run went on
+                    self.ends.append((row["rank"] or 0, _event(row)))
+            elif row["kind"] != "finding":
                 of_step.events.append((row["rank"] or 0, _event(row)))
             elif (heard := _heard(row["data"])) is not None:
                 of_step.of_ranks.append(heard)
@@ -261,6 +273,7 @@ class _Read:
         self._unscaled = (table["flags"].fill_null(0).to_numpy()[order] & STEP0) != 0
         self.saved = common.saved
         self._logged = common.logged if None in ranks else []
+        self.ends = common.ends if None in ranks else []
 
     def steps(
         self, last: int

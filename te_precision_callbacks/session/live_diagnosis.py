@@ -64,8 +64,8 @@ class LiveDiagnosis:
         self._react(self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None), scalars.iteration)
 
     def event(self, event: Event) -> None:
-        """Check an event of the run."""
-        self._react(self._diagnosis.event(event, own_rank() or None), event.iteration)
+        """Check an event of the run, which was reported when it happened."""
+        self._diagnosis.event(event, own_rank() or None)
 
     def judge(self, records: StepRecords) -> StepRecords:
         """Judge the numbers of a step, and give its records with the number of findings so far."""

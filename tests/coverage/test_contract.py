@@ -18,6 +18,7 @@ from te_precision_callbacks.cli import app
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.session import InspectSession, PrecisionContractError, running_session
@@ -313,23 +314,26 @@ def test_each_output_says_first_what_is_broken(
 ) -> None:
     monkeypatch.delenv("TE_PRECISION_QUIET")
     run(tmp_path, "fp8 >= 95%", steps=3, on_broken="warn")
-    said = "The run breaks its precision contract (require=), judged after step 2: fp8 >= 95%: it is 50.0 %."
-    assert capsys.readouterr().err.splitlines()[0] == f"te-precision: {said}"
-    assert (tmp_path / "precision_summary.txt").read_text().splitlines()[2] == said
-    outcome = outcome_in_words(open_run(tmp_path))
-    assert outcome == [said]
-    printed = CliRunner().invoke(app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"}).output
-    assert printed.splitlines()[0] == said
+    broken = "The run breaks its precision contract (require=), judged after step 2: fp8 >= 95%: it is 50.0 %"
+    for first, second in (
+        [line.removeprefix("te-precision: ") for line in capsys.readouterr().err.splitlines()[:2]],
+        (tmp_path / "precision_summary.txt").read_text().splitlines()[2:4],
+        CliRunner().invoke(app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"}).output.split("\n\n")[:2],
+    ):
+        assert first.startswith("Problems found: 1 error")
+        assert f"error: the model: {broken}" in second
 
 
 def test_a_failed_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError):
         run(tmp_path, "fp8 >= 95%")
-    [failed, broken] = outcome_in_words(open_run(tmp_path))
+    [failed] = outcome_in_words(open_run(tmp_path))
     assert failed.startswith(
         "The run failed with step 2 as the last one: PrecisionContractError: 2: The run breaks its precision contract"
     )
-    assert broken.endswith("judged after step 2: fp8 >= 95%: it is 50.0 %.")
+    (broken,) = diagnose(tmp_path).wrong
+    assert (broken.rule, broken.severity, broken.since) == ("contract", "error", 2)
+    assert broken.seen.endswith("judged after step 2: fp8 >= 95%: it is 50.0 %")
     console = CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": "200"}).output
     assert console.splitlines()[0].startswith("The run failed with step 2 as the last one: ")
 

@@ -42,16 +42,16 @@ def test_a_finding_with_its_remedy(planted: Path) -> None:
     result = called("diagnose", planted)
     assert result.exit_code == 1
     first, _, finding, seen, *_ = result.output.splitlines()
-    assert first.startswith("1 warning in ")
+    assert first.startswith("Problems found: 1 warning (")
     assert finding.startswith("warning: gradient of 4.fc: at step 2, std is ")
     assert seen == "  seen in: steps 0 to 20; no step is known to be good"
     assert "  what to do: Look at what the first of these layers does otherwise" in result.output
-    assert "Not judged:" in result.output
+    assert "Not checked:" in result.output
 
 
 def test_json(planted: Path) -> None:
     told = json.loads(called("diagnose", planted, "--json").output)
-    assert told["verdict"].startswith("1 warning in ")
+    assert told["verdict"].startswith("Problems found: 1 warning (")
     assert told["judged"] > 5
     (finding,) = told["findings"]
     assert (finding["rule"], finding["layers"], finding["tensor"], finding["since"]) == (
@@ -61,7 +61,7 @@ def test_json(planted: Path) -> None:
         0,
     )
     assert {"severity", "seen", "seen_at", "why", "remedy", "source", "disproof", "patch"} <= set(finding)
-    assert all(set(each) == {"rule", "why", "collect"} for each in told["not_judged"])
+    assert all(set(each) == {"rule", "why", "collect", "essential"} for each in told["not_judged"])
 
 
 def test_one_form_in_all_outputs(planted: Path) -> None:
@@ -76,7 +76,7 @@ def test_one_form_in_all_outputs(planted: Path) -> None:
 def test_a_healthy_run_and_one_without_numbers(tmp_path: Path) -> None:
     train(tmp_path / "healthy", steps=11, defect=False)
     result = called("diagnose", tmp_path / "healthy")
-    assert (result.exit_code, result.output.startswith("Nothing wrong in ")) == (0, True)
+    assert (result.exit_code, result.output.startswith("No problems found")) == (0, True)
     assert "there is no such file or folder" in refusal("diagnose", tmp_path / "nothing")
 
 
@@ -84,7 +84,7 @@ def test_a_run_without_a_step_says_that_it_has_none(tmp_path: Path) -> None:
     with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path) as session:
         session.state_dict()
     result, told = called("diagnose", tmp_path), json.loads(called("diagnose", tmp_path, "--json").output)
-    assert (result.exit_code, result.output) == (3, "Nothing could be judged: no training step has run.\n")
+    assert (result.exit_code, result.output) == (3, "Nothing was checked: no training step has run.\n")
     assert {(each["why"], each["collect"]) for each in told["not_judged"]} == {("no training step has run", "")}
 
 
@@ -96,7 +96,7 @@ def test_a_run_without_numbers_and_a_plain_log(tmp_path: Path) -> None:
         session.log({"loss": 1.0})
         session.step()
     result = called("diagnose", tmp_path / "run")
-    assert (result.exit_code, result.output.splitlines()[0][:13]) == (0, "Nothing wrong")
+    assert (result.exit_code, result.output.splitlines()[0][:18]) == (3, "Not enough checked")
     log = tmp_path / "plain" / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
     log.parent.mkdir(parents=True)
     line = "2026-11-22 13:01:44,718 - INFO - net.fc1_gradient_cur_amax \t\t\t\t iteration={:06d} \t\t\t\t value=0.0000"
@@ -201,8 +201,8 @@ def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert first == "A part of the run cannot be read. The verdict is on the rest:"
     assert "cannot be read, and its rows are missing" in f"{second} {rest[0]}"
-    (line,) = [line for line in result.output.splitlines() if line.startswith("Nothing wrong in")]
-    assert line.endswith("judged, and a part of the run cannot be read.")
+    assert "\nNot enough checked: " in result.output
+    assert "checked; a part of the run cannot be read)." in " ".join(result.output.split())
     assert result.output.count("its rows are missing") == 1, "it is told once"
     told = json.loads(called("diagnose", tmp_path, "--json").output)
     assert len(told["unread"]) == 1
@@ -213,7 +213,7 @@ def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
     whole_memory = memory.read_bytes()
     memory.write_bytes(b"")
     shown = " ".join(called("show", tmp_path).output.split())
-    assert "judged, and a part of the run cannot be read." in shown, "there are numbers to show"
+    assert "a part of the run cannot be read)." in shown, "there are numbers to show"
     memory.write_bytes(whole_memory)
     values.write_bytes(whole[:100])
     next(tmp_path.rglob("run.json")).write_text("{")
@@ -229,6 +229,6 @@ def test_a_run_without_records_is_said_to_be_a_log(tmp_path: Path) -> None:
     result = called("diagnose", tmp_path)
     first, second, *_ = result.output.splitlines()
     assert "has no records. A log of nvidia-dlfw-inspect: layers, coverage" in f"{first} {second}"
-    assert "Nothing wrong in " in result.output
+    assert "Not enough checked: " in result.output or "Nothing was checked" in result.output
     told = json.loads(called("diagnose", tmp_path, "--json").output)
     assert any(note.startswith("A log of nvidia-dlfw-inspect: ") for note in told["notes"])

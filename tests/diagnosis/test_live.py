@@ -149,7 +149,9 @@ def test_what_has_ended_a_run_is_said_before_the_verdict(
         raise error
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first == f"te-precision: stopped: {stopped}"
-    assert second.startswith("te-precision: Nothing wrong in ")
+    failed = outcome == "failed" and "SIGTERM" not in stopped
+    assert second.startswith("te-precision: Problems found: 1 error" if failed else "te-precision: Not enough checked")
+    assert ("failed-run" in {finding.rule for finding in diagnose(tmp_path)}) == failed
     assert outcome_in_words(open_run(tmp_path)) == [f"The run {outcome} with step 0 as the last one: {stopped}."]
 
 
@@ -195,7 +197,7 @@ def test_a_finding_that_stops_is_told_by_the_error_and_at_the_end(
     assert finding.seen in str(caught.value)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"te-precision: stopped: {finding.in_short}, by on_finding="
-    assert lines[1].startswith("te-precision: 1 warning in ")
+    assert lines[1].startswith("te-precision: Problems found: 1 warning (")
     assert lines[2] == f"  warning: {finding}"
     assert f"Warning: {finding.in_short} stops the training." in caplog.text
     assert finding.seen not in caplog.text
@@ -216,7 +218,7 @@ def test_the_closing_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.delenv("TE_PRECISION_QUIET")
     train(tmp_path)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("te-precision: 1 warning in ")
+    assert lines[0].startswith("te-precision: Problems found: 1 warning (")
     assert lines[1].startswith(f"  warning: gradient of {LAYER}: at step 2, std is ")
     assert lines[2].startswith("  FP8 in 100 % of the multiply-adds")
     assert lines[3:] == [f"  logs: {tmp_path}", f"  page: te-precision report {tmp_path}"]
@@ -395,7 +397,7 @@ def test_a_scaler_for_float16(tmp_path: Path) -> None:
         scaler.step(optimizer)
         session.step()
     assert "grad-scaler" in session.findings.judged
-    assert session.healthy
+    assert not session.findings.wrong
 
 
 def test_arguments_that_the_recipe_does_not_use(tmp_path: Path) -> None:
@@ -421,7 +423,8 @@ def test_a_gradient_norm_that_creeps_up(tmp_path: Path) -> None:
             session.log({"loss": torch.tensor(2.0), "grad_norm": 1.05**step})
             session.step()
     assert [(finding.rule, finding.severity, finding.since) for finding in session.findings] == [
-        ("gradient-norm", "note", 0)
+        ("no-low-precision", "note", None),
+        ("gradient-norm", "note", 0),
     ]
     assert diagnose(tmp_path) == session.findings
 
@@ -484,7 +487,7 @@ def test_a_checkpoint_after_the_last_due_step_is_known(tmp_path: Path) -> None:
             session.step()
             if step == 2:
                 session.state_dict()
-    (finding,) = session.findings
+    (finding,) = session.findings.wrong
     assert (finding.last_good, finding.checkpoint) == (4, 3)
     assert diagnose(tmp_path) == session.findings
 
@@ -499,7 +502,7 @@ def test_a_run_without_a_step_is_judged_by_its_forwards(
         for _ in range(forwards):
             net(torch.ones(16, 32))
     assert bool(session.findings.judged) == bool(forwards)
-    says = "te-precision: Nothing could be judged: no training step has run."
+    says = "te-precision: Nothing was checked: no training step has run."
     assert (says in capsys.readouterr().err) == (not forwards)
     if forwards:
         assert diagnose(tmp_path) == session.findings

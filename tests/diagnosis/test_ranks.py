@@ -37,7 +37,7 @@ def recorded(folder: Path, of_ranks: Mapping[int | None, Mapping[str, int]], wor
 
 
 def test_each_rank_is_judged(tmp_path: Path) -> None:
-    assert recorded(tmp_path / "healthy", {rank: {} for rank in range(4)}).healthy
+    assert not recorded(tmp_path / "healthy", {rank: {} for rank in range(4)}).wrong
     (found,) = verdict = recorded(tmp_path / "last", {0: {}, 1: {}, 2: {}, 3: {"fc2": 4}})
     assert (found.rule, found.layers, found.ranks, found.since, found.until) == ("nonfinite", ("fc2",), (3,), 4, 5)
     assert (found.last_good, verdict.rank) == (3, None)
@@ -87,4 +87,4 @@ def test_two_ranks_are_compared_by_what_is_found_on_each(tmp_path: Path) -> None
     assert found is not None
     assert found.summary == "B has 1 finding that A has not."
     assert [(each.rule, each.ranks) for each in found.only_b] == [("nonfinite", (1,))]
-    assert (found.b.rank, found.a.healthy, found.b.healthy) == (1, True, False)
+    assert (found.b.rank, found.a.wrong, bool(found.b.wrong)) == (1, (), True)

@@ -118,7 +118,7 @@ def test_a_healthy_run_has_no_finding() -> None:
     verdict = judged([ordinary()] * 6, facts())
     assert not len(verdict)
     assert verdict.healthy
-    assert str(verdict) == f"Nothing wrong in {len(verdict.judged)} of {_all(verdict)} rules judged."
+    assert str(verdict) == f"No problems found ({len(verdict.judged)} of {_all(verdict)} rules checked)."
     assert {"nonfinite", "overflow", "underflow", "sibling", "growth", "hole", "dead-gradient"} <= set(verdict.judged)
 
 
@@ -129,9 +129,9 @@ def _all(verdict: Verdict) -> int:
 def test_nothing_is_judged_without_numbers() -> None:
     verdict = judged([])
     assert not verdict.judged
-    assert str(verdict) == "Nothing could be judged: no training step has run."
+    assert str(verdict) == "Nothing was checked: no training step has run."
     verdict = judged([{}])
-    assert str(verdict) == "Nothing could be judged."
+    assert str(verdict) == "Nothing was checked."
     assert all(each.why.startswith("it needs ") and each.collect for each in verdict.not_judged)
 
 
@@ -645,7 +645,7 @@ def test_layers_that_low_precision_makes_slower(gpu: str, tokens: int, found: bo
     sizes = {"m": 8192, "k": 8192} if tokens > 8192 else {"m": 1024, "k": 1024}
     known = facts(settings=Settings(gpu=gpu), n=tokens, **sizes)
     verdict = judged([ordinary()], known)
-    assert verdict.healthy, "it is a note"
+    assert not verdict.wrong, "it is a note"
     assert ("slower-in-low-precision" in verdict.judged) == (found is not None)
     if found:
         finding = only(verdict, "slower-in-low-precision")
@@ -663,7 +663,7 @@ def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
     assert {"nonfinite", "hole"} <= set(first.judged)
     waiting = {each.rule: each for each in first.not_judged}
     for rule, needed in (("overflow", 3), ("stale-scale", 3), ("sibling", 3), ("dead-gradient", 3), ("growth", 3)):
-        assert waiting[rule] == (rule, f"it needs {needed} due steps, and has had 1", "")
+        assert waiting[rule][:3] == (rule, f"it needs {needed} due steps, and has had 1", "")
     assert {"overflow", "stale-scale", "sibling", "dead-gradient", "growth"} <= set(
         judged([ordinary()] * 3, delayed).judged
     )

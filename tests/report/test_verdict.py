@@ -90,7 +90,7 @@ def test_the_first_screen_begins_with_the_verdict(look: Look, run: RecordedRun, 
     said = region.inner_text()
     for text in (verdict[0].subject, verdict[0].seen, verdict[0].remedy, "since step 0", "warning"):
         assert text in said
-    assert "Not judged: " + ", ".join(each.rule for each in verdict.not_judged) in said
+    assert "Not checked: " + ", ".join(each.rule for each in verdict.not_judged) in said
     ink, back = (region.locator(".severity").evaluate(f"node => getComputedStyle(node).{name}")
                  for name in ("color", "backgroundColor"))  # fmt: skip
     assert ink != back
@@ -155,7 +155,7 @@ def test_the_page_of_findings_has_all_of_each(look: Look, run: RecordedRun, repo
 def test_without_a_finding_it_says_so(look: Look, tmp_path: Path) -> None:
     run = open_run(defective(tmp_path, power=0))
     look.open(write_report(run, tmp_path / "report.html"))
-    assert look.page.locator(".verdict.healthy h2").inner_text() == diagnose(run).summary
+    assert look.page.locator(".verdict.unchecked h2").inner_text() == diagnose(run).summary
     assert look.page.locator(".verdict li").count() == 0
     look.turn("page=findings")
     assert look.page.locator(".finding-card").count() == 0

@@ -235,13 +235,13 @@ def test_a_finding_of_the_last_due_step_stops_at_the_end(two: Path) -> None:
 
 def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two: Path) -> None:
     """The loss of rank 1, which is not recorded, is nan before that of rank 0."""
-    (finding,) = diagnose(two / "lost")
+    (finding,) = diagnose(two / "lost").wrong
     said = "loss is nan (nonfinite-loss, since step 3, on rank 1)"
     assert str(finding) == f"the model: at step 3, {said}"
     for folder in (two / "lost", two / "lost on one rank"):
         texts = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
         assert all(f"the model: {said}" in text for text in texts)
-        assert all("\n1 error in " in text for text in texts), "that of the rank that has not found it too"
+        assert all("\nProblems found: 1 error" in text for text in texts), "that of the rank that has not found it too"
     assert (finding.last_good, finding.checkpoint, finding.until) == (2, 2, 4)
 
 
@@ -249,8 +249,9 @@ def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two:
 def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
     """Either by the rank's own numbers of each step, or by those that were gathered when the run has ended."""
     folder = two / f"on one rank {reduce}"
-    (found,) = verdict = diagnose(folder)
-    assert not verdict.healthy
+    verdict = diagnose(folder)
+    found, *consequences = verdict.wrong
+    assert [finding.rule for finding in consequences] == ["failed-run"] * reduce, "the script raises in one of the two"
     assert verdict.rank is None
     assert (found.rule, found.ranks, found.since, found.last_good) == ("nonfinite", (1,), 2, 1)
     assert str(found).endswith("(nonfinite, since step 2, on rank 1)")
@@ -258,8 +259,8 @@ def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
     assert [text.count("Error: ") for text in live] == [0, 1]
     assert "(nonfinite, since step 2, on rank 1). What to do: " in live[1]
     said = live[0].splitlines()[0]
-    assert said.startswith("Nothing wrong in ")
-    assert said.endswith(" judged, by the numbers that rank 0 knows.")
+    assert said.startswith("Problems found: 1 error" if reduce else "Not enough checked: ")
+    assert "checked; by the numbers of rank 0 alone)." in said
     kinds = [(row["kind"], row["rank"]) for row in open_run(folder).events.to_pylist()]
     assert ("finding", 1) in kinds
     result = CliRunner().invoke(app, ["diagnose", str(folder)])

@@ -279,7 +279,7 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
     for number, lines in enumerate(first[2:]):
         line = lines[1].split("  ")
         assert line[0] == f"step {number}"
-        assert line[1].startswith("Nothing wrong in ")
+        assert line[1].startswith("Not enough checked: ")
         assert line[2] == f"worst underflows% {number} @ {number} in fc1 activation"
     assert third[-2:] == ["step 2  dump_written  number 2", third[-1]]
     last = capsys.readouterr().out
@@ -387,16 +387,16 @@ def test_the_verdict_is_the_first_line(tmp_path: Path) -> None:
     assert lines[1].endswith("(sibling, since step 0)")
     assert lines[2].strip() == f"{verdict[0].remedy}."
     assert lines[3] == f"more: te-precision diagnose {tmp_path}"
-    assert lines[4] == "Not judged: " + ", ".join(each.rule for each in verdict.not_judged) + "."
-    assert [line for line in lines if line.startswith("Not judged")] == [lines[4]], "in one line"
+    assert lines[4] == "Not checked: " + ", ".join(each.rule for each in verdict.not_judged) + "."
+    assert [line for line in lines if line.startswith("Not checked")] == [lines[4]], "in one line"
 
 
 def test_a_healthy_run_says_so_first_and_lists_no_magnitude_as_the_worst(tmp_path: Path) -> None:
     magnitudes = {("fc1", "activation", name): np.ones(STEPS) for name in ("cur_amax", "max", "min", "mean", "std")}
     record(tmp_path, {**values(), **magnitudes})
     view = look(open_run(tmp_path))
-    assert view.verdict.healthy
-    assert drawn(tmp_path, 100).startswith("Nothing wrong in ")
+    assert not view.verdict.wrong
+    assert drawn(tmp_path, 100).startswith("Not enough checked: ")
     assert list(view.worst) == ["sqnr_db", "underflows%"]
     (amax,) = look(open_run(tmp_path), ["cur_amax"]).worst["cur_amax"]
     assert amax.layer == "fc1", "it is shown when it is asked for"
@@ -468,7 +468,7 @@ def test_a_run_that_is_followed_is_judged_as_often_as_the_cost_allows(
     assert view.judged_to == 20
     console = Console(file=io.StringIO(), width=200)
     console.print(Screen(view))
-    assert "As of step 20." in console.file.getvalue().splitlines()[0]  # type: ignore[attr-defined]
+    assert "As of step 20." in console.file.getvalue().partition("Not checked")[0]  # type: ignore[attr-defined]
     run.close("ended")
     ended = look(open_run(tmp_path), judge=judge)
     assert ended.judged_to == 39, "what has ended is judged at once"

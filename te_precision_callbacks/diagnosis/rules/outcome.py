@@ -9,7 +9,7 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.runs.outcomes import broken_in_short
 from te_precision_callbacks.sinks.step_records import Event
 
-_NO_FAILURES = ("KeyboardInterrupt", "SystemExit", "SystemExit: 0", "Terminated")
+_NO_FAILURES = ("KeyboardInterrupt", "SystemExit", "SystemExit: 0", "Terminated", "SIGTERMException")
 """Exceptions by which a user or a scheduler ends a run."""
 
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
@@ -105,7 +105,7 @@ RULES = (
         title="the observation failed",
         subject="model",
         needs="a run without a failure of the observation",
-        collect="",
+        collect="a run in which nothing of the observation fails",
         condition="a failure was reported, after which statistics or records are missing",
         silent="runs without failures",
         severity="note",

@@ -62,12 +62,11 @@ def _is_hole(layer: LayerFacts) -> bool:
 class NoLowPrecision(Judge):
     """A run in which no product runs in low precision."""
 
-    needed = LEAST_STEPS
-
     def __init__(self) -> None:
         super().__init__()
         self._facts = Facts()
         self._has_low = False
+        self._steps = 0
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
@@ -78,10 +77,10 @@ class NoLowPrecision(Judge):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        self.saw(numbers.iteration)
-        if self.judged:
+        self._steps += any(layer.low or layer.reasons for layer in facts.layers.values())
+        if self._steps >= LEAST_STEPS:
+            self.judged = True
             yield from self._sighting(facts)
-        self.judged |= self._has_low
 
     def event(self, event: Event) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
@@ -236,7 +235,7 @@ RULES = (
         severity="warning",
         source="torch.utils.checkpoint restores torch's autocast and not Transformer Engine's",
         why="two of three products run in high precision, and the scales of delayed scaling are not updated by them",
-        disproof="",
+        disproof="the backward is meant to run in high precision",
         remedy=REMEDIES[Reason.RECOMPUTED][:1].upper() + REMEDIES[Reason.RECOMPUTED][1:],
         judge=Recomputed,
     ),
