@@ -177,6 +177,8 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                     session.overflow.follow(loop.accelerator)
             history = HistorySummary(self._options.prefix)
             self._training = Training(session, reporting, history, loop, model)
+            if loop is not None and loop.accelerator is not None and args.logging_nan_inf_filter:
+                self._training.follow(loop.accelerator)
         except BaseException as error:
             session.stop(error)
             raise
@@ -248,16 +250,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         folder = Path(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if self._training is not None and self._training.running and folder.is_dir():
             self._training.session.save_fingerprint(folder)
-
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Take the loss of a micro-batch, so that an inf or nan is found that the trainer does not log. The sum of the
-        losses of a step is recorded as ``loss_step``, and not read here.
-
-        Args:
-            loss: what ``Trainer.training_step`` returns: a number, the share of the micro-batch in the step's loss.
-        """
-        if self._training is not None and self._training.running:
-            self._training.note_loss(loss)
 
     # ------------------------------------------------------------------ end
 

@@ -19,14 +19,14 @@ from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.runs.answers import is_loss_of_training, loss_first
 from te_precision_callbacks.statistics.series import Family
 
-RISES = ((2, 1, 5.0, 30.0), (3, 3, 3.0, 3.0), (5, 5, 1.5, 1.5))
+RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
 """The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
 last ones are above all of the 20 before."""
 
 BLOCK, LASTS = 20, 5
 """Losses of which a level is the median; last losses that must all be above it."""
 
-SPREADS, LOST = 4.0, 0.5
+SPREADS, LOST = 4.0, 0.8
 """A rise above the best level, in spreads (95th percentile above the median); the share of the progress that is lost,
 or of the best level where there is no progress."""
 
@@ -215,7 +215,7 @@ class WeightJump(Judge):
         for statistic in ("cur_amax", "std", "l2_norm"):
             for column in numbers.all(statistic, ("weight",)):
                 self.saw(numbers.iteration)
-                yield from self._jump(numbers, facts, column)
+                yield from self._jump(numbers, facts, numbers.unbroken(column))
 
     def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -255,7 +255,8 @@ RULES = (
         collect=_LOSS,
         condition=(
             "the last losses are far above the greatest of the 20 before: the last 2 at least 5 times, and one of them"
-            " 30 times; the last 3 at least 3 times; or the last 5 at least 1.5 times. Or the last"
+            " 30 times; the last 3 at least 4 times, or 3 times if there are 3 before; or the last 5 at least 2.5 times if"
+            " there are 5 before. Or the last"
             f" {LASTS} are above the best level (the median of {BLOCK} losses) by {SPREADS:g} times its spread (95th"
             f" percentile less median) and by {100 * LOST:g} % of the progress since the start, or of the level where"
             " there is no progress. An error if the loss is twice its first value; else a warning"
