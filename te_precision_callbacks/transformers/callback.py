@@ -23,7 +23,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.session import InspectSession, SessionError, running_session
-from te_precision_callbacks.session.resumed_loss import loss_after_resume
+from te_precision_callbacks.session.resumed_loss import loss_after_resume, losses_before
 from te_precision_callbacks.sinks import MetricSelection
 from te_precision_callbacks.transformers.closing import DebugCallback, close_with, refuse_data_parallel
 from te_precision_callbacks.transformers.log_history import HistorySummary
@@ -165,6 +165,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             resumes = loop is not None and loop.checkpoint is not None
             self._resumed_at = state.global_step if resumes and state.is_world_process_zero else None
             if loop is not None and loop.checkpoint is not None:
+                session.resumed_loss.restored = losses_before(state.log_history, state.global_step)
                 if loop.accelerator is not None:
                     restore_states(loop.accelerator, model, loop.checkpoint)
                 session.load_fingerprint(loop.checkpoint)

@@ -82,7 +82,17 @@ def heavy(steps: int) -> list[float]:
         [2.0],
         [],
     ],
-    ids=["noise", "one spike", "a coarser curve", "a restart", "single samples", "rewards", "regression", "one", "none"],
+    ids=[
+        "noise",
+        "one spike",
+        "a coarser curve",
+        "a restart",
+        "single samples",
+        "rewards",
+        "regression",
+        "one",
+        "none",
+    ],
 )
 def test_losses_that_do_not_diverge(losses: list[float]) -> None:
     assert found(logged(losses)) == []
@@ -221,7 +231,9 @@ def test_a_training_that_diverges_and_its_remedy(tmp_path: Path, blocks: int) ->
     assert diagnose(tmp_path / "diverges") == session.findings
     remedied = trained(tmp_path / "lower rate", blocks)
     assert found(remedied.findings) == []
-    assert {"diverging-loss", "gradient-jump", "nonfinite-gradient-norm", "weight-jump"} <= set(remedied.findings.judged)
+    assert {"diverging-loss", "gradient-jump", "nonfinite-gradient-norm", "weight-jump"} <= set(
+        remedied.findings.judged
+    )
 
 
 def test_weights_that_are_overwritten(tmp_path: Path) -> None:
@@ -231,3 +243,21 @@ def test_weights_that_are_overwritten(tmp_path: Path) -> None:
     assert (rules["weight-jump"].since, len(rules["weight-jump"].layers)) == (30, 4)
     assert rules["diverging-loss"].since == 30
     assert diagnose(tmp_path) == session.findings
+
+
+@pytest.mark.parametrize(("after", "expected"), [(10.0, [("diverging-loss", "error", 24)]), (0.32, [])])
+@pytest.mark.parametrize("folder", ["run", "other"])
+def test_a_loss_that_jumps_at_a_resume(tmp_path: Path, folder: str, after: float, expected: Found) -> None:
+    """NVIDIA/Megatron-LM#1842: 0.3 before the resume, 10 after it."""
+    net, state = te.Linear(32, 32), dict[str, object]()
+    noise = falling(30, 0.0, 0.0, 0.02)
+    for name, loss in (("run", 0.3), (folder, after)):
+        with InspectSession(model=net, log_dir=tmp_path / name) as session:
+            session.load_state_dict(state)
+            for step in range(6 if state else 24):
+                net(torch.randn(16, 32)).sum().backward()
+                session.log({"loss": torch.tensor(loss + noise[step])})
+                session.step()
+            state = session.state_dict()
+    assert [each for each in found(session.findings) if "loss" in each[0]] == expected
+    assert [each for each in found(diagnose(tmp_path / folder)) if "loss" in each[0]] == expected

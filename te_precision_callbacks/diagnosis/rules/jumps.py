@@ -17,6 +17,7 @@ from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.runs.answers import is_loss_of_training, loss_first
+from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.series import Family
 
 RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
@@ -48,6 +49,14 @@ class DivergingLoss(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._curves: dict[str, _Curve] = {}
+        self._restored: list[tuple[int, float]] = []
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        losses = event.data.get("losses") if event.kind == "losses_restored" else None
+        if isinstance(losses, list) and all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
+            self._restored = [(event.iteration, loss) for loss in losses]
+        yield from ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
@@ -55,7 +64,11 @@ class DivergingLoss(Judge):
         if losses:
             self.saw(iteration)
         for name in losses:
-            yield from self._curves.setdefault(name, _Curve(name)).add(iteration, values[name])
+            if name not in self._curves:
+                self._curves[name] = _Curve(name)
+                for earlier in self._restored:
+                    deque(self._curves[name].add(*earlier), maxlen=0)
+            yield from self._curves[name].add(iteration, values[name])
 
 
 class _Curve:
