@@ -227,7 +227,7 @@ def test_a_training_that_diverges_and_its_remedy(tmp_path: Path, blocks: int) ->
     session = trained(tmp_path / "diverges", blocks, lr=1.0, steps=12)
     first = session.findings[0]
     assert (first.rule, first.severity, first.layers) == ("diverging-loss", "error", ())
-    assert first.since is not None and first.since <= 2
+    assert first.since in (1, 2)
     assert diagnose(tmp_path / "diverges") == session.findings
     remedied = trained(tmp_path / "lower rate", blocks)
     assert found(remedied.findings) == []

@@ -268,8 +268,8 @@ RULES = (
         collect=_LOSS,
         condition=(
             "the last losses are far above the greatest of the 20 before: the last 2 at least 5 times, and one of them"
-            " 30 times; the last 3 at least 4 times, or 3 times if there are 3 before; or the last 5 at least 2.5 times if"
-            " there are 5 before. Or the last"
+            " 30 times; the last 3 at least 4 times, or 3 times with 3 before; or the last 5 at least 2.5 times, with 5"
+            " before. Or the last"
             f" {LASTS} are above the best level (the median of {BLOCK} losses) by {SPREADS:g} times its spread (95th"
             f" percentile less median) and by {100 * LOST:g} % of the progress since the start, or of the level where"
             " there is no progress. An error if the loss is twice its first value; else a warning"
@@ -319,7 +319,7 @@ RULES = (
         subject="model",
         needs="the gradient norm, as the trainer logs it",
         collect=_NORM,
-        condition="a number that the trainer logs as the gradient norm is inf or nan, and no GradScaler scales the loss",
+        condition="the gradient norm that the trainer logs is inf or nan, and no GradScaler scales the loss",
         silent="a GradScaler for float16, which skips such steps and lowers its scale",
         severity="error",
         source="arithmetic",
@@ -339,12 +339,13 @@ RULES = (
         needs="cur_amax, std or l2_norm of weights in at least 3 collection steps",
         collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or no config at all; and a longer run",
         condition=(
-            f"amax, std or norm of the weights of at least 2 layers, and of half of all, changes by 2^{WEIGHT_JUMP:g} or"
-            f" more between two collection steps, up or down, after a change of at most 2^{STEADY:g} before"
+            "amax, std or norm of the weights of at least 2 layers, and of half of all, changes by"
+            f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
+            f" 2^{STEADY:g} before"
         ),
         silent="weights that begin at 0 or small and grow; a large learning rate from the start",
         severity="warning",
-        source="NVIDIA/Megatron-LM#5236 (weights overwritten at a checkpoint), #1842 (after a resume); the factor is ours",
+        source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); the factor is ours",
         why="an optimizer's step does not do this: something else has written the weights",
         disproof="the script has set or rescaled the weights at that step",
         remedy=(
