@@ -34,7 +34,7 @@ from te_precision_callbacks.sinks.loggers import (
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.sinks.metrics import Histogram
+from te_precision_callbacks.sinks.metrics import Histogram, overall_name
 
 try:
     from lightning.fabric.loggers.csv_logs import CSVLogger
@@ -228,6 +228,10 @@ class PrecisionDebugCallback(Callback):
         if stepped or self._step_on == "batch":
             self._live.log(self._numbers.take(trainer), self._step_of_batch)
             self._live.step(self._step_of_batch)
+            # The loggers have it already; Lightning's own callbacks, such as EarlyStopping, get it here.
+            name, count = overall_name(self._options.prefix, "findings"), len(self._live.findings.wrong)
+            self._numbers.leave_out(name)
+            pl_module.log(name, float(count), logger=False)
 
     def _logging_step(self, trainer: Trainer) -> int:
         """The step at which the trainer logs the metrics of the current batch. With ``step_on="batch"`` the count of
@@ -320,6 +324,10 @@ class TrainerNumbers:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().float().reshape(()) * trainer.accumulate_grad_batches)
+
+    def leave_out(self, name: str) -> None:
+        """Take nothing that is logged under a name."""
+        self._own.add(name)
 
     def note_step(self, trainer: Trainer) -> None:
         """Note what the step of an optimizer uses; of several steps in a batch the first counts."""

@@ -58,6 +58,7 @@ def test_each_layer_is_a_group_and_the_whole_model_is_one() -> None:
     groups = {name.split("/")[0] for name in names}
     assert groups == {"te", *(f"te.layers.{n}.fc1" for n in range(500))}
     assert {name for name in names if name.startswith("te/")} == {
+        "te/findings",
         "te/worst_underflows%",
         "te/all/activation/underflows%/min",
         "te/all/activation/underflows%/median",
@@ -294,7 +295,7 @@ def test_a_filter_decides_instead_of_the_limit() -> None:
     assert list(MetricSelection(log_filter=lambda name: "layer.8/" in name)(step(0, rows))) == [
         "te.layer.8/activation/max"
     ]
-    assert len(MetricSelection(log_filter="te/*")(step(0, rows))) == 3, "the whole model alone"
+    assert len(MetricSelection(log_filter="te/*")(step(0, rows))) == 4, "the whole model alone"
     with pytest.raises(PrecisionDebugError, match="log_filter= takes patterns"):
         MetricSelection(log_filter=3)  # type: ignore[arg-type]
 
@@ -334,6 +335,7 @@ def test_a_loop_of_ones_own_has_the_same_metrics(tmp_path: Path) -> None:
         *(f"te.{layer}/activation/{statistic}" for layer in (0, 1) for statistic in stats),
         *(f"te/all/activation/nonfinite_num/{part}" for part in ("min", "median", "max")),
         "te/nonfinite_num",
+        "te/findings",
     }
 
 

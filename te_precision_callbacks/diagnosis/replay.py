@@ -325,10 +325,22 @@ def _iteration(logged: tuple[int, _Logged]) -> int:
 
 
 def _event(row: Row) -> Event:
-    """A recorded event, without its data."""
+    """A recorded event; without its data, if they are damaged."""
+    try:
+        data = json.loads(row["data"] or "{}")
+    except (ValueError, RecursionError):
+        data = None
     subject = {name: row[name] or "" for name in ("layer", "tensor", "gemm")}
+    kept = data if isinstance(data, dict) else {}
     return Event(
-        row["kind"], row["text"] or "", row["iteration"], row["severity"], row["phase"], **subject, wall_time=0.0
+        row["kind"],
+        row["text"] or "",
+        row["iteration"],
+        row["severity"],
+        row["phase"],
+        **subject,
+        data=kept,
+        wall_time=0.0,
     )
 
 

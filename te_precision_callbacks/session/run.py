@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import NoneType
 from typing import Any
@@ -377,6 +377,13 @@ class Run:
         self._results.diagnosis.note_checkpoint(iteration)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
         self._chronicle.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint"))
+
+    def restore_losses(self, losses: Sequence[float]) -> None:
+        """Let the rules compare the first losses of a resumed run with those of its checkpoint."""
+        if losses:
+            text = f"The run was resumed after a training loss of {losses[-1]:.6g}."
+            before = max(self.inspector.iteration - 1, 0)
+            self._chronicle.tell(Event("losses_restored", text, before, data={"losses": losses}))
 
     def tell_of_loss(self, loss: ResumedLoss) -> None:
         """Tell of the training loss before and after a resume, on one rank; it may lie on a device.

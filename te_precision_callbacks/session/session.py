@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SAVED = frozenset({"iteration", "fingerprint", "fingerprints", "loss", "loss_step"})
+_SAVED = frozenset({"iteration", "fingerprint", "fingerprints", "loss", "loss_step", "losses"})
 """The keys of a state, not all of which each state has."""
 
 _last_started: weakref.ref[InspectSession] | None = None
@@ -314,6 +314,7 @@ class InspectSession(Results):
             if step is not None:
                 self._resumed_loss.note(step, scalars)
                 self._run.tell_of_loss(self._resumed_loss)
+                self._run.restore_losses(self._resumed_loss.take_restored())
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and undo everything that it changed. Does nothing if the session is not running.
@@ -368,7 +369,8 @@ class InspectSession(Results):
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """What a checkpoint needs to continue the run: ``iteration``; ``fingerprint``, a text, of this rank's state
-        of low precision; and ``loss`` and ``loss_step``, the training loss that :meth:`log` got last. Take it together
+        of low precision; ``loss`` and ``loss_step``, the training loss that :meth:`log` got last; and ``losses``, the
+        last 20. Take it together
         with the model's state, on any rank; also after :meth:`stop`.
 
         Args:

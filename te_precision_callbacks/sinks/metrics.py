@@ -7,8 +7,8 @@
 ``te.<layer>/<tensor>/<statistic>``    a series of one layer
 ``te/worst_underflows%``               the worst of the step, of any layer and tensor; also ``worst_overflows%``,
                                        ``worst_sqnr_db`` and ``nonfinite_num``
-``te/findings``                        how many errors and warnings there are so far, once there are any; also
-                                       ``te/findings/<rule>``
+``te/findings``                        the number of errors and warnings so far, from the first step on; also
+                                       ``te/findings/<rule>``, once there are any
 ``te/all/<tensor>/<statistic>/max``    over the layers, in steps in which the statistic is due in all that have it; also
                                        ``min`` and ``median``
 =====================================  ================================================================================
@@ -134,9 +134,8 @@ class MetricSelection:
         families, telling = records.families, judged(records)
         prefix = prefix_of(self._prefix, local=records.local)
         overall = dict(self._overall(families, telling, prefix))
-        if records.findings:
-            overall[overall_name(prefix, "findings")] = float(sum(records.findings.values()))
-            overall |= {overall_name(prefix, f"findings/{rule}"): float(n) for rule, n in records.findings.items()}
+        overall[overall_name(prefix, "findings")] = float(sum(records.findings.values()))
+        overall |= {overall_name(prefix, f"findings/{rule}"): float(n) for rule, n in records.findings.items()}
         if self._wanted is not None:
             table, numbers = records.table, records.series.tolist()
             named = {
@@ -178,7 +177,10 @@ class MetricSelection:
         self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer], prefix: str
     ) -> Iterator[tuple[str, float]]:
         """The metrics of the whole model."""
-        for key, (_, value) in worst_of_all(telling).items():
+        worst = {key: value for key, (_, value) in worst_of_all(telling).items()}
+        # From the first step on, for alerts: in the first step of delayed scaling no share is meaningful yet.
+        unknown = {key: 0.0 for key in worst_of_all(families) if key.endswith("%") and key not in worst}
+        for key, value in (unknown | worst).items():
             yield overall_name(prefix, key), value
         for family, of_layers in families.items():
             values = [value for layer, value in of_layers.items() if layer]

@@ -23,7 +23,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.session import InspectSession, SessionError, running_session
-from te_precision_callbacks.session.resumed_loss import loss_after_resume
+from te_precision_callbacks.session.resumed_loss import loss_after_resume, losses_before
 from te_precision_callbacks.sinks import MetricSelection
 from te_precision_callbacks.transformers.closing import DebugCallback, close_with, refuse_data_parallel
 from te_precision_callbacks.transformers.log_history import HistorySummary
@@ -165,6 +165,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             resumes = loop is not None and loop.checkpoint is not None
             self._resumed_at = state.global_step if resumes and state.is_world_process_zero else None
             if loop is not None and loop.checkpoint is not None:
+                session.resumed_loss.restored = losses_before(state.log_history, state.global_step)
                 if loop.accelerator is not None:
                     restore_states(loop.accelerator, model, loop.checkpoint)
                 session.load_fingerprint(loop.checkpoint)
@@ -177,6 +178,8 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                     session.overflow.follow(loop.accelerator)
             history = HistorySummary(self._options.prefix)
             self._training = Training(session, reporting, history, loop, model)
+            if loop is not None and loop.accelerator is not None and args.logging_nan_inf_filter:
+                self._training.follow(loop.accelerator)
         except BaseException as error:
             session.stop(error)
             raise
@@ -248,16 +251,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         folder = Path(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if self._training is not None and self._training.running and folder.is_dir():
             self._training.session.save_fingerprint(folder)
-
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Take the loss of a micro-batch, so that an inf or nan is found that the trainer does not log. The sum of the
-        losses of a step is recorded as ``loss_step``, and not read here.
-
-        Args:
-            loss: what ``Trainer.training_step`` returns: a number, the share of the micro-batch in the step's loss.
-        """
-        if self._training is not None and self._training.running:
-            self._training.note_loss(loss)
 
     # ------------------------------------------------------------------ end
 

@@ -111,16 +111,6 @@ class Trainer(transformers.Trainer):
                 return callback.session
         raise SessionError("The trainer has no session: with debug='te_precision' it starts one when train() begins.")
 
-    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """A micro-batch, as transformers' Trainer trains it. The session gets its loss, of which the Trainer logs only
-        what is finite with ``logging_nan_inf_filter=True``, the default."""
-        loss = super().training_step(*arguments, **keywords)
-        if self.args.logging_nan_inf_filter:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, PrecisionDebugTrainerCallback):
-                    callback.note_loss(loss)
-        return loss
-
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """Train as transformers' Trainer does; every exception ends the debugging."""
         with closing(self.callback_handler):

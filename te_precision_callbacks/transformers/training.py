@@ -7,7 +7,9 @@ import weakref
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
+from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.transformers.log_history import HistorySummary
@@ -50,6 +52,7 @@ class Training:
         _OPEN.add(self)
         self._handle = None
         self._loss: torch.Tensor | None = None
+        self._backward: BeforeCalls | None = None
         if loop is not None:
             session.abandoned = lambda: not loop.running
             self._handle = model.register_forward_pre_hook(_ClosesAfterTraining(self), prepend=True)
@@ -65,9 +68,15 @@ class Training:
         self._loss = None
         self.session.observing = True
 
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch to that of its step."""
-        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+    def follow(self, accelerator: Accelerator) -> None:
+        """Get the loss of each micro-batch from ``accelerator.backward``. With ``logging_nan_inf_filter=True``, the
+        default, the Trainer logs only what is finite."""
+        self._backward = BeforeCalls(accelerator, "backward", self._note_loss)
+
+    def _note_loss(self, loss: torch.Tensor, *_: Any, **keywords: Any) -> None:
+        """Add the loss of a micro-batch to that of its step; it is not read here."""
+        if self.session.observing:
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def pause(self) -> None:
         """Observe nothing until the next step begins."""
@@ -99,6 +108,8 @@ class Training:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+        if self._backward is not None:
+            self._backward.remove()
         if not at_once:
             self._take(None)
         try:

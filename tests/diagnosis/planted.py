@@ -47,5 +47,6 @@ def train(folder: Path, steps: int = 21, *, config: Any = None, defect: bool = T
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            session.log({"loss": loss})
             session.step()
     return session

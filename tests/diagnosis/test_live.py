@@ -100,7 +100,8 @@ class Metrics(Keeper):
 def test_metrics_count_findings(tmp_path: Path) -> None:
     metrics = Metrics()
     train(tmp_path, 3, sinks=[metrics])
-    assert "te/findings" not in metrics.found[1]
+    assert [metrics.found[step]["te/findings"] for step in (0, 1)] == [0.0, 0.0]
+    assert "te/findings/sibling" not in metrics.found[1]
     assert (metrics.found[2]["te/findings"], metrics.found[2]["te/findings/sibling"]) == (1.0, 1.0)
 
 

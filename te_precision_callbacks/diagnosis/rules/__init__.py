@@ -8,6 +8,7 @@ from te_precision_callbacks.diagnosis.rule import Rule
 from te_precision_callbacks.diagnosis.rules import (
     gemms,
     gradients,
+    jumps,
     losses,
     outcome,
     precision,
@@ -27,6 +28,7 @@ RULES: Sequence[Rule] = (
     *siblings.RULES,
     *gradients.RULES,
     *training.RULES,
+    *jumps.RULES,
     *precision.RULES,
     *settings.RULES,
     *speed.RULES,

@@ -279,5 +279,6 @@ RULES = (
         ),
         cost="the layer runs at the speed of BF16",
         judge=Growth,
+        consequence_of=("diverging-loss",),
     ),
 )

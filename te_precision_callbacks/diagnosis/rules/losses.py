@@ -260,6 +260,7 @@ RULES = (
         cost="current scaling reads each tensor once more, for its amax",
         recipes=("fp8_delayed_scaling",),
         judge=Overflow,
+        consequence_of=("diverging-loss",),
     ),
     Rule(
         id="underflow",

@@ -208,6 +208,7 @@ RULES = (
         cost="current scaling reads each tensor once more, for its amax",
         recipes=("fp8_delayed_scaling",),
         judge=StaleScale,
+        consequence_of=("diverging-loss",),
     ),
     Rule(
         id="scales-differ",

@@ -30,6 +30,13 @@ _MOST_NAMES = 3
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
 
+def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
+    """The gradient norm among what the trainer logs, with its name; an empty name and nan without one."""
+    norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
+    name = min(norms, key=lambda name: (name != "grad_norm", len(name), name), default="")
+    return name, values.get(name, math.nan)
+
+
 class _Point(NamedTuple):
     """Means over some logged steps.
 
@@ -95,11 +102,7 @@ class GradientNorm(Judge):
         losses = [name for name in values if is_loss(name) and _OF_EVALUATION.isdisjoint(words_of(name))]
         if losses:
             self._loss = values[loss_first(losses)[0]]
-        norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
-        if not norms:
-            return
-        name = min(norms, key=lambda name: (name != "grad_norm", len(name), name))
-        norm = values[name]
+        name, norm = gradient_norm_of(values)
         if not (math.isfinite(norm) and norm > 0 and math.isfinite(self._loss)):
             return
         self.saw(iteration)
@@ -166,6 +169,7 @@ RULES = (
             " stops at the module and batch that made the first inf or nan"
         ),
         judge=NonfiniteLoss,
+        essential=True,
     ),
     Rule(
         id="gradient-norm",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from te_precision_callbacks.runs.fingerprints.fingerprint import (
     HIGH_PRECISION,
@@ -62,19 +63,25 @@ class ResumeReport:
         run: names the session that wrote the checkpoint's fingerprint.
         rank: the rank whose state was compared.
         findings: the differences; empty after a good resume.
+        not_compared: state that no audit compares, in words.
     """
 
     iteration: int
     run: str
     rank: int
     findings: tuple[Finding, ...]
+    not_compared: ClassVar[tuple[str, ...]] = ("optimizer state", "master weights", "weights in high precision")
 
     def __str__(self) -> str:
         on = f" on rank {self.rank}" if self.rank else ""
+        rest = f"Not compared: {', '.join(self.not_compared)}."
         if not self.findings:
-            return f"The run has begun{on} as the checkpoint of iteration {self.iteration} (run {self.run}) ended."
+            return (
+                f"No differences{on} in the state of low precision since the checkpoint of iteration {self.iteration}"
+                f" (run {self.run}). {rest}"
+            )
         head = f"The run differs{on} from the checkpoint that it was resumed from (iteration {self.iteration}, run"
-        return "\n".join([f"{head} {self.run}):", *(f"- {finding}" for finding in self.findings)])
+        return "\n".join([f"{head} {self.run}):", *(f"- {finding}" for finding in self.findings), rest])
 
 
 def for_log(report: ResumeReport) -> ResumeReport:

@@ -1,0 +1,358 @@
+"""Rules on sudden changes: a loss that diverges, a gradient norm that jumps or is inf or nan, weights overwritten."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
+from te_precision_callbacks.runs.answers import is_loss_of_training, loss_first
+from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.statistics.series import Family
+
+RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
+"""The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
+last ones are above all of the 20 before."""
+
+BLOCK, LASTS = 20, 5
+"""Losses of which a level is the median; last losses that must all be above it."""
+
+SPREADS, LOST = 4.0, 0.8
+"""A rise above the best level, in spreads (95th percentile above the median); the share of the progress that is lost,
+or of the best level where there is no progress."""
+
+FACTOR, SIGMAS, LEAST_NORMS, NORMS = 3.0, 7.0, 20, 128
+"""Powers of two and standard deviations of the logarithm above the median of the norms before; how many of them."""
+
+SPIKE = math.log2(5000)
+"""Powers of two above the median for a single norm."""
+
+WEIGHT_JUMP, STEADY = 4.0, 1.0
+"""Powers of two of a jump between collection steps, and the most between those before it."""
+
+
+class DivergingLoss(Judge):
+    """A loss of the training that rises far above its own noise."""
+
+    needed, _kind_of_step = 3, "logged loss"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._curves: dict[str, _Curve] = {}
+        self._restored: list[tuple[int, float]] = []
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        losses = event.data.get("losses") if event.kind == "losses_restored" else None
+        if isinstance(losses, list) and all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
+            self._restored = [(event.iteration, loss) for loss in losses]
+        yield from ()
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        losses = [name for name in loss_first(values) if is_loss_of_training(name) and math.isfinite(values[name])]
+        if losses:
+            self.saw(iteration)
+        for name in losses:
+            if name not in self._curves:
+                self._curves[name] = _Curve(name)
+                for earlier in self._restored:
+                    deque(self._curves[name].add(*earlier), maxlen=0)
+            yield from self._curves[name].add(iteration, values[name])
+
+
+class _Curve:
+    """The losses of one name.
+
+    A loss that was 0 or negative, as in reinforcement learning, has no ratios: only lost progress counts.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._start: list[float] = []
+        self._recent: deque[tuple[int, float]] = deque(maxlen=BLOCK + LASTS)
+        self._block: list[float] = []
+        self._best: tuple[float, float] | None = None
+        self._spreads: deque[float] = deque(maxlen=3)
+        self._least = math.inf
+        self._limit: tuple[float, float] | None = None
+
+    def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
+        """Check one more loss."""
+        self._least = min(self._least, loss)
+        if len(self._start) < 3:
+            self._start.append(loss)
+        self._recent.append((iteration, loss))
+        risen = self._rise() or self._lost_level()
+        if risen is not None:
+            count, level = risen
+            last = [value for _, value in self._recent][-count:]
+            self._limit = min(last), level
+            since = self._recent[-count][0]
+            yield self._sighting(since, f"{self._name} has risen from {level:.3g} to {statistics.median(last):.3g}")
+        elif self._limit is not None and loss >= self._limit[0]:
+            yield self._sighting(iteration, f"{self._name} is {loss:.3g}, after {self._limit[1]:.3g}")
+        if len(self._recent) > LASTS:
+            self._add_level([value for _, value in self._recent][-LASTS - 1])
+
+    def _sighting(self, since: int, seen: str) -> Sighting:
+        start = statistics.median(self._start[:1] if len(self._recent) <= BLOCK else self._start)
+        last = min(value for _, value in list(self._recent)[-2:])
+        severity: Severity = "error" if self._least > 0 and last >= 2 * start else "warning"
+        return Sighting((), "", "", seen, since, severity)
+
+    def _rise(self) -> tuple[int, float] | None:
+        """The last losses that are far above all of those before, and how high these are."""
+        values = [value for _, value in self._recent]
+        for count, least, low, high in RISES:
+            before, last = values[-BLOCK - count : -count], values[-count:]
+            if len(before) >= least and self._least > 0:
+                top = max(before)
+                if min(last) >= low * top and max(last) >= high * top:
+                    return count, statistics.median(before)
+        return None
+
+    def _lost_level(self) -> tuple[int, float] | None:
+        """The last losses that have lost much of what the best level had gained, and this level."""
+        if self._best is None:
+            return None
+        level, spread = self._best
+        rise = min(value for _, value in list(self._recent)[-LASTS:]) - level
+        spread = max(spread, *self._spreads)
+        progress = statistics.median(self._start) - level
+        gained = progress if progress > SPREADS * spread else level
+        return (LASTS, level) if gained > 0 and rise >= max(SPREADS * spread, LOST * gained) else None
+
+    def _add_level(self, loss: float) -> None:
+        self._block.append(loss)
+        if len(self._block) < BLOCK:
+            return
+        level = statistics.median(self._block)
+        spread = sorted(self._block)[int(0.95 * BLOCK) - 1] - level
+        self._block.clear()
+        self._spreads.append(spread)
+        if self._best is None or level < self._best[0]:
+            self._best = level, spread
+
+
+class GradientJump(Judge):
+    """A gradient norm far above those before."""
+
+    needed, _kind_of_step = LEAST_NORMS, "logged gradient norm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._norms: deque[tuple[int, float]] = deque(maxlen=NORMS)
+        self._high: list[tuple[int, float]] = []
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        name, norm = gradient_norm_of(values)
+        if not (math.isfinite(norm) and norm > 0):
+            return
+        self.saw(iteration)
+        bits = math.log2(norm)
+        if len(self._norms) >= LEAST_NORMS:
+            before = np.array([each for _, each in self._norms])
+            middle = float(np.median(before))
+            sigma = 1.4826 * float(np.median(np.abs(before - middle)))
+            if bits < middle + max(FACTOR, SIGMAS * sigma):
+                self._high.clear()
+            else:
+                self._high.append((iteration, bits))
+                rise, lasts = min(each for _, each in self._high[-3:]) - middle, len(self._high) >= 3
+                severity: Severity = "warning" if lasts or bits - middle >= SPIKE else "note"
+                times = 2 ** (rise if lasts else bits - middle)
+                seen = f"{name} is {norm:.3g}, {times:.3g} times the median before"
+                yield Sighting((), "", "", seen, self._high[0][0], severity)
+                if len(self._high) < NORMS // 4:
+                    return  # a jump does not become what is usual, unless it lasts
+        self._norms.append((iteration, bits))
+
+
+class NonfiniteGradientNorm(Judge):
+    """A gradient norm that is inf or nan, where no scaler skips such steps."""
+
+    _kind_of_step = "logged gradient norm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_scaled: bool | None = None
+        self._waiting: list[Sighting] = []
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if facts.settings is not None:
+            self._is_scaled = facts.settings.loss_is_scaled
+            self.applies = not self._is_scaled
+            yield from self._known()
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        name, norm = gradient_norm_of(values)
+        if not name or self._is_scaled:
+            return
+        self.saw(iteration)
+        if not math.isfinite(norm):
+            self._waiting.append(Sighting((), "", "", f"{name} is {norm}", iteration))
+            yield from self._known()
+
+    def _known(self) -> Iterator[Sighting]:
+        """What waits for the facts, which come after the first step."""
+        if self._is_scaled is not None:
+            waiting, self._waiting = self._waiting, []
+            yield from () if self._is_scaled else waiting
+
+
+class WeightJump(Judge):
+    """Weights whose size changes at once in many layers, after it was steady."""
+
+    needed = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[Family, tuple[int, Column, Column]] = {}
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for statistic in ("cur_amax", "std", "l2_norm"):
+            for column in numbers.all(statistic, ("weight",)):
+                self.saw(numbers.iteration)
+                yield from self._jump(numbers, facts, numbers.unbroken(column))
+
+    def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bits: npt.NDArray[np.float64] = np.log2(column.values)
+        last = self._last.get(column.family)
+        change = np.full(len(bits), np.nan)
+        steady = np.zeros(len(bits), bool)
+        if last is not None:
+            before, changed = last[1].at(column.layers, np.nan), last[2].at(column.layers, np.nan)
+            with np.errstate(invalid="ignore"):
+                change, steady = bits - before, np.abs(changed) <= STEADY
+                jumped = steady & (np.abs(change) >= WEIGHT_JUMP)
+            count = int(jumped.sum())
+            if count >= max(2, len(bits) / 2):
+                names = [name for name, jumps in zip(numbers.names_of(column), jumped, strict=True) if jumps]
+                first = names.index(facts.in_order(names, "weight")[0])
+                now, then = column.values[jumped][first], 2 ** before[jumped][first]
+                seen = (
+                    f"{column.family.statistic} has changed from {then:.3g} in step {last[0]} to {now:.3g}, and by"
+                    f" {2**WEIGHT_JUMP:g} times or more in {count} of {many(len(bits), 'layer')}"
+                )
+                yield Sighting(
+                    tuple(facts.in_order(names, "weight")), "weight", column.family.statistic, seen, numbers.iteration
+                )
+        self._last[column.family] = numbers.iteration, column._replace(values=bits), column._replace(values=change)
+
+
+_LOSS = 'session.log({"loss": ...}) in each step, with a name such as loss, train_loss or train/loss'
+_NORM = 'session.log({"grad_norm": ...}) in each step; the Hugging Face Trainer logs it, with logging_steps=1'
+
+RULES = (
+    Rule(
+        id="diverging-loss",
+        title="the loss rises far above its own noise",
+        subject="model",
+        needs="the loss of at least 3 steps, as the trainer logs it",
+        collect=_LOSS,
+        condition=(
+            "the last losses are far above the greatest of the 20 before: the last 2 at least 5 times, and one of them"
+            " 30 times; the last 3 at least 4 times, or 3 times with 3 before; or the last 5 at least 2.5 times, with 5"
+            " before. Or the last"
+            f" {LASTS} are above the best level (the median of {BLOCK} losses) by {SPREADS:g} times its spread (95th"
+            f" percentile less median) and by {100 * LOST:g} % of the progress since the start, or of the level where"
+            " there is no progress. An error if the loss is twice its first value; else a warning"
+        ),
+        silent=(
+            "losses of evaluations, parts of the loss, losses of a generator or a critic; single spikes; losses that"
+            " were 0 or negative, as in reinforcement learning, have no ratios"
+        ),
+        severity="error",
+        source="calibrated on trainings of small models, with docs/proof.md; the thresholds are ours",
+        why="a run whose loss has left its level seldom recovers, and all other numbers grow with it",
+        disproof="the data or the loss function have changed at that step, and the loss falls again",
+        remedy=(
+            "Go back to a checkpoint from before, and lower the learning rate or lengthen its warmup. If the loss has"
+            " jumped in one step, look at what happened there: a restored checkpoint, overwritten weights, a bad batch"
+        ),
+        judge=DivergingLoss,
+        essential=True,
+        consequence_of=("weight-jump",),
+    ),
+    Rule(
+        id="gradient-jump",
+        title="the gradient norm jumps far above those before",
+        subject="model",
+        needs=f"the gradient norm of at least {LEAST_NORMS} steps, as the trainer logs it",
+        collect=_NORM,
+        condition=(
+            f"the gradient norm is at least 2^{FACTOR:g} times the median of the last {NORMS}, and {SIGMAS:g} standard"
+            " deviations of its logarithm (from the median deviation) above it. A warning if 3 in a row are, or one is"
+            " 5,000 times the median; else a note"
+        ),
+        silent="a few large norms, which clipping takes care of, are a note",
+        severity="warning",
+        source="OLMo 2, arXiv 2501.00656 (7 sigma of the last 1,000 steps); SPAM, arXiv 2501.06842 (5,000 times)",
+        why="a large step can undo what was learned, and low precision loses what other tensors still have",
+        disproof="the learning rate or the data have changed at that step, and the loss goes on as before",
+        remedy=(
+            "Clip the gradient norm, or lower the learning rate. Look at the batch of that step; leave it out if it is"
+            " damaged"
+        ),
+        judge=GradientJump,
+        consequence_of=("weight-jump", "diverging-loss"),
+    ),
+    Rule(
+        id="nonfinite-gradient-norm",
+        title="the gradient norm is inf or nan",
+        subject="model",
+        needs="the gradient norm, as the trainer logs it",
+        collect=_NORM,
+        condition="the gradient norm that the trainer logs is inf or nan, and no GradScaler scales the loss",
+        silent="a GradScaler for float16, which skips such steps and lowers its scale",
+        severity="error",
+        source="arithmetic",
+        why="an optimizer that steps with such gradients writes them into the weights",
+        disproof="the script skips the step, and the next norms are finite",
+        remedy=(
+            "Go back to a checkpoint from before, and run the steps from there with debug='activation_overflow', which"
+            " stops at the module and batch that made the first inf or nan"
+        ),
+        judge=NonfiniteGradientNorm,
+        consequence_of=("nonfinite-loss",),
+    ),
+    Rule(
+        id="weight-jump",
+        title="the weights of many layers change at once",
+        subject="layer",
+        needs="cur_amax, std or l2_norm of weights in at least 3 collection steps",
+        collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or no config at all; and a longer run",
+        condition=(
+            "amax, std or norm of the weights of at least 2 layers, and of half of all, changes by"
+            f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
+            f" 2^{STEADY:g} before"
+        ),
+        silent="weights that begin at 0 or small and grow; a large learning rate from the start",
+        severity="warning",
+        source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); the factor is ours",
+        why="an optimizer's step does not do this: something else has written the weights",
+        disproof="the script has set or rescaled the weights at that step",
+        remedy=(
+            "Look at what writes weights between these steps: a checkpoint that is saved or restored, a gather of"
+            " sharded weights, master weights that are copied back, a quantization in place. Go back to a checkpoint"
+            " from before"
+        ),
+        judge=WeightJump,
+    ),
+)
