@@ -14,7 +14,8 @@ import torch
 
 from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
-from te_precision_callbacks.base.vocabulary import GEMMS, GemmName, class_names
+from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
+from te_precision_callbacks.check.module_refusals import refusals_of
 from te_precision_callbacks.config import Section
 from te_precision_callbacks.config.conditions import Share
 from te_precision_callbacks.config.contract import Contract
@@ -62,14 +63,18 @@ class Finding:
 
 
 def of_recipe(
-    recipe: Any, modules: Sequence[NamedModule], acting: Mapping[str, Sequence[Section]]
+    recipe: Any,
+    modules: Sequence[NamedModule],
+    acting: Mapping[str, Sequence[Section]],
+    recipes: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-    """Features that need another recipe, and modules that refuse this one.
+    """Features that need another recipe, and modules that refuse theirs.
 
     Args:
         recipe: one of Transformer Engine's recipes, or None.
         modules: the modules of Transformer Engine.
         acting: layer -> the sections that act on it.
+        recipes: layer -> its own recipe, where a forward has been called.
     """
     own = recipe_text(recipe)
     needing = (
@@ -82,15 +87,14 @@ def of_recipe(
     for (place, feature, needed), names in by_key(needing).items():
         text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
         yield Finding("recipe", text, tuple(names))
-    override = getattr(recipe, "backward_override", None)
-    # pytorch/module/layernorm_mlp.py of Transformer Engine 2.20.2, _LayerNormMLP.forward
-    refusing = [named.name for named in modules if override and "LayerNormMLP" in class_names(named.module)]
-    if refusing:
-        text = (
-            f"LayerNormMLP refuses a recipe with backward_override={override!r}: {listed(refusing)}. A"
-            " LayerNormLinear and a Linear in its place take it."
-        )
-        yield Finding("recipe", text, tuple(refusing))
+    refused = (
+        (refusal, named.name)
+        for named in modules
+        for refusal in refusals_of(named.module, (recipes or {}).get(named.layers[0].name, recipe))
+    )
+    for refusal, names in by_key(refused).items():
+        text = f"Transformer Engine refuses {listed(names)}: {refusal.text}. {refusal.remedy}"
+        yield Finding("recipe", text, tuple(names))
 
 
 def of_shapes(
