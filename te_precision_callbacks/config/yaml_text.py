@@ -152,6 +152,7 @@ def _similar_files(path: Path) -> str:
 
 def _check_depth(text: str, path: Path) -> None:
     depth = 0
+    event: Any
     for event in yaml.parse(text, Loader=_BASE):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:

@@ -285,7 +285,8 @@ class _Planner:
         if isinstance(module, torch.nn.Linear):
             self._plan_weight(path, module, module.weight, "torch", (module.in_features, module.out_features))
         elif "Conv1D" in class_names(module) and hasattr(module, "nf"):  # transformers' GPT-2: x @ weight
-            self._plan_weight(path, module, module.weight, "torch", tuple(module.weight.shape))
+            weight = cast(torch.Tensor, module.weight)
+            self._plan_weight(path, module, weight, "torch", (weight.shape[0], weight.shape[1]))
         elif isinstance(module, torch.nn.modules.conv._ConvNd):
             groups, weight = module.groups, module.weight
             sizes = weight[0].numel(), weight.shape[0] // groups
