@@ -144,8 +144,6 @@ def test_what_is_off_or_a_users_own_is_not_checked(tmp_path: Path) -> None:
     load_config({"s": {**feature("LogTensorStats", ["fc1"], frequency=3), "enabled": False}})
     load_config({"s": {**feature("Own", ["fc1"]), "transformer_engine": {"FakeQuant": off}}})
     load_config({"s": feature("Own", ["fc1"], anything=1)}, features=[Own])
-    of_upstream_itself = {"enabled": True, "layers": {"layer_types": ["fc1"]}, "LogTensorStats": {"enabled": True}}
-    load_config({"s": of_upstream_itself})
 
 
 STATS = "stats: [max]\n"
@@ -161,6 +159,9 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         # names
         ("LogTensorStats", TENSORS + "stats: [min, maxx]", 8, "'stats' of N has 'maxx': there is no .*mean 'max'"),
         ("LogTensorStats", TENSORS + "stats: [zzz]", 8, "has 'zzz': .* The statistics are: cur_amax, dynamic_range"),
+        ("LogTensorStats", TENSORS + "stats: [underflows%]", 8, "a statistic of LogFp8TensorStats: write it there"),
+        ("LogTensorStats", TENSORS + "stats: [mxfp8_mse]", 8, "a statistic of LogFp8TensorStats: write it there"),
+        ("LogNvfp4TensorStats", TENSORS + "stats: [std]", 8, "It is a statistic of LogTensorStats: write it there"),
         ("LogTensorStats", TENSORS + "stats: [3]", 8, "has 3: .* The statistics are: cur_amax"),
         ("LogTensorStats", TENSORS + "stats: [max: {dims: 1}]", 8, r"only 'max_blockwise.*' takes .*, not 'max'\.$"),
         (
@@ -174,7 +175,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "LogFp8TensorStats",
             TENSORS + "stats: [max]",
             8,
-            "'max': there is no .* Did you mean 'scale_inv_max' or ",
+            r"'max': there is no .* It is a statistic of LogTensorStats: write it there\.$",
         ),
         (
             "LogFp8TensorStats",

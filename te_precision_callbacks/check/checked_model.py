@@ -17,7 +17,16 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
 from te_precision_callbacks.check.dry_run import dry_run
-from te_precision_callbacks.check.findings import Finding, by_key, listed, of_recipe, of_shapes, without_kernel
+from te_precision_callbacks.check.findings import (
+    Finding,
+    by_key,
+    listed,
+    not_sized,
+    of_recipe,
+    of_shapes,
+    unsized_shares,
+    without_kernel,
+)
 from te_precision_callbacks.check.named_recipes import AUTO, NONE, recipe_named
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
@@ -31,7 +40,7 @@ from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.config.schemas import LogGemmError
-from te_precision_callbacks.coverage.contract_keeper import broken_clauses, left_out, require_layers
+from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ran, plan_products
 from te_precision_callbacks.coverage.precision_audit import recipe_text
@@ -144,8 +153,8 @@ def check_model(
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
         batch: what the model's forward is called with, in place of ``tokens``: a tensor, a mapping of keywords, or a
             tuple of positional arguments. Tensors are copied to the model's device.
-        require: a contract, as the front doors take it: what the plan does not hold of it is a finding. Of what is kept
-            in which type, a plan knows nothing.
+        require: a contract, as the integrations take it. A clause that the plan does not hold, or that cannot be
+            checked, is a finding. A plan has no types of state.
         observe: the path that layers take while features look at their tensors, as the front doors take it.
         early_steps: steps in which statistics are due as well, as the front doors take it.
         unconverted: of a model that Accelerate has converted, the layers that it left out and why, as
@@ -184,11 +193,11 @@ def check_model(
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
-    broken = [Finding("contract", text) for text in broken_clauses(contract, checked.coverage)]
-    for steps, coverage in checked.spans.items():
-        broken += [Finding("contract", f"In {steps}: {text}") for text in broken_clauses(contract, coverage)]
-    left = left_out(contract, checked.coverage, checked.not_counted)
-    return replace(checked, findings=(*checked.findings, *broken), notes=(*checked.notes, *([left] if left else [])))
+    found, checkable = unsized_shares(contract, checked.coverage, checked.not_counted, checked.attention)
+    for steps, coverage in {"": checked.coverage, **checked.spans}.items():
+        texts = broken_clauses(checkable, coverage)
+        found += [Finding("contract", f"In {steps}: {text}" if steps else text) for text in texts]
+    return replace(checked, findings=(*checked.findings, *found))
 
 
 class _Check:
@@ -241,7 +250,7 @@ class _Check:
             ran = dry_run(self._model, self._modules, self._batch, self._recipe)
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
         products, *of_spans = (self._products(acting, first, ran) for first in spans.values())
-        self._findings += of_recipe(self._recipe, self._modules, acting)
+        self._findings += of_recipe(self._recipe, self._modules, acting, None if ran is None else ran.recipes)
         self._findings += of_shapes(
             self._recipe,
             self._modules,
@@ -257,6 +266,8 @@ class _Check:
                 f" {in_sentence(*products.attention, most=2)}. A batch in place of the number of tokens counts them:"
                 " --batch, or batch=."
             )
+        if products.not_counted:
+            self._findings.append(not_sized(products.not_counted))
         if ran is not None and ran.without_kernel:
             self._findings.append(without_kernel(ran.without_kernel))
         if self._is_wanted and not any(product.is_low for product in products.coverage):

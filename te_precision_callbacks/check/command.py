@@ -365,7 +365,7 @@ def _speed(checked: CheckedModel, device: Device, plan: CallPlan, *, calibrate: 
     notes: tuple[str, ...] = ()
     if checked.not_counted:
         names = ", ".join(folded(checked.not_counted, most=8))
-        notes = (f"The times of {names} are in no figure, since it is not known what their classes multiply.",)
+        notes = (f"Times do not include {names}: their matrix products are unknown without a batch.",)
     unknown = {}
     if checked.attention:
         names = ", ".join(folded(checked.attention, most=8))

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
-from te_precision_callbacks.base.vocabulary import GEMMS, GemmName, class_names
+from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
+from te_precision_callbacks.check.module_refusals import refusals_of
 from te_precision_callbacks.config import Section
+from te_precision_callbacks.config.conditions import Share
+from te_precision_callbacks.config.contract import Contract
 from te_precision_callbacks.config.effects import NAMESPACE
-from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.coverage.coverage import Coverage, left_out_in_words
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
 from te_precision_callbacks.reference import is_installed
 
-FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "contract"]
+FindingKind = Literal[
+    "config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "not_sized", "contract"
+]
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -43,7 +48,8 @@ class Finding:
         kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers on
             which no feature can act; ``recipe``, what a recipe or a feature refuses; ``shape``, sizes with which a GEMM
             does not run; ``high_precision``, nothing runs in low precision; ``rule``, what one of the rules finds
-            in the plan; ``contract``, what a contract demands and the plan does not hold.
+            in the plan; ``not_sized``, modules whose products need a batch; ``contract``, what a contract demands and
+            the plan does not hold, or cannot show.
         text: the finding in words, with the layers' names in short.
         layers: the layers, if it is about some.
     """
@@ -57,14 +63,18 @@ class Finding:
 
 
 def of_recipe(
-    recipe: Any, modules: Sequence[NamedModule], acting: Mapping[str, Sequence[Section]]
+    recipe: Any,
+    modules: Sequence[NamedModule],
+    acting: Mapping[str, Sequence[Section]],
+    recipes: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-    """Features that need another recipe, and modules that refuse this one.
+    """Features that need another recipe, and modules that refuse theirs.
 
     Args:
         recipe: one of Transformer Engine's recipes, or None.
         modules: the modules of Transformer Engine.
         acting: layer -> the sections that act on it.
+        recipes: layer -> its own recipe, where a forward has been called.
     """
     own = recipe_text(recipe)
     needing = (
@@ -77,15 +87,14 @@ def of_recipe(
     for (place, feature, needed), names in by_key(needing).items():
         text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
         yield Finding("recipe", text, tuple(names))
-    override = getattr(recipe, "backward_override", None)
-    # pytorch/module/layernorm_mlp.py of Transformer Engine 2.20.2, _LayerNormMLP.forward
-    refusing = [named.name for named in modules if override and "LayerNormMLP" in class_names(named.module)]
-    if refusing:
-        text = (
-            f"LayerNormMLP refuses a recipe with backward_override={override!r}: {listed(refusing)}. A"
-            " LayerNormLinear and a Linear in its place take it."
-        )
-        yield Finding("recipe", text, tuple(refusing))
+    refused = (
+        (refusal, named.name)
+        for named in modules
+        for refusal in refusals_of(named.module, (recipes or {}).get(named.layers[0].name, recipe))
+    )
+    for refusal, names in by_key(refused).items():
+        text = f"Transformer Engine refuses {listed(names)}: {refusal.text}. {refusal.remedy}"
+        yield Finding("recipe", text, tuple(names))
 
 
 def of_shapes(
@@ -136,6 +145,39 @@ def of_shapes(
             " dtype. Make them bfloat16, or set disable_rht=True in the recipe."
         )
         yield Finding("recipe", text, tuple(by_hadamard))
+
+
+def not_sized(modules: Sequence[str]) -> Finding:
+    """Modules that hold a matrix, of classes whose products are known only from a call with a batch."""
+    text = (
+        f"The matrix products of {listed(modules)} cannot be sized without a batch, so no share includes them. Give"
+        " what the model is called with: --batch, or batch=."
+    )
+    return Finding("not_sized", text, tuple(modules))
+
+
+def unsized_shares(
+    contract: Contract, coverage: Coverage, not_counted: Sequence[str], attention: Sequence[str]
+) -> tuple[list[Finding], Contract]:
+    """The shares of a contract that the plan cannot show, as findings, and the contract without them.
+
+    Args:
+        contract: the contract.
+        coverage: what is planned.
+        not_counted: the modules whose products are not planned.
+        attention: the modules of attention whose products are not planned; they have no fprop, dgrad and wgrad.
+    """
+    found: list[Finding] = []
+    checkable: list[Share] = []
+    for share in contract.shares:
+        left = [*not_counted, *(attention if share.part not in GEMMS else ())]
+        texts = [f"the products of {listed(left)} cannot be sized without --batch (batch=)"] if left else []
+        texts += [f"not counted: {text}" for text in left_out_in_words(coverage)]
+        if texts:
+            found.append(Finding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
+        else:
+            checkable.append(share)
+    return found, replace(contract, shares=tuple(checkable))
 
 
 def without_kernel(layers: Sequence[str]) -> Finding:

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import Converted
 from te_precision_callbacks.check.checked_model import CheckedModel
@@ -49,15 +50,12 @@ def show(
     if found[_MOST_ROWS:]:
         layers = sum(len(row.layers) for row in found[_MOST_ROWS:])
         terminal.show_text(f"and {len(found) - _MOST_ROWS} more rows with {layers} layers, which --json has.")
-    terminal.show_text(str(checked.coverage) if checked.coverage.macs() else "No matrix product is planned.")
+    left = ["attention"] if checked.attention else []
+    left += [f"{many(len(checked.not_counted), 'module')} to be called with a batch"] if checked.not_counted else []
+    without = f"Without {' and '.join(left)}: " if left else ""
+    terminal.show_text(f"{without}{checked.coverage}" if checked.coverage.macs() else "No matrix product is planned.")
     for steps, coverage in checked.spans.items():
         terminal.show_text(f"In {steps}: {coverage}")
-    if checked.not_counted:
-        names = ", ".join(folded(checked.not_counted, most=_MOST_NAMES))
-        terminal.show_text(
-            f"Not planned, since it is not known what their classes multiply: {names}. session.coverage() counts them"
-            " in a run."
-        )
     if checked.not_reached:
         names = ", ".join(folded(checked.not_reached, most=_MOST_NAMES))
         terminal.show_text(f"The forward does not reach these: {names}.")
@@ -139,6 +137,7 @@ def as_json(
             for row in rows(checked)
         ],
         "not_counted": checked.not_counted,
+        "attention": checked.attention,
         "not_reached": checked.not_reached,
         "findings": checked.findings,
         "notes": checked.notes,

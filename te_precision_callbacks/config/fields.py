@@ -115,12 +115,20 @@ ListOf = Annotated[
 
 
 def _refused(
-    entry: object, error: UnknownStatisticError, names: Callable[[], Sequence[str]], known: Sequence[str]
+    entry: object,
+    error: UnknownStatisticError,
+    names: Callable[[], Sequence[str]],
+    known: Sequence[str],
+    *,
+    other_feature: str = "",
 ) -> Refused:
-    """The error about an entry of ``stats``, with the nearest of ``names``, or else with all ``known`` names."""
+    """The error about an entry of ``stats``, with the feature that has it, the nearest of ``names``, or all ``known``
+    names."""
 
     def describe() -> str:
         reason = shortened(str(error).removeprefix(f"{entry!r}: "))
+        if other_feature:
+            return f"has {shown(entry)}: {reason}. It is a statistic of {other_feature}: write it there."
         near = isinstance(entry, str) and nearest(entry, names())
         hint = suggestion(str(entry), names() if near else known, known_as="The statistics are")
         return f"has {shown(entry)}: {reason}.{'' if isinstance(entry, Mapping) else hint}"
@@ -133,7 +141,16 @@ def _tensor_statistic(entry: Any) -> Request:
         return tensor_request(entry)
     except UnknownStatisticError as error:
         known = (*TENSOR_STATISTICS, BLOCKWISE)
-        raise _refused(entry, error, lambda: known, known) from error
+        other = "LogFp8TensorStats" if _is_quantized_statistic(entry) else ""
+        raise _refused(entry, error, lambda: known, known, other_feature=other) from error
+
+
+def _is_quantized_statistic(entry: Any) -> bool:
+    try:
+        quantized_request(entry)
+    except UnknownStatisticError:
+        return False
+    return True
 
 
 def _quantized_statistic(entry: Any, default_recipe: str = OWN_RECIPE) -> Request:
@@ -141,7 +158,10 @@ def _quantized_statistic(entry: Any, default_recipe: str = OWN_RECIPE) -> Reques
         return quantized_request(entry, default_recipe)
     except UnknownStatisticError as error:
         recipes = (default_recipe,) if default_recipe else RECIPES
-        raise _refused(entry, error, lambda: quantized_names(recipes), QUANTIZED_STATISTICS) from error
+        other = "LogTensorStats" if isinstance(entry, str) and entry in TENSOR_STATISTICS else ""
+        raise _refused(
+            entry, error, lambda: quantized_names(recipes), QUANTIZED_STATISTICS, other_feature=other
+        ) from error
 
 
 def _fp8_statistic(entry: Any) -> Request:

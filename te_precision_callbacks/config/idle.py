@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from te_precision_callbacks.config.checking import ReadOptions
-from te_precision_callbacks.config.effects import BASE, NAMESPACE
+from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import Level, Target
@@ -44,12 +44,6 @@ def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> lis
 
 def _idle(section: Section, features: NamespacedFeatures) -> str:
     """Why a section changes nothing in a layer of Transformer Engine; empty if it does."""
-    if features.get(BASE):
-        return (
-            f"{section.place()}: {' and '.join(map(repr, features[BASE]))} belongs to nvidia-dlfw-inspect itself, and"
-            " no layer of Transformer Engine calls it. Put it below 'transformer_engine:' to use the feature of the"
-            " same name there."
-        )
     return (
         "" if any(features.values()) else f"{section.place()}: the section has no enabled feature, so it does nothing."
     )

@@ -32,6 +32,8 @@ def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
     found: dict[str, dict[str, None]] = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {}}
     for namespace, feature in (*_shipped_upstream(), *_registered_by_now()):
         found.setdefault(namespace, {})[feature] = None
+    # nvidia-dlfw-inspect's own LogTensorStats: no layer of Transformer Engine calls it.
+    found[BASE] = {feature: None for feature in found[BASE] if feature not in found[NAMESPACE]}
     return {namespace: tuple(features) for namespace, features in found.items()}
 
 

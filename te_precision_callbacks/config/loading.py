@@ -20,8 +20,8 @@ from te_precision_callbacks.config.planning import (
     resolve_features,
 )
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, shown
-from te_precision_callbacks.config.selection import LayerSelector
-from te_precision_callbacks.config.yaml_text import Places, check_extent, read_yaml
+from te_precision_callbacks.config.selection import SELECTOR_KEYS, LayerSelector
+from te_precision_callbacks.config.yaml_text import Places, read_yaml
 
 if TYPE_CHECKING:
     from te_precision_callbacks.layers.naming import Layer
@@ -54,6 +54,30 @@ LAYER_NAMES = "layer_names"
 """The key beside the sections that says which layer names the selectors use."""
 
 _SECTION_KEYS = ("enabled", "layers")
+
+_FORMATS_OF_OTHER_TOOLS = (
+    (
+        {"configs", "matchers"},
+        "Megatron-Core for --te-precision-config-file, which chooses the recipe of each module",
+        "Keep that file for Megatron, and write a config with sections of features for te-precision.",
+    ),
+    (
+        {"tensor_inspect"},
+        "Megatron-Bridge",
+        "Use the mapping, or the file, that its key 'tensor_inspect.features' has.",
+    ),
+    (
+        {"model_name_or_path", "stage"},
+        "LLaMA-Factory",
+        "Write the sections of features into a file of their own.",
+    ),
+    (
+        {"compute_environment", "mixed_precision"},
+        "Accelerate",
+        "Keep that file for Accelerate, and write the sections of features into a file of their own.",
+    ),
+)
+"""The keys of a config of another tool, the tool, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +162,7 @@ def load_config(
             them; with folders, an unknown name is therefore checked at that point.
 
     Raises:
-        ConfigError: the file is missing or unreadable, is not YAML, or holds more than a config could; it is not a
+        ConfigError: the file is missing or unreadable, is too large, or is not YAML; it is not a
             mapping of sections, or a section is malformed; a feature or a namespace does not exist; an enabled feature
             of Transformer Engine has a key or a value that its schema does not take; two features of a section exclude
             each other. One error reports all problems of the sections.
@@ -150,7 +174,6 @@ def load_config(
     if source is None:
         return _checked(DEFAULT_CONFIG, Places("the default config"), known, None, problems)
     if isinstance(source, Mapping):
-        check_extent(source, "the config mapping")
         return _checked(source, Places("the config mapping"), known, None, problems)
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"A config must be a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
@@ -169,6 +192,10 @@ def _checked(data: Any, places: Places, known: _Known, source: Path | None, prob
             f"{places.name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers'"
             " and features."
         )
+    for keys, tool, remedy in _FORMATS_OF_OTHER_TOOLS:
+        if keys <= data.keys():
+            named = " and ".join(map(repr, sorted(keys)))
+            raise ConfigError(f"{places.name} is a config of {tool} (it has {named}), not of te-precision. {remedy}")
     sections: list[Section] = []
     layer_names: LayerNames | None = None
     for key, body in data.items():
@@ -210,15 +237,18 @@ def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
     elif body["enabled"] is not True:
         problems.add(f"{places(name, 'enabled')}: 'enabled' must be True or False, not {shown(body['enabled'])}.")
     selector = LayerSelector.of_no_layer(place)
+    misplaced = [key for key in SELECTOR_KEYS if key in body]
+    for key in misplaced:
+        problems.add(f"{places(name, key)}: {key!r} selects layers and belongs below 'layers:', not beside 'enabled'.")
     if "layers" in body:
         with problems.noted():
             selector = LayerSelector.parse(body["layers"], place)
-    else:
+    elif not misplaced:
         problems.add(f"{places(name)}: the key 'layers' is missing.{meant_for('layers', body)}")
     features: dict[str, dict[str, Any]] = {}
     misspelt = [near for key in _SECTION_KEYS if key not in body for near in nearest(key, map(str, body), most=1)]
     for key, value in body.items():
-        if key in (*_SECTION_KEYS, *misspelt):
+        if key in (*_SECTION_KEYS, *misspelt, *misplaced):
             continue
         if isinstance(value, Mapping):
             features[str(key)] = {str(feature): options for feature, options in value.items()}

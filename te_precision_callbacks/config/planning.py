@@ -290,8 +290,10 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
         named = {key: body} if key not in registered else body
         namespace = BASE if key not in registered else key
         for name, options in named.items():
-            path = (key,) if namespace == BASE else (key, name)
+            path = (key,) if key not in registered else (key, name)
             feature = _registered_name(name, registered.get(namespace, ()))
+            if namespace == BASE and _registered_name(name, registered.get(NAMESPACE, ())) is not None:
+                feature = None  # nvidia-dlfw-inspect's own LogTensorStats, which no layer of Transformer Engine calls
             if feature is None:
                 if not others:
                     problems.add(functools.partial(_unknown_feature, name, namespace, registered, section.place(*path)))

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.config.interrupting import LIMIT, TookTooLong, at_most
 from te_precision_callbacks.config.problems import (
     MOST_TOLD,
     ConfigError,
@@ -173,16 +172,12 @@ class LayerIndex:
 
         A pattern with a negative look-around is searched only in the name: an alias that lacks the excluded text would
         select a layer that the user meant to leave out.
-
-        Raises:
-            TookTooLong: the search would take forever.
         """
         if pattern.pattern not in self._by_pattern:
             named = [names[:1] for names in self._names] if _NEGATIVE.search(pattern.pattern) else self._names
-            with at_most(LIMIT):
-                self._by_pattern[pattern.pattern] = [
-                    position for position, names in enumerate(named) if any(pattern.search(name) for name in names)
-                ]
+            self._by_pattern[pattern.pattern] = [
+                position for position, names in enumerate(named) if any(pattern.search(name) for name in names)
+            ]
         return self._by_pattern[pattern.pattern]
 
 
@@ -254,23 +249,11 @@ class LayerSelector:
         return (self.exact_names, self.pattern, self.numbers) == (None,) * 3 and "all" in (self.types or ())
 
     def select(self, index: LayerIndex) -> Sequence[int]:
-        """The indices of the selected layers, in increasing order.
-
-        Raises:
-            ConfigError: the regular expression takes too long on these names.
-        """
+        """The indices of the selected layers, in increasing order."""
         if self.exact_names is not None:
             return sorted({position for name in self.exact_names for position in index.named(name)})
         if self.pattern is not None:
-            try:
-                return index.matching(self.pattern)
-            except TookTooLong:
-                raise ConfigError(
-                    f"{self.place(PATTERN)}: {PATTERN!r} {shown(self.pattern.pattern)} was still being searched in the"
-                    f" names of the {len(index.layers)} layers after {LIMIT} seconds. A part of it can match the same"
-                    " characters in many ways, like (a+)+ or .*.*.*: write the pattern without a repetition inside a"
-                    f" repetition, or give {EXACT!r}."
-                ) from None
+            return index.matching(self.pattern)
         numbered = None if self.numbers is None else {p for span in self.numbers for p in index.numbered(*span)}
         if self.types is None:
             return sorted(numbered or ())
@@ -278,11 +261,7 @@ class LayerSelector:
         return sorted(typed if numbered is None else typed & numbered)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
-        """The first of several indexes in which something is selected; if there is none, the first one.
-
-        Raises:
-            ConfigError: as in :meth:`select`.
-        """
+        """The first of several indexes in which something is selected; if there is none, the first one."""
         return next((index for index in indexes if self.select(index)), indexes[0])
 
     def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:

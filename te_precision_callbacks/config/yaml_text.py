@@ -1,14 +1,7 @@
-"""Reads a YAML file as data, with the line of each key and list entry; refuses early what cannot be a config.
-
-A config that a person wrote has some hundred keys. A few lines that expand to far more (an anchor of anchors of
-anchors), and endless nesting, are refused before any data is made: nothing here takes more time or memory than the
-limits below allow.
-"""
+"""Reads a YAML file as data, with the line of each key and list entry."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +13,10 @@ import yaml
 from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, nearest, shortened, shown
 
 MOST_BYTES = 4 * 1024 * 1024
-"""The most bytes of a file, and characters of all texts in a mapping."""
-
-MOST_ENTRIES = 200_000
-"""The most keys, values and list entries of a config; an anchor's content is counted wherever it is used."""
+"""The largest size of a file."""
 
 DEEPEST = 40
-"""The most levels of a config. Those of the features here have ten."""
+"""The most levels of a file; libyaml's loader crashes on very deep nesting."""
 
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 """Those of YAML 1.1."""
@@ -90,27 +80,23 @@ def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any
     """
     text = _text_of(path, what)
     try:
-        _check_events(text, path)
+        _check_depth(text, path)
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
             if node is None:
                 return None, Places(str(path))
-            entries = _expanded(node, {})
-            if entries > MOST_ENTRIES:
-                endless = f"{path}: an anchor contains itself."
-                raise ConfigError(endless if math.isinf(entries) else f"{path} {_too_many()}")
             index = _Index(str(path), _LINE_BREAK.split(text), problems)
             index.enter(node, ())
             return loader.construct_document(node), Places(str(path), index.marks)
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        if isinstance(error, yaml.MarkedYAMLError) and "nesting depth" in (error.problem or ""):  # PyYAML's own limit
-            raise _too_deep(path, error.problem_mark) from error
         raise ConfigError(
             f"The {what} file {shown(str(path))} is not valid YAML: {_why_no_yaml(error, text)}"
         ) from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: an anchor contains itself.") from error
 
 
 def _why_no_yaml(error: yaml.YAMLError, text: str) -> str:
@@ -131,36 +117,6 @@ def _why_no_yaml(error: yaml.YAMLError, text: str) -> str:
     begun = error.context_mark
     context = f"{error.context or ''}{'' if begun is None else f' that begins in line {begun.line + 1}'}"
     return shortened(" ".join(f"{context}{': ' if context else ''}{error.problem} ({where})".split()))
-
-
-def check_extent(data: object, name: str) -> None:
-    """Refuse a mapping that cannot be a config.
-
-    Raises:
-        ConfigError: the mapping has too many entries or too long texts, or is nested too deeply, or holds itself.
-    """
-    entries = characters = 0
-    waiting = [(data, 1)]
-    while waiting:
-        value, depth = waiting.pop()
-        entries += 1
-        characters += len(value) if isinstance(value, (str, bytes)) else 0
-        if characters > MOST_BYTES:
-            raise ConfigError(f"{name} has more than {MOST_BYTES:,} characters. Is it the right one?")
-        if entries > MOST_ENTRIES:
-            raise ConfigError(f"{name} {_too_many()}")
-        inside: list[Any] = []
-        if isinstance(value, Mapping):
-            inside = [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            inside = list(value)
-        if inside and depth > DEEPEST:
-            raise ConfigError(f"{name} is nested more than {DEEPEST} levels deep, or holds itself.")
-        waiting.extend((entry, depth + 1) for entry in inside)
-
-
-def _too_many() -> str:
-    return f"has more than {MOST_ENTRIES:,} keys and values, counting an anchor's content wherever it is used."
 
 
 def _text_of(path: Path, what: str) -> str:
@@ -194,31 +150,13 @@ def _similar_files(path: Path) -> str:
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
-def _check_events(text: str, path: Path) -> None:
-    """Refuse a text of too many entries or levels, before anything is made of it."""
-    entries = depth = 0
+def _check_depth(text: str, path: Path) -> None:
+    depth = 0
     event: Any
     for event in yaml.parse(text, Loader=_BASE):
-        entries += isinstance(event, yaml.NodeEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
-            raise _too_deep(path, event.start_mark)
-        if entries > MOST_ENTRIES:
-            raise ConfigError(f"{path} {_too_many()}")
-
-
-def _too_deep(path: Path, mark: Any) -> ConfigError:
-    return ConfigError(f"{path}, line {mark.line + 1}: nested more than {DEEPEST} levels deep.")
-
-
-def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
-    """The keys, values and list entries that a node stands for; infinite for an anchor that contains itself."""
-    if id(node) not in known:
-        known[id(node)] = math.inf
-        inside = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = itertools.chain(*inside) if isinstance(node, yaml.MappingNode) else inside
-        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
-    return known[id(node)]
+            raise ConfigError(f"{path}, line {event.start_mark.line + 1}: nested more than {DEEPEST} levels deep.")
 
 
 class _Index:

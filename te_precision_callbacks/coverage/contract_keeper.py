@@ -235,17 +235,9 @@ class ContractKeeper:
         return message
 
 
-def left_out(contract: Contract, coverage: Coverage, not_planned: Sequence[str] = ()) -> str:
-    """What the shares of a contract leave out, in sentences; empty if they leave nothing out.
-
-    Args:
-        contract: the contract.
-        coverage: the products, seen or planned.
-        not_planned: modules with a weight of which no product could be planned.
-    """
+def left_out(contract: Contract, coverage: Coverage) -> str:
+    """What the shares of a contract leave out, in sentences; empty if they leave nothing out."""
     texts = left_out_in_words(coverage)
-    if not_planned:
-        texts.append(f"modules of classes whose products are unknown ({in_sentence(*not_planned, most=4)})")
     if not contract.shares or not texts:
         return ""
     return (

@@ -284,6 +284,9 @@ class _Planner:
         """Plan the products of a module of torch's own; return whether its class is known."""
         if isinstance(module, torch.nn.Linear):
             self._plan_weight(path, module, module.weight, "torch", (module.in_features, module.out_features))
+        elif "Conv1D" in class_names(module) and hasattr(module, "nf"):  # transformers' GPT-2: x @ weight
+            weight = cast(torch.Tensor, module.weight)
+            self._plan_weight(path, module, weight, "torch", (weight.shape[0], weight.shape[1]))
         elif isinstance(module, torch.nn.modules.conv._ConvNd):
             groups, weight = module.groups, module.weight
             sizes = weight[0].numel(), weight.shape[0] // groups

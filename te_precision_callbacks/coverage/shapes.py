@@ -1,7 +1,7 @@
-"""Explains an exception of Transformer Engine about a shape: finds the layer, the GEMM and the dimension.
+"""Adds the layer's name to an exception of Transformer Engine; for a refused shape also the GEMM and the dimension.
 
-Transformer Engine refuses such a shape deep inside, naming only the operand. The frames of the traceback show the
-layer, so nothing has to be recorded while all is well. Read from Transformer Engine 2.20.2: the forwards (``self``,
+Transformer Engine raises deep inside, naming at most the operand. The frames of the traceback show the layer, so
+nothing has to be recorded while all is well. Read from Transformer Engine 2.20.2: the forwards (``self``,
 ``inp``, ``m_splits``) and backwards (``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``) of
 ``pytorch/module/*.py``, and ``layout`` of ``pytorch/cpp_extensions/gemm.py``.
 """
@@ -12,7 +12,8 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from traceback import walk_tb
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from te_precision_callbacks.base.errors import transformer_engine_error
@@ -23,28 +24,45 @@ from te_precision_callbacks.layers.naming import NamedModule
 logger = logging.getLogger(__name__)
 
 
-def explain_shape(error: BaseException | None, modules: Sequence[NamedModule]) -> None:
-    """Add a note to an exception that Transformer Engine raised because of a shape, with the next size that works.
+def explain_failure(
+    error: BaseException | None, modules: Sequence[NamedModule], others: Mapping[int, str] = MappingProxyType({})
+) -> None:
+    """Add a note to an exception that was raised inside Transformer Engine: the layer, and the next size that works.
 
     The exception itself does not change. Python 3.10 has no notes: there the text is logged.
 
     Args:
         error: the exception that ended a run.
         modules: the modules of the model.
+        others: the names of other modules of Transformer Engine, such as attention, by id.
     """
     inner = transformer_engine_error(error)
     if not isinstance(inner, Exception):
         return
     try:
-        text = _explanation(inner, modules)
+        text = _explanation(inner, modules) or _layer_of(inner, modules, others)
     except Exception as failure:
-        logger.error("Whether a wrong shape has caused the exception above could not be found out.", exc_info=failure)
+        logger.error("The layer of the exception above could not be found.", exc_info=failure)
         return
     if text and hasattr(inner, "add_note"):
         if text not in getattr(inner, "__notes__", ()):
             inner.add_note(text)
     elif text:
         logger.error("%s", text)
+
+
+def _layer_of(error: Exception, modules: Sequence[NamedModule], others: Mapping[int, str]) -> str:
+    """The layer in whose forward or backward an exception was raised, in a sentence; empty if it was in none."""
+    place = _place(error.__traceback__, modules)
+    if place is not None:
+        where, name, kind = "backward" if place.in_backward else "forward", place.named.name, place.named.module
+    else:
+        owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+        found = next((owner for owner in owners if id(owner) in others), None)
+        if found is None:
+            return ""
+        where, name, kind = "forward", others[id(found)], found
+    return f"te-precision-callbacks: raised in the {where} of the layer {name!r} ({type(kind).__name__})."
 
 
 @dataclass

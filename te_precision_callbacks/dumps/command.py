@@ -23,6 +23,7 @@ import typer
 from rich.table import Table
 
 from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
 from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def list_command(
             continue
         what = [] if header.high_precision is None else [header.high_precision.dtype]
         what += [] if header.quantized is None else [header.quantized.class_name]
-        what += [] if header.gemm is None else [f"a GEMM of {header.gemm.n} x {header.gemm.m} x {header.gemm.k}"]
+        if (gemm := header.gemm) is not None:
+            sizes = " x ".join(map(str, layer_sizes(gemm.gemm, gemm.n, gemm.m, gemm.k)))
+            what.append(f"a GEMM, {sizes} (tokens x in x out)")
         if header.attention is not None:
             queries, keys = header.attention.longest
             what.append(f"{header.attention.name}, {queries} queries x {keys} keys")

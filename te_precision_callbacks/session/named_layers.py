@@ -59,6 +59,12 @@ class NamedLayers:
         return [layer for module in self.modules for layer in module.layers]
 
     @property
+    def other_names(self) -> dict[int, str]:
+        """The names of attention and operations of ``te.ops`` of this rank, by the id of the module."""
+        operations = {id(found.module): found.layers[0] for found in self.operations if found.layers}
+        return {id(named.module): named.name for named in self.attentions} | operations
+
+    @property
     def of_other_ranks(self) -> list[Layer]:
         """The layers that other ranks alone have."""
         return [layer for layer in self.of_all if layer.name not in self.names]

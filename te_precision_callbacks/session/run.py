@@ -22,7 +22,7 @@ from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.idle import never_due_in_words, steps_that_observe
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
-from te_precision_callbacks.coverage.shapes import explain_shape
+from te_precision_callbacks.coverage.shapes import explain_failure
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.dumps.dump_files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
@@ -414,7 +414,7 @@ class Run:
         Args:
             error, logging_step: as in ``InspectSession.stop``.
         """
-        explain_shape(error or sys.exc_info()[1], self.model.layers.modules)
+        explain_failure(error or sys.exc_info()[1], self.model.layers.modules, self.model.layers.other_names)
         keeps = self._options.keep_precision and self._results.changes_precision
         keeps = keeps and error is None and not self.inspector.ended
         ended_by = error or sys.exc_info()[1]

@@ -322,7 +322,7 @@ class StatisticsTables:
             shown = self._shown(group)
             which = f", table {number} of {len(groups)}" if len(groups) > 1 else ""
             # Not as the title of the table, which would be broken to its width.
-            yield Paragraph(f"Last statistics{which} (a worse one of the run @ its iteration)", "italic")
+            yield Paragraph(f"Last statistics{which} (worst value of the run @ its step)", "italic")
             yield self._table(group, shown)
             others = np.setdiff1d(np.concatenate([self._columns[name].tensors for name in group]), shown).tolist()
             if others:

@@ -105,7 +105,7 @@ class _Advisor:
         whole = total(of_layers, self._device)
         names = list(dict.fromkeys(one.layer for one in of_layers))
         yield Advice(
-            f"keep {in_sentence(*names, most=3)} in BF16: no loss of time",
+            f"keep {in_sentence(*names, most=3)} in BF16: low precision makes it slower",
             whole.low_ms - whole.high_ms,
             _saved(whole.low_ms, whole.interval),
             keep_high(*names, others={one.layer for one in self._times} - set(names)),

@@ -63,7 +63,7 @@ class Calibration:
     Attributes:
         device: what ``torch.cuda.get_device_name`` says of it; ``cpu`` for the reference backend.
         versions: of torch and Transformer Engine.
-        times: what was measured -> its time. The keys are ``high MxKxN``, ``gemm RECIPE MxKxN``, ``call RECIPE MxKxN``,
+        times: what was measured -> its time. The keys are ``high SHAPE``, ``gemm RECIPE SHAPE``, ``call RECIPE SHAPE``,
             and ``cast RECIPE OPERAND ROWSxCOLUMNS DIRECTIONS``.
     """
 

@@ -85,7 +85,7 @@ def speed_command(
     *,
     shapes: Annotated[
         str | None,
-        typer.Option(metavar="MxKxN,...", help="Shapes in place of a run: tokens x in_features x out_features."),
+        typer.Option(metavar="TOKENSxINxOUT,...", help="Shapes in place of a run: tokens x in x out."),
     ] = None,
     recipe: Annotated[
         str | None,

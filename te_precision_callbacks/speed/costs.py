@@ -56,8 +56,9 @@ _LARGEST = 2**31
 
 
 class Shape(NamedTuple):
-    """The shape of a GEMM in the notation of Transformer Engine's benchmark, MxKxN: the result has m rows of n
-    elements, each a sum of k products. For a forward m are tokens, k in_features, and n out_features.
+    """The shape of a GEMM: the result has m rows of n elements, each a sum of k products.
+
+    For a forward m is tokens, k in_features, and n out_features, and the text is tokens x in x out.
 
     Attributes:
         batch: how many such products a call makes.
@@ -78,7 +79,7 @@ class Shape(NamedTuple):
         parts = [part.strip() for part in text.split("x")]
         if len(parts) != 3 or len(text) > 100:
             raise SpeedError(
-                f"{text[:100]!r} is no shape. Write MxKxN, tokens x in_features x out_features, such as"
+                f"{text[:100]!r} is no shape. Write tokens x in_features x out_features, such as"
                 " 15872x4096x12288; several with commas between them."
             )
         wrong = next((part for part in parts if not (re.fullmatch("[0-9]+", part) and 0 < int(part) < _LARGEST)), None)

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
+from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
 from te_precision_callbacks.base.vocabulary import (
     COLUMNWISE,
     GEMMS,
@@ -127,6 +128,12 @@ class ProductTime:
         made = object.__new__(ProductTime)  # replace() takes ten times as long, and models have many alike layers
         vars(made).update(vars(self), layer=layer)
         return made
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of the layer, tokens x in x out, which its three GEMMs share."""
+        rows, summed, columns, batch = self.shape
+        return str(Shape(*layer_sizes(self.gemm, rows, columns, summed), batch))
 
     @property
     def low_ms(self) -> float:

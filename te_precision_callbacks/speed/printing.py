@@ -38,16 +38,23 @@ def times_faster(speedup: float, interval: tuple[float, float]) -> str:
 
 def show_times(times: Sequence[ProductTime], whole: Total, device: Device, plan: CallPlan) -> None:
     """Print a row for each layer: alike layers are one row, and the GEMMs of a layer share its casts."""
-    terminal.show_text(f"{device.title}, plan {plan}. Times are expected ones, in milliseconds of a step.")
+    terminal.show_text(f"{device.title}, plan {plan}. Expected times, in milliseconds per step.")
     table = terminal.table(
-        "layer", "MxKxN", "recipe", "BF16", "as it runs", "of it casts", "times as fast", "verdict, or why not low"
+        "layer",
+        "tokens x in x out",
+        "recipe",
+        "BF16",
+        "as it runs",
+        "of it casts",
+        "times as fast",
+        "verdict, or why not low",
     )
     rows = list(alike(times, by_name=True).values())
     for layers in rows[:_MOST_ROWS]:
         one = total(layers[0], device)
         table.add_row(
             terminal.cell_lines(folded([each[0].layer for each in layers], most=_MOST_NAMES)),
-            terminal.cell(layers[0][0].shape),
+            terminal.cell(layers[0][0].sizes),
             terminal.cell(recipes_in_words(layers[0])),
             terminal.cell(milliseconds(one.high_ms * len(layers))),
             terminal.cell(milliseconds(one.low_ms * len(layers)) if one.known else "unknown"),
@@ -87,8 +94,8 @@ def _mask_in_words(product: ProductTime) -> str:
     if product.family != "attention" or product.mask_share == 1:
         return ""
     if product.mask_share is None:
-        return "counts in full: its mask is not known"
-    return f"{100 * product.mask_share:.1f} % of it counts, which its causal mask leaves"
+        return "counted in full: mask unknown"
+    return f"counted at {100 * product.mask_share:.1f} %: causal mask"
 
 
 def show_step(speed: StepSpeed) -> None:
@@ -153,30 +160,30 @@ def _show_waterfall(fall: Waterfall) -> None:
             cells = (part.name, milliseconds(part.ms), milliseconds(so_far), f"{marked}{part.why}")
         table.add_row(*map(terminal.cell, cells))
     terminal.show(table)
-    subject = "What is known of the step" if fall.unknown else "The step"
+    subject = "The known parts of the step" if fall.unknown else "The step"
     text = (
         f"{subject}: {milliseconds(fall.high_ms)} ms in BF16, {milliseconds(fall.expected_ms)} ms expected"
-        f" ({fall.speedup:.2f} times as fast), {milliseconds(fall.ideal_ms)} ms in the ideal"
+        f" ({fall.speedup:.2f} times as fast), {milliseconds(fall.ideal_ms)} ms ideal"
         f" ({fall.ideal_speedup:.2f})."
     )
     if fall.unknown:
         names = ", ".join(part.name for part in fall.unknown)
-        text += f" Unknown, and in no figure: {names}."
-        text += " So what the rest of the step allows at most is not known either."
+        text += f" Unknown and not included: {names}."
+        text += " The upper bound without any time in linear layers is therefore unknown."
     elif math.isfinite(fall.ceiling):
-        text += f" The rest of the step allows {fall.ceiling:.2f} at most."
+        text += f" Upper bound, without any time in linear layers: {fall.ceiling:.2f} times as fast."
     terminal.show_text(text)
 
 
 def _show_advice(advice: Sequence[Advice]) -> None:
     terminal.show_text("")
     if not advice:
-        terminal.show_text("Nothing to do is found that saves time.")
+        terminal.show_text("No change that saves time was found.")
     for one in advice:
         low, high = one.interval
         around = (
             f"{milliseconds(low)} to {milliseconds(high)}" if math.isfinite(low) else f"at most {milliseconds(high)}"
         )
         note = f"; {one.note}" if one.note else ""
-        terminal.show_text(f"{one.text}: saves {milliseconds(one.saves_ms)} ms ({around}){note}", hanging=2)
+        terminal.show_text(f"{one.text}; saves {milliseconds(one.saves_ms)} ms per step ({around}){note}", hanging=2)
         terminal.show_as_it_is(one.patch, indent=4)

@@ -1,4 +1,4 @@
-"""From the ideal time of a step to the expected one: what each part adds, and what the rest of the step allows.
+"""The expected time of a step, part by part from the ideal time, and the upper bound of the speed-up.
 
     fall = waterfall(PricedStep.of(step, device))
     for part in fall.parts:
@@ -37,10 +37,10 @@ from te_precision_callbacks.speed.expected import UNKNOWN, ProductTime, calls_of
 from te_precision_callbacks.speed.priced import PricedStep
 from te_precision_callbacks.speed.recorded import Step
 
-WITHOUT_MASK = "attention whose mask is not known counts in full: causal attention takes about half"
+WITHOUT_MASK = "attention with an unknown mask is counted in full: causal attention takes about half"
 """What limits the time of attention."""
 
-WITH_MASK = "of causal attention what its mask leaves"
+WITH_MASK = "causal attention is counted without its masked part"
 """How attention counts whose mask is known."""
 
 Kind = Literal["ideal", "loss", "estimate", "unknown"]

@@ -257,10 +257,19 @@ def test_a_section_without_a_layer_can_be_allowed(here: Path) -> None:
 @pytest.mark.usefixtures("here")
 def test_a_contract_that_the_plan_does_not_hold() -> None:
     arguments = ("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling", "--require")
-    assert as_json(*arguments, "fp8 >= 60%")["findings"] == []
-    found = as_json(*arguments, "fp8 >= 99%", code=1)["findings"]
+    assert as_json(*arguments, "fp8 fprop >= 60%")["findings"] == []
+    found = as_json(*arguments, "fp8 fprop >= 99%", code=1)["findings"]
     assert [finding["kind"] for finding in found] == ["contract"]
-    assert "fp8 >= 99%: it is 79.5 %." in one_line(run(*arguments, "fp8 >= 99%", code=1))
+    assert "fp8 fprop >= 99%: it is 9" in one_line(run(*arguments, "fp8 fprop >= 99%", code=1))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_contract_on_products_without_a_size_cannot_be_checked() -> None:
+    arguments = ("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling")
+    told = one_line(run(*arguments, "--tokens", "64", "--require", "fp8 >= 1%", code=1))
+    attention = "the products of layers.{0-3}.self_attention cannot be sized without --batch (batch=)"
+    assert f"fp8 >= 1%: cannot be checked: {attention}." in told
+    assert "Without attention: FP8 in" in told
 
 
 def test_a_model_that_meta_cannot_make(here: Path) -> None:

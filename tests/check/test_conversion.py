@@ -106,16 +106,22 @@ def gemms_of(found: dict[str, Any]) -> dict[tuple[str, str], Any]:
     }
 
 
-def ran(folder: Path) -> Coverage:
+def mixtral() -> transformers.PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=128, **sizes, **experts))
+
+
+def ran(folder: Path, model: transformers.PreTrainedModel) -> Coverage:
     """The step of a session on the model that Accelerate has converted."""
     Accelerator(cpu=True)
-    model = llama()
     try:
         with torch.no_grad():
             convert_model(model)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
-    with InspectSession(CONFIG, model=model, log_dir=folder, statistics_log="off", strict=True) as session:
+    watched = {"watched": feature("LogTensorStats", ["all"], tensors=["activation"], stats=["max"])}
+    with InspectSession(watched, model=model, log_dir=folder, statistics_log="off", strict=True) as session:
         session.unconverted = unconverted_layers(model)
         with te.autocast(enabled=True, recipe=recipes.DelayedScaling()):
             loss = model(**batch()).loss
@@ -128,7 +134,7 @@ def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path)
     found = check(config, "llama", "--convert", "accelerate", "--batch", f"{__name__}:batch")
     assert (found["device"], found["convert"], found["recipe"]) == ("meta", "accelerate", "fp8_delayed_scaling")
     assert found["unconverted"] == {"lm_head": WHY}
-    coverage = ran(tmp_path / "run")
+    coverage = ran(tmp_path / "run", llama())
     assert found["macs"] == coverage.macs()
     assert found["share"]["fp8"] == pytest.approx(coverage.share("fp8"))
     planned = gemms_of(found)
@@ -180,7 +186,26 @@ def test_the_classes_that_accelerate_does_not_convert(config: str, monkeypatch: 
     monkeypatch.setattr(sys.modules[__name__], "gpt2", gpt2)
     found = check(config, "gpt2", "--convert", "accelerate", code=1)
     assert found["unconverted"][f"{GPT2}.mlp.c_fc"] == "64 x 128 of Conv1D: Accelerate converts Linear alone"
-    assert any(f"{GPT2}.mlp.c_fc" in name for name in found["not_counted"])
+    assert not found["not_counted"]
+    assert gemms_of(found)[f"{GPT2}.mlp.c_fc", "fprop"][1] == Reason.NOT_CONVERTED.value
+
+
+@pytest.mark.parametrize(("name", "make", "most"), [("gpt2", gpt2, 0.25), ("mixtral", mixtral, 0.3)])
+def test_what_the_run_breaks_does_not_pass(
+    config: str, name: str, make: Any, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has a few percent of FP8: a plan by tokens cannot pass, and one with a batch has the same share."""
+    monkeypatch.setattr(sys.modules[__name__], name, make, raising=False)
+    Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
+    arguments = (config, name, "--convert", "accelerate", "--require", "fp8 >= 50%")
+    by_tokens = check(*arguments, "--tokens", "64", code=1)
+    kinds = ["not_sized", "contract"] if name == "mixtral" else ["contract"]
+    assert [finding["kind"] for finding in by_tokens["findings"]] == kinds
+    assert "cannot be checked: the products of" in by_tokens["findings"][-1]["text"]
+    found = check(*arguments, "--batch", f"{__name__}:batch", code=1)
+    run = ran(tmp_path / "run", make())
+    assert found["share"]["fp8"] == pytest.approx(run.share("fp8"))
+    assert run.share("fp8") < most
 
 
 @pytest.mark.parametrize("model", ["llama", "with_an_adapter"])

@@ -128,7 +128,7 @@ def test_a_feature_that_needs_another_recipe(recipe: str, tmp_path: Path) -> Non
 def test_what_recipes_refuse_of_modules(tmp_path: Path) -> None:
     override = recipes.Float8CurrentScaling(backward_override="dequantized")
     model = torch.nn.Sequential(te.LayerNormMLP(32, 64))
-    assert "LayerNormMLP refuses" in check(model, recipe=override).findings[0].text
+    assert "LayerNormMLP excludes" in check(model, recipe=override).findings[0].text
     error = error_of(model, torch.randn(32, 32), override, WATCHED, tmp_path)
     assert "is not implemented in LayerNormMLP" in error
     with gpu_with("nvfp4"):

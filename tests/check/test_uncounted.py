@@ -110,10 +110,9 @@ def test_named_and_told_where_a_contract_holds(name: str, tmp_path: Path, caplog
         assert any(what in text for text in coverage.not_counted)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("leave out what is not counted" in text and what in text for text in warned)
-    assert not planned.findings
-    [note] = planned.notes
-    assert "leave out what is not counted" in note
-    assert what in note
+    [finding] = planned.findings
+    assert "fp8 >= 99%: cannot be checked: not counted: " in finding.text
+    assert what in finding.text
 
 
 def test_a_plan_by_tokens_names_the_modules_that_it_leaves_out() -> None:
@@ -121,7 +120,10 @@ def test_a_plan_by_tokens_names_the_modules_that_it_leaves_out() -> None:
         recurrent(torch.nn.LSTM), load_config(CONFIG), recipe=Float8CurrentScaling(), require="fp8 >= 99%"
     )
     assert "part" in planned.not_counted
-    assert any("leave out what is not counted" in note and "part)" in note for note in planned.notes)
+    assert [finding.kind for finding in planned.findings] == ["not_sized", "contract"]
+    for finding in planned.findings:
+        assert "part" in finding.text
+        assert "cannot be sized without" in finding.text
 
 
 def test_a_plan_by_tokens_says_that_attention_is_not_in_its_shares() -> None:

@@ -145,18 +145,56 @@ def test_a_layer_that_is_recomputed_in_the_backward(tmp_path: Path, use_reentran
     assert "the layer 'layer' cannot run the GEMM wgrad" in raised.value.__notes__[0]
 
 
-def test_other_exceptions_have_no_note(tmp_path: Path) -> None:
+def kept_original() -> torch.nn.Module:
+    return te.Linear(32, 32, save_original_input=True, params_dtype=torch.bfloat16)
+
+
+OTHERS = {
+    "an option": (kept_original, (32, 32), "the layer 'layer' (Linear)", recipes.DelayedScaling),
+    "a wrong size": (
+        lambda: te.LayerNormLinear(32, 48, params_dtype=torch.bfloat16),
+        (32, 16),
+        "the layer 'layer' (LayerNormLinear)",
+        recipes.Float8CurrentScaling,
+    ),
+    "without a recipe": (lambda: te.Linear(32, 48), (32, 16), "the layer 'layer' (Linear)", None),
+    "te.ops": (lambda: te.ops.BasicLinear(32, 48), (32, 16), "the layer 'layer' (BasicLinear)", None),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_exception_of_transformer_engine_names_the_layer(name: str, tmp_path: Path) -> None:
+    make, shape, where, recipe = OTHERS[name]
+    net = torch.nn.ModuleDict({"layer": make()})
+    dtype = next(net.parameters()).dtype
+    x = torch.randn(*shape, dtype=dtype, requires_grad=True)
+    config = statistics()
+    with (
+        pytest.raises(Exception) as raised,  # noqa: PT011
+        InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True),
+        te.autocast(enabled=recipe is not None, recipe=recipe and recipe()),
+    ):
+        net["layer"](x)
+    assert raised.value.__notes__ == [f"te-precision-callbacks: raised in the forward of {where}."]
+
+
+def test_attention_is_named_too(tmp_path: Path) -> None:
+    net = torch.nn.ModuleDict({"core": te.DotProductAttention(2, 16)})
+    q = torch.randn(8, 1, 2, 16, dtype=torch.bfloat16)
+    with (
+        pytest.raises(Exception) as raised,  # noqa: PT011
+        InspectSession(statistics(), model=net, log_dir=tmp_path, allow_unmatched=True),
+    ):
+        net["core"](q, q[:, :, :1], q)
+    assert "of the layer 'core' (DotProductAttention)" in raised.value.__notes__[0]
+
+
+def test_an_exception_of_the_script_has_no_note(tmp_path: Path) -> None:
     net = torch.nn.ModuleDict({"layer": te.Linear(32, 24, params_dtype=torch.bfloat16)})
-    for error in (ValueError("of the script"), None):
-        with (
-            pytest.raises((ValueError, AssertionError)) as raised,
-            InspectSession(statistics(), model=net, log_dir=tmp_path),
-        ):
-            if error is not None:
-                raise error
-            with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
-                net["layer"](torch.randn(32, 16, dtype=torch.bfloat16))  # what does not fit the weight
-        assert not hasattr(raised.value, "__notes__")
+    with pytest.raises(ValueError, match="script") as raised:
+        with InspectSession(statistics(), model=net, log_dir=tmp_path):
+            raise ValueError("of the script")
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_a_session_that_is_stopped_by_hand_explains_too(tmp_path: Path) -> None:

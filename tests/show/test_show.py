@@ -242,7 +242,7 @@ def test_following_ends_with_the_run(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "ended" in result.output
     assert "fc2 activation" in result.output
-    assert "54 @ 9" in result.output
+    assert "54 (9)" in result.output
 
 
 def test_following_waits_for_the_run_and_prints_as_it_comes(
@@ -280,7 +280,7 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
         line = lines[1].split("  ")
         assert line[0] == f"step {number}"
         assert line[1].startswith("Not enough checked: ")
-        assert line[2] == f"worst underflows% {number} @ {number} in fc1 activation"
+        assert line[2] == f"worst underflows% {number} ({number}) in fc1 activation"
     assert third[-2:] == ["step 2  dump_written  number 2", third[-1]]
     last = capsys.readouterr().out
     assert last.startswith("step 3  dump_written  number 3\n")

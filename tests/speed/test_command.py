@@ -181,7 +181,7 @@ def test_a_run() -> None:
     assert found["waterfall"]["expected_ms"] == pytest.approx(found["total"]["low_ms"])
     text = " ".join(run("speed", "logs", "--device", "h100").output.split())
     assert "NVIDIA H100 SXM, plan training" in text
-    assert "Unknown, and in no figure: norms and activations, optimizer" in text
+    assert "Unknown and not included: norms and activations, optimizer" in text
     assert "fp8_delayed_scaling instead of fp8_current_scaling" in text
 
 
@@ -294,7 +294,9 @@ def test_a_plan_and_its_patch() -> None:
     assert row["gemms"]["fprop"]["precision"] == "bf16"
     patched = read("check", "patched.yaml", *PLAN[2:], "--speed", "--device", "h200")["speed"]
     assert found["total"]["low_ms"] - patched["total"]["low_ms"] == pytest.approx(keep["saves_ms"])
-    assert "keep small in BF16: no loss of time: saves" in run(*PLAN, "--speed", "--device", "h200").output
+    assert (
+        "keep small in BF16: low precision makes it slower; saves" in run(*PLAN, "--speed", "--device", "h200").output
+    )
 
 
 def test_a_recipe_that_the_device_does_not_run_is_refused_with_its_remedy() -> None:
@@ -309,8 +311,8 @@ def test_attention_of_tokens_is_unknown() -> None:
     assert (attention["ms"], attention["kind"]) == (None, "unknown")
     assert attention["why"].endswith("sequences: layer.self_attention, alone")
     text = " ".join(run(*asked).output.split())
-    assert "What is known of the step:" in text
-    assert "Unknown, and in no figure: attention: give --batch, norms and activations" in text
+    assert "The known parts of the step:" in text
+    assert "Unknown and not included: attention: give --batch, norms and activations" in text
 
 
 def test_a_model_that_cannot_be_planned() -> None:

@@ -97,7 +97,7 @@ def test_attention_counts_without_its_mask() -> None:
         part.name: part
         for part in waterfall(PricedStep.of(Step(Coverage([*products[:-1], causal]), CURRENT), H200)).parts
     }
-    assert known["attention and other products"].why.endswith("of causal attention what its mask leaves")
+    assert known["attention and other products"].why.endswith("causal attention is counted without its masked part")
     ratio = known["attention and other products"].ms / parts["attention and other products"].ms
     assert ratio == pytest.approx(513 / 1024)
 
@@ -110,7 +110,7 @@ def test_a_guess_ranks_after_what_is_estimated(capsys: pytest.CaptureFixture[str
     assert speed.advice[-1].saves_ms > speed.advice[0].saves_ms
     assert speed.advice[-1].text.startswith("fp8_dpa=True")
     show_step(speed)
-    assert "ms (at most " in " ".join(capsys.readouterr().out.split())
+    assert "ms per step (at most " in " ".join(capsys.readouterr().out.split())
 
 
 def test_each_row_names_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,20 @@ _BLOCK_GEMM = "Transformer Engine's GEMM of FP8 blocks (outer dimension requirem
 _MODULE = "Transformer Engine's modules (assert_dim_for_fp8_exec)"
 
 
+def layer_sizes(gemm: str, rows: int, columns: int, summed: int) -> tuple[int, int, int]:
+    """tokens, in_features and out_features of the layer of a GEMM, or the like of a product without a weight.
+
+    Args:
+        gemm: ``fprop``, ``dgrad`` or ``wgrad``; of other products the sizes are rows, terms of a sum, and columns.
+        rows: of the result, as ``Product.n``.
+        columns: of the result, as ``Product.m``.
+        summed: the terms of each sum, ``k``.
+    """
+    if gemm == "dgrad":
+        return rows, columns, summed
+    return (summed, columns, rows) if gemm == "wgrad" else (rows, summed, columns)
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rule that a size of a GEMM must be a multiple of a number.

@@ -94,8 +94,7 @@ class Feature:
     @classmethod
     def unchecked(cls, name: str, namespace: str) -> Feature:
         """A feature of another package, of which the name is all that is known."""
-        calls = "Called by modules that use debug_api themselves. " if namespace == BASE else ""
-        return cls(name, namespace, (f"{calls}Not a feature of this project: its keys are not checked.",))
+        return cls(name, namespace, ("Not a feature of this project: its keys are not checked.",))
 
     @property
     def place(self) -> str:
@@ -114,7 +113,7 @@ def features() -> tuple[Feature, ...]:
 
 
 def find(name: str) -> tuple[Feature, ...]:
-    """The features of a name, whatever its case; one of nvidia-dlfw-inspect's has the name of one of this project's.
+    """The features of a name, whatever its case.
 
     Raises:
         UnknownFeatureError: there is no such feature.

@@ -40,7 +40,7 @@ class Departure:
         difference: the median of b - a over these steps, in ``unit``.
         unit: ``powers of two`` for magnitudes, ``points`` for percentages, ``dB``, or ``of its size`` for what may have
             any sign.
-        spread: how much the statistic differs ordinarily, in ``unit``; None without a noise floor.
+        spread: the noise floor of the statistic, in ``unit``; None if there is none.
         bound: the difference from which on it counts, in ``unit``.
     """
 

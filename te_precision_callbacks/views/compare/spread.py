@@ -1,4 +1,4 @@
-"""How much a statistic differs ordinarily: the noise floor.
+"""The noise floor: the ordinary spread of a statistic.
 
 The differences of runs of one config are noise. How large it is at a series is estimated from little: one pair of runs
 tells of a difference that stays, such as that of two initializations, a single number. So statistics borrow from their

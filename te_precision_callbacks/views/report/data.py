@@ -158,7 +158,7 @@ def families_beside(chosen: Sequence[FamilySeries], all_families: Sequence[Famil
 
 
 def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
-    """The worst layers of each statistic that has a direction in which it gets worse, the gravest statistics first.
+    """The worst layers of each statistic that has a direction in which it gets worse, most severe first.
 
     What is as good as it can be is not listed. A layer that is listed for what another statistic shows it to lose has
     ``lost``, see :func:`~te_precision_callbacks.sinks.worst.worst_first`.

@@ -194,7 +194,7 @@ def _kind(
         "short": visible(first) + (f" and {len(others)} more" if others else ""),
         "first": names[0],
         "layers": count,
-        "shapes": list(dict.fromkeys(str(one.shape) for one in layers[0])),
+        "shapes": list(dict.fromkeys(one.sizes for one in layers[0])),
         "recipes": visible(recipes_in_words(layers[0])),
         "high_ms": whole.high_ms * count if is_known else None,
         "low_ms": low_ms if is_known else None,
@@ -225,7 +225,7 @@ def _roofline(step: Step, speed: StepSpeed) -> dict[str, Any]:
             alike_products[key] = {
                 "name": visible(one.layer),
                 "gemm": one.gemm,
-                "shape": str(one.shape),
+                "shape": one.sizes,
                 "recipe": one.recipe,
                 "kernel": kernel,
                 "products": 1,

@@ -20,7 +20,7 @@ from te_precision_callbacks.views.verdicts import MOST_FINDINGS, more_findings, 
 
 _LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
 _BLOCK, _SHADES = "█", "█▒░▓"
-_HEADERS = ("last", "worst @ step")
+_HEADERS = ("last", "worst (step)")
 
 _COLOURS = {"nvfp4": "magenta", "mxfp8": "cyan", "fp8": "green"}
 _SEVERITY = {"error": "bold red", "warning": "yellow"}
@@ -181,7 +181,7 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
 def _worst_number(series: WorstSeries) -> str:
     """The worst number, and what brings a series here whose number is not among the worst."""
     lost = "" if series.lost is None else f" (worst {visible(series.lost.statistic)} {series.lost.value:.3g})"
-    return f"{series.worst:.3g} @ {series.worst_iteration}{lost}"
+    return f"{series.worst:.3g} ({series.worst_iteration}){lost}"
 
 
 def _name(series: WorstSeries) -> tuple[str, str]:

@@ -1,10 +1,11 @@
 // One layer: what its products ran in, the exponents of its tensors, scales and amax, and all its curves.
 
 function gemmTable(gemms) {
-  const times = (gemm) => [gemm.n, gemm.m, gemm.k].every((size) => size) ? `${gemm.batch > 1 ? `${gemm.batch} × ` : ""}${gemm.n} × ${gemm.m} × ${gemm.k}` : "–";
+  const sizes = ({ gemm, n, m, k }) => gemm === "dgrad" ? [n, m, k] : gemm === "wgrad" ? [k, m, n] : [n, k, m]; // tokens, in, out
+  const times = (gemm) => sizes(gemm).every((size) => size) ? [...(gemm.batch > 1 ? [gemm.batch] : []), ...sizes(gemm)].join(" × ") : "–";
   const span = (gemm) => gemm.until === null ? (gemm.since ? `from ${gemm.since}` : "whole run") : `${gemm.since ?? 0} to ${gemm.until}`;
   const ran = (gemm) => gemm.runs === "never" ? `does not run${gemm.not_run ? `: ${gemm.not_run}` : ""}` : (gemm.precision || "–").toUpperCase();
-  return table(["product", "runs in", "operands", "why not low", "n × m × k", "#multiply-adds a step", "steps"], gemms.map((gemm) => [
+  return table(["product", "runs in", "operands", "why not low", "tokens × in × out", "#multiply-adds a step", "steps"], gemms.map((gemm) => [
     gemm.gemm + (gemm.backward && !["dgrad", "wgrad"].includes(gemm.gemm) ? " (backward)" : ""), ran(gemm),
     Object.entries(gemm.operands).map(([tensor, format]) => el("div", {}, `${tensor}: ${format}`)),
     gemm.why ?? "", times(gemm), gemm.macs ? shown(gemm.macs) : "–", span(gemm),

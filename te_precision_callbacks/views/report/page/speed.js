@@ -41,11 +41,11 @@ function speedVerdict({ speed }) {
     el("h2", { id: "speed-verdict" }, `${speed.summary}.`),
     speed.unknown && el("p", {}, speed.unknown),
     total && el("p", {}, `All matrix products of a step: ${milliseconds(total.low_ms)} ms as they run, ${milliseconds(total.high_ms)} ms in BF16.`,
-      total.unknown > 0 && ` ${shown(total.unknown)} products of unknown cost are in no figure.`),
-    fall && el("p", {}, `The step, as far as it is known: ${milliseconds(fall.expected_ms)} ms expected, ${milliseconds(fall.high_ms)} ms in BF16 (${shown(fall.speedup, 3)} times as fast), ${milliseconds(fall.ideal_ms)} ms in the ideal (${shown(fall.ideal_speedup, 3)}).`,
-      unknown.length > 0 && ` Unknown, and in no figure: ${unknown.join(", ")}. So what the rest of the step allows at most is not known either.`,
-      !unknown.length && fall.ceiling !== null && ` The rest of the step allows ${shown(fall.ceiling, 3)} at most.`),
-    total && el("p", { class: "quiet" }, `Expected times of a model of ${speed.device}; parentheses have the interval of 95 %.`));
+      total.unknown > 0 && ` ${shown(total.unknown)} products of unknown cost are not included.`),
+    fall && el("p", {}, `The step, as far as it is known: ${milliseconds(fall.expected_ms)} ms expected, ${milliseconds(fall.high_ms)} ms in BF16 (${shown(fall.speedup, 3)} times as fast), ${milliseconds(fall.ideal_ms)} ms ideal (${shown(fall.ideal_speedup, 3)}).`,
+      unknown.length > 0 && ` Unknown and not included: ${unknown.join(", ")}. The upper bound without any time in linear layers is therefore unknown.`,
+      !unknown.length && fall.ceiling !== null && ` Upper bound, without any time in linear layers: ${shown(fall.ceiling, 3)} times as fast.`),
+    total && el("p", { class: "quiet" }, `Expected times from a cost model of ${speed.device}; 95 % confidence intervals in parentheses.`));
 }
 
 function waterfallCard({ waterfall: fall }) {
@@ -90,7 +90,7 @@ function layersCard(report) {
   const node = plotNode(96 + (measured ? 62 : 46) * inPlot.length, `Milliseconds of a step in BF16 and as it runs${measured ? ", and measured" : ""}, by kind of layer: ${inPlot.map((row) => `${kindName(row)} ${milliseconds(row.high_ms)} and ${milliseconds(row.low_ms)}`).join("; ")}`);
   const named = (row) => places.has(row.first) ? el("a", { href: state.hash({ page: "layer", layer: row.first }), class: "mono layers", title: row.first }, row.name) : el("span", { class: "mono layers" }, row.name);
   const verdict = (row) => [row.gains_nothing ? "gains nothing" : row.verdict, ...row.why].filter(Boolean).join("; ");
-  const columns = ["layers", "#count", "shapes, MxKxN", "recipe", "#BF16, ms", "#as it runs, ms", "#of it casts", ...(measured ? ["#measured, ms"] : []), "times as fast", "verdict, or why not low"];
+  const columns = ["layers", "#count", "tokens × in × out", "recipe", "#BF16, ms", "#as it runs, ms", "#of it casts", ...(measured ? ["#measured, ms"] : []), "times as fast", "verdict, or why not low"];
   const keys = ["name", "layers", "recipes", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high", "measured_ms", "verdict"];
   const made = card("Layers", {
     about: `Alike layers are one row, with the times of all of them. ${known.length > KINDS_IN_PLOT ? `The plot has the ${KINDS_IN_PLOT} kinds that take longest. ` : ""}A whisker is the interval of 95 %.${measured ? " Measured are GEMMs and casts; casts that several layers of a module share are in no bar." : ""}`,
@@ -142,7 +142,7 @@ function rooflineCard({ roofline: { ceilings, dots, left_out: left } }) {
   const made = card("Roofline", {
     about: `A dot for each distinct product of linear layers, at the operations that it makes a second with its casts, which count with the first GEMM that reads them.${left ? ` Left out: ${shown(left)} products with fewer operations.` : ""} A line is what the device allows.`,
     extra: [csvButton("roofline", columns, () => dots.map(cells))],
-  }, node, el("details", {}, el("summary", {}, "The dots as a table"), table(["layer", "gemm", "shape, MxKxN", "recipe", "#alike", "#operations a byte", "#TFLOPS", "#in BF16"],
+  }, node, el("details", {}, el("summary", {}, "The dots as a table"), table(["layer", "gemm", "tokens × in × out", "recipe", "#alike", "#operations a byte", "#TFLOPS", "#in BF16"],
     dots.map((dot) => cells(dot).map((value, at) => typeof value === "number" ? shown(value, 3) : at ? value || "none" : el("span", { class: "mono" }, value))), { tall: dots.length > 12 })));
   const low = (dot) => dot.kernel !== "bf16";
   const series = [
@@ -207,12 +207,12 @@ function traceCard({ trace }) {
 }
 
 function adviceCard({ advice, device }) {
-  return card("What to do", { about: `What saves most first, on ${device}. Each is priced alone: they do not add up.`, extra: [
+  return card("What to do", { about: `Largest saving first, on ${device}. Each is estimated alone; savings do not add up.`, extra: [
     csvButton("what to do", ["text", "saves_ms", "saves_ms_low", "saves_ms_high", "note", "patch"], () => advice.map((one) => [one.text, one.saves_ms, one.saves_ms_low, one.saves_ms_high, one.note, one.patch]))],
   }, advice.length ? el("ol", { class: "advice" }, advice.map((one) => el("li", { class: "found" },
-    el("div", {}, el("strong", {}, one.text), `: saves ${milliseconds(one.saves_ms)} ms (${milliseconds(one.saves_ms_low)} to ${milliseconds(one.saves_ms_high)})`),
+    el("div", {}, el("strong", {}, one.text), `; saves ${milliseconds(one.saves_ms)} ms per step (${milliseconds(one.saves_ms_low)} to ${milliseconds(one.saves_ms_high)})`),
     one.note && el("p", { class: "quiet" }, one.note), one.patch && el("pre", { "aria-label": "Section for the config" }, one.patch))))
-    : el("p", { class: "quiet" }, "Nothing to do is found that saves time."));
+    : el("p", { class: "quiet" }, "No change that saves time was found."));
 }
 
 async function speedPage(report) {

@@ -170,7 +170,7 @@ function worstPart(report) {
     el("div", {}, el("h2", {}, "Worst layers"),
       el("p", { class: "quiet" }, "The five worst of each statistic, over the whole run, by the direction in which it gets worse. These numbers are exact. An SQNR or squared error hides elements that are lost beside an outlier: their lists also have the layers with the most underflows and overflows, with that share.")),
     el("div", { class: "two" }, found.map((listed) => worstCard(report, listed))),
-    clean.length > 0 && el("p", { class: "quiet clean" }, `As good as can be in all layers and steps: ${clean.join(", ")}.`),
+    clean.length > 0 && el("p", { class: "quiet clean" }, `No issues in any layer or step: ${clean.join(", ")}.`),
     unjudged.length > 0 && el("p", { class: "quiet" }, `Only numbers of delayed scaling's first step, which has no scale yet: ${unjudged.join(", ")}.`),
   ];
 }
