@@ -24,6 +24,7 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.diagnosis import Verdict, diagnose, replay
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.answers import no_step_in_words
+from te_precision_callbacks.runs.run_files import FOLDER, make_segment
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.views.compare.sides import side_of_run
 from te_precision_callbacks.views.report.data import PageData
@@ -285,6 +286,21 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
     last = capsys.readouterr().out
     assert last.startswith("step 3  dump_written  number 3\n")
     assert "fc1 activation" in last.split("Last events")[0]
+
+
+def test_following_waits_for_a_run_whose_folder_is_still_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, segment = make_segment(tmp_path / FOLDER / "run")
+
+    def train(seconds: float) -> None:
+        run = RunWriter(segment.parent, number)
+        run.put_run()
+        append(run, {("fc1", "activation", "underflows%"): np.arange(5.0)})
+        run.close("ended")
+
+    monkeypatch.setattr(command.time, "sleep", train)
+    result = show(tmp_path, "--follow")
+    assert result.exit_code == 0
+    assert "fc1 activation" in result.output
 
 
 def test_following_what_can_be_no_run_is_refused(tmp_path: Path) -> None:
