@@ -223,6 +223,28 @@ def test_a_run_without_a_step_is_told_as_its_report_tells_it(tmp_path: Path) -> 
     assert not no_step_in_words(record(tmp_path / "one", {("fc1", "weight", "cur_amax"): np.ones(1)}))
 
 
+@pytest.mark.parametrize("place", ["/dev/full", "latin-1"])
+def test_output_that_cannot_be_written_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    record(tmp_path / "run", values(), scalars={"loss": np.arange(9.0)})
+    file = Path(place if place == "/dev/full" else tmp_path / "out")
+    with file.open("w", encoding="latin-1") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "argv", ["te-precision", "show", str(tmp_path / "run")])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    if place == "/dev/full":
+        assert ended.value.code == 2
+        assert (
+            capsys.readouterr().err
+            == "te-precision: the output cannot be written: [Errno 28] No space left on device\n"
+        )
+    else:
+        assert not ended.value.code
+        assert "loss  0 -> 8  ????" in file.read_text("latin-1")
+
+
 # ---------------------------------------------------------------------- following
 
 
