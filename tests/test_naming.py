@@ -62,6 +62,12 @@ def test_a_shared_module_has_its_first_path() -> None:
     assert names(torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"x": shared}), "b": shared})) == ["a.x"]
 
 
+def test_a_module_that_wraps_itself_has_the_names_of_its_children() -> None:
+    net = torch.nn.Sequential(te.Linear(32, 32))
+    net._forward_module = net
+    assert names(net) == ["0"]
+
+
 def test_chunks_of_a_model_are_told_apart() -> None:
     assert names([torch.nn.Sequential(te.Linear(32, 32)) for _ in range(2)]) == ["chunk0.0", "chunk1.0"]
 

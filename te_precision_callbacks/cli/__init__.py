@@ -23,6 +23,9 @@ Each command imports what it needs when it is called, so that ``te-precision --h
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -131,9 +134,18 @@ app.command("doctor")(doctor_command)
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` names; an exception of this package becomes a message and exit code 2."""
+    """Run the command that ``sys.argv`` names; an exception of this package becomes a message and exit code 2, and so
+    does output that cannot be written. Characters that the locale lacks become question marks."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        typer.echo(f"te-precision: the output cannot be written: {error}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries again at its end
+        raise SystemExit(2) from None
     except PrecisionDebugError as error:
         lines = map(terminal.visible, str(error).split("\n"))  # messages quote names from files
         typer.echo("te-precision: " + "\n".join(lines), err=True)

@@ -198,10 +198,15 @@ def _blocks(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """
     if any(m._compiled_call_impl is not None or "OptimizedModule" in class_names(m) for m in root.modules()):
         return
-    for module in root.children():
+    modules, seen = [*root.children()][::-1], {root}
+    while modules:
+        module = modules.pop()
+        if module in seen:
+            continue
+        seen.add(module)
         members = list(module) if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) else []
         alike = len(members) > 1 and len({type(member) for member in members}) == 1
         if alike and all(any(True for _ in member.children()) for member in members):
             yield from members
         else:
-            yield from _blocks(module)
+            modules += [*module.children()][::-1]

@@ -11,6 +11,7 @@ GEMMs their parts, ``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``,
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -300,20 +301,30 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
 
 def _has_upstreams_name(root: torch.nn.Module) -> bool:
     """Whether the script has called ``infer_and_assign_layer_names`` for a model, or for the model in its wrappers."""
-    while vars(root).get("name") != "model":
-        inside = _inside(root, deep=False)
-        if inside is root:
-            return False
-        root = inside
-    return True
+    return any(vars(module).get("name") == "model" for _, module in _wrapped(root))
 
 
-def _inside(module: torch.nn.Module, *, deep: bool = True) -> torch.nn.Module:
+def _inside(module: torch.nn.Module) -> torch.nn.Module:
     """The module that DDP and its kin wrap; the module itself if it is not a wrapper."""
-    for child_name, child in module.named_children():
-        if _is_process_wrapper_part(module, child_name):
-            return _inside(child) if deep else child
-    return module
+    return [*_wrapped(module)][-1][1]
+
+
+def _wrapped(
+    module: torch.nn.Module, is_part: Callable[[torch.nn.Module, str], bool] | None = None
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield a module and the modules it wraps, outermost first, each with its attribute in the module before it.
+
+    Args:
+        module: the module, which may be registered below itself.
+        is_part: whether a module wraps its child of this name; None for DDP and its kin.
+    """
+    is_part = is_part or _is_process_wrapper_part
+    name, seen = "", set[torch.nn.Module]()
+    while module not in seen:
+        seen.add(module)
+        yield name, module
+        parts = ((name, child) for name, child in module.named_children() if is_part(module, name))
+        name, module = next(parts, (name, module))
 
 
 def _with_part(names: tuple[str, ...], part: str) -> tuple[str, ...]:
@@ -570,11 +581,10 @@ def _unwrapped(
     module: torch.nn.Module, opaque: Callable[[torch.nn.Module], bool], full_prefix: str
 ) -> tuple[torch.nn.Module, str]:
     """The module inside the wrappers, and its path with PEFT's parts."""
-    for child_name, child in module.named_children():
-        if is_wrapper_part(module, child_name) and not opaque(module):
-            kept = _joined(full_prefix, child_name) if _is_peft_part(module, child_name) else full_prefix
-            return _unwrapped(child, opaque, kept)
-    return module, full_prefix
+    chain = [*_wrapped(module, lambda parent, name: is_wrapper_part(parent, name) and not opaque(parent))]
+    for (_, parent), (name, _) in itertools.pairwise(chain):
+        full_prefix = _joined(full_prefix, name) if _is_peft_part(parent, name) else full_prefix
+    return chain[-1][1], full_prefix
 
 
 def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:

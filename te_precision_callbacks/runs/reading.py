@@ -56,6 +56,7 @@ from te_precision_callbacks.runs.run_files import (
     SEGMENT_NAME,
     PartFile,
     has_ended,
+    is_beginning,
     missing_numbers,
     missing_stretches,
     part_files,
@@ -283,12 +284,16 @@ class _Reader:
     def _segment(self, number: int, folder: Path) -> Segment:
         path = folder / RUN_FILE
         facts: dict[str, Any] = {}
+        status = "unknown"
         try:
             facts = read_json(path)
+            status = facts.get("status", status)
         except FileNotFoundError:
-            self.said.add(f"{path} is missing: nothing is known of the facts of segment {number}.", unread=True)
+            if is_beginning(folder):
+                status = "running"
+            else:
+                self.said.add(f"{path} is missing: nothing is known of the facts of segment {number}.", unread=True)
         except (OSError, ValueError) as error:
-            facts = {}
             why = f"{path} is damaged ({error}): nothing is known of the facts of segment {number}."
             self.said.add(why, unread=True)
         schema = facts.get("schema", SCHEMA_VERSION)
@@ -297,7 +302,6 @@ class _Reader:
                 f"{path}: its schema is {schema!r}, and this te-precision-callbacks reads up to {SCHEMA_VERSION}."
                 " Read the run with the version that has written it, or a later one."
             )
-        status = facts.get("status", "unknown")
         if status == "running" and has_ended(path, facts):
             status = "unknown" if facts.get("not_written") else "killed"
         if facts.get("not_written"):
@@ -325,7 +329,7 @@ class _Reader:
                 versions.setdefault(package, set()).add(str(version))
             found = ranks[segment.number]
             expected = segment.facts.get("writing_ranks")
-            expected = expected if isinstance(expected, list) else [0]
+            expected = expected if isinstance(expected, list) else [0] if segment.facts else []
             gone = [rank for rank in expected if isinstance(rank, int) and rank not in found]
             if gone:
                 self.said.add(

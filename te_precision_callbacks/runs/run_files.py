@@ -40,7 +40,7 @@ RANK_NAME = re.compile(r"rank-(\d{5,9})")
 PART_NAME = re.compile(r"([a-z]+)-(\d{6,18})(?:-(\d{6,18}))?\.(parquet|arrows)")
 
 SILENT_SECONDS = 60.0
-"""The seconds without a sign of life after which a segment's process counts as killed."""
+"""The seconds without a sign of life after which a process that cannot be seen from here counts as killed."""
 
 _INCOMPLETE = ".incomplete"
 
@@ -260,33 +260,61 @@ def is_incomplete(path: Path) -> bool:
 
 
 def process_now() -> dict[str, str | int]:
-    """What identifies this process: host, process id and its start, in ticks since the boot of the host."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": _started(os.getpid()) or 0}
+    """Identify this process: host, process id with its namespace, and start in ticks since the boot of the host."""
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "pid_namespace": _pid_namespace(),
+        "pid_started": _started(pid) or 0,
+    }
 
 
-def is_gone(host: object, pid: object, started: object) -> bool:
-    """Whether a process of this host has ended, by :func:`process_now`; False where that cannot be known."""
-    if host != socket.gethostname() or not isinstance(pid, int) or not os.path.isdir("/proc/self"):
-        return False
-    return _started(pid) != started
+def _pid_namespace() -> str:
+    """Boot and namespace in which this process's id is unique; empty if ``/proc`` does not show it.
+
+    Containers with the network of their host share its name, but not its process ids.
+    """
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
+            return ""
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def has_ended(run_file: Path, facts: Mapping[str, Any] | None = None) -> bool:
-    """Whether the process of a segment has ended, with a word or without: by its end in run.json, by the process if it
-    is of this host, and otherwise by the time since its last sign of life.
+    """Return whether the process of a segment has ended: by its end in run.json, else by the process if it can be seen
+    from here, else by the time since its last sign of life.
 
     Args:
         run_file: the segment's run.json.
-        facts: what it says; None: it is read.
+        facts: its content; None: it is read.
     """
-    try:
-        silent = time.time() - run_file.stat().st_mtime > SILENT_SECONDS
-        if facts is None:
+    if facts is None:
+        try:
             facts = read_json(run_file)
-        ended = facts.get("status") in ("ended", "failed")
-    except (OSError, ValueError):
+        except (OSError, ValueError):
+            facts = {}
+    namespace, pid = facts.get("pid_namespace"), facts.get("pid")
+    if facts.get("status") in ("ended", "failed"):
         return True
-    return ended or silent or is_gone(facts.get("host"), facts.get("pid"), facts.get("pid_started"))
+    if namespace and namespace == _pid_namespace() and isinstance(pid, int):
+        return _started(pid) != facts.get("pid_started")
+    return is_silent(run_file if run_file.exists() else run_file.parent)
+
+
+def is_silent(path: Path) -> bool:
+    """Return whether a file or folder is gone, or has not changed for :data:`SILENT_SECONDS`."""
+    try:
+        return time.time() - path.stat().st_mtime > SILENT_SECONDS
+    except OSError:
+        return True
+
+
+def is_beginning(segment: Path) -> bool:
+    """Return whether rank 0 has made the folder of a segment, and not written anything into it yet."""
+    return not any(segment.glob(f"{rank_name(0)}/*")) and not is_silent(segment)
 
 
 def _started(pid: int) -> int | None:

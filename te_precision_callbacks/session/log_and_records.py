@@ -77,9 +77,12 @@ class LogAndRecords:
 
     @property
     def _run_id(self) -> str:
-        """The name of the run, or an empty text if nothing is recorded that a view could show."""
+        """The name of the run; empty if nothing is recorded that a view could show, or if its folder is gone."""
         records = self.records
-        return "" if records is None or records.place is None or not records.has_content else records.place.run_id
+        if records is None or records.place is None or not records.has_content:
+            return ""
+        run_id = records.place.run_id
+        return run_id if (self._log_dir / FOLDER / run_id).is_dir() else ""
 
     def tell_command(self) -> str:
         """Log the command that makes the page of the run.

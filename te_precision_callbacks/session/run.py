@@ -656,11 +656,13 @@ class Run:
         if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
             verdict, coverage = Results(self._results).findings, self._judgement.coverage
             stopped_by = None if type(error) is SystemExit and not error.code else error  # not Lightning's SIGTERM
-            written, trace = self._written, self._profiling.trace
+            written = self._written
+            has_folder = not self._failures.has_lost_folder and self._results.log_dir.is_dir()
+            trace = self._profiling.trace if has_folder else None
             lines = closing_lines(
                 verdict,
                 coverage,
-                None if self._failures.has_lost_folder else self._results.log_dir,
+                self._results.log_dir if has_folder else None,
                 written.page,
                 other_steps=self._judgement.other_steps,
                 trace="" if trace is None else str(trace),

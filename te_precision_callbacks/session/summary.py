@@ -11,9 +11,9 @@ config, so they are shown as text, not as markup, and without control characters
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, zip_longest
@@ -34,6 +34,7 @@ from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_sho
 from te_precision_callbacks.coverage.other_steps import in_lines
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.layers.folding import folded, form_of
+from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
 from te_precision_callbacks.sinks.worst import Column, RunStatistics, worst_first
@@ -150,11 +151,10 @@ def write_summary(session: Results, coverage: Coverage, other_steps: Sequence[st
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     lines = "\n".join(line.rstrip() for line in text.splitlines())
     path = session.log_dir / SUMMARY_FILE
-    with open(path, "r+b", opener=lambda name, flags: own_file(name, flags | os.O_CREAT)) as file:
+    earlier = b""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=own_file) as file:
         earlier = file.read(_MOST_EARLIER)
-        file.seek(0)
-        file.write(f"{lines}\n\n".encode("utf-8", "backslashreplace") + earlier)
-        file.truncate()
+    replace_whole(path, lambda file: file.write(f"{lines}\n\n".encode("utf-8", "backslashreplace") + earlier))
 
 
 def _table(title: str, first: str) -> Table:

@@ -21,11 +21,16 @@ from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import PageData, worst_layers
-from te_precision_callbacks.views.report.format_limits import OwnFormat, format_by_name, one_scale_by_name
+from te_precision_callbacks.views.report.format_limits import (
+    FORMATS,
+    OwnFormat,
+    format_by_name,
+    one_scale_by_name,
+    reach,
+)
 from te_precision_callbacks.views.report.histograms import histograms
 from te_precision_callbacks.views.report.overview import ALL_RANKS, Columns, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, Scale, narrowed
-from te_precision_callbacks.views.report.ranges import FORMATS, Window
 from te_precision_callbacks.views.report.subjects import Subjects, layer_name
 from tests.conftest import feature
 from tests.report.runs import drifting, empty
@@ -214,11 +219,10 @@ def test_a_scope_stands_before_the_name_once() -> None:
     assert layer_name("", "layers.0") == layer_name(None, "layers.0") == "layers.0"
 
 
-def test_windows_of_formats() -> None:
-    assert Window.at(FORMATS["E4M3"], 1.0, 1.0) == (-9.0, math.log2(448))
-    assert Window.assumed(FORMATS["E5M2"], 57344.0) == (-16.0, math.log2(57344))
+def test_scales_that_are_assumed() -> None:
+    assert reach(FORMATS["E4M3"]) == reach(FORMATS["E5M2"]) == 1.0
     # NVFP4: the smallest block's factor is 2^-9 / 448 of the largest one's.
-    assert Window.assumed(FORMATS["E2M1"], 6.0) == pytest.approx((math.log2(0.5 * 2**-9 / 448), math.log2(6)))
+    assert reach(FORMATS["E2M1"]) == pytest.approx(2**-9 / 448)
 
 
 @pytest.mark.parametrize(

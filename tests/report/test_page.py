@@ -8,14 +8,12 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
-from te_precision_callbacks.views.report import pictures, write_report
+from te_precision_callbacks.views.report import write_report
 from tests.compare.recorded import record
 from tests.report.conftest import Look
-from tests.report.runs import PARTS, TENSORS, drifting
-from tests.report.test_pictures import bars_of, beyond_limits
+from tests.report.runs import PARTS, drifting
 
 pytestmark = pytest.mark.slow  # a browser
 
@@ -249,17 +247,22 @@ def test_the_depth_profile(look: Look, report: Path) -> None:
     assert look.page.locator("h1").inner_text() == RUN.ordered_layers[4]
 
 
-def test_the_picture_marks_what_the_page_marks(look: Look, report: Path, tmp_path: Path) -> None:
-    run = beyond_limits(tmp_path)
-    written = write_report(run, tmp_path / "report.html")
-    cases = [(run, written, "weight", step) for step in range(3)] + [(RUN, report, name, 39) for name in TENSORS]
-    for of, page, tensor, step in cases:
-        look.open(page, f"page=profile&tensor={tensor}&step={step}")
-        base, width, colours = look.plot("[plot.data[1].base, plot.data[1].x, plot.data[1].marker.color]")
-        bars = sorted(bars_of(pictures.profile(of, tensor=tensor, step=step).axes[0]), key=lambda bar: bar.get_y())
-        assert [to_hex(bar.get_facecolor()) for bar in bars] == colours, (tensor, step)
-        assert [bar.get_x() for bar in bars] == pytest.approx(base)
-        assert [bar.get_width() for bar in bars] == pytest.approx(width)
+OUTSIDE = {"above": 448 * 1.1, "over": 100.0, "under": 100.0, "inside": 100.0, "assumed": 1e4}
+"""Layers by their largest magnitude, at a recorded scale factor of 1 except for the last one."""
+
+
+def test_a_layer_known_to_be_outside_is_orange(look: Look, tmp_path: Path) -> None:
+    numbers = {(layer, "weight", "cur_amax"): np.full(3, amax) for layer, amax in OUTSIDE.items()}
+    numbers |= {(layer, "weight", "dynamic_range"): np.full(3, 10.0) for layer in OUTSIDE}
+    for layer in list(OUTSIDE)[:-1]:
+        numbers |= {(layer, "weight", f"scale_inv_{end}"): np.ones(3) for end in ("min", "max")}
+    numbers["over", "weight", "overflows%"] = np.array([0.0, 0.5, 0.0])
+    numbers["under", "weight", "underflows%"] = np.array([0.0, 1.0, 0.9])
+    report = write_report(record(tmp_path, numbers, order=list(OUTSIDE)), tmp_path / "report.html")
+    for step, outside in ((0, ["above"]), (1, ["above", "over", "under"]), (2, ["above"])):
+        look.open(report, f"page=profile&tensor=weight&step={step}")
+        colours = look.plot("plot.data[1].marker.color")
+        assert [name for name, colour in zip(OUTSIDE, colours, strict=True) if colour == "#d55e00"] == outside
 
 
 ESM2 = [f"model.esm.encoder.layers.{n}.self_attention.{part}" for n in range(3) for part in ("layernorm_qkv", "proj")]

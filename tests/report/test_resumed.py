@@ -6,7 +6,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -15,7 +14,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.tables import STEP0
-from te_precision_callbacks.views.report import facts, pictures, write_report
+from te_precision_callbacks.views.report import facts, write_report
 from te_precision_callbacks.views.show.view import look as look_at
 from tests.conftest import feature
 from tests.report.conftest import Look
@@ -112,13 +111,6 @@ def test_a_curve_of_the_overview_has_the_same_gaps(resumed: Trained, look: Look)
     assert [value is None for value in gradient[2]] == [True, True, False, False]
     _, *rows = look.saved(card.locator("button.csv"))
     assert {step for tensor, _, step, *_ in rows if tensor == "gradient"} == {"8", "12"}
-
-
-def test_first_steps_are_gaps_in_a_picture(resumed: Trained) -> None:
-    figure = pictures.layer(resumed.run, name="0", statistic="underflows%")
-    (gradient,) = [line for line in figure.axes[0].lines if line.get_label() == "gradient"]
-    assert np.isnan(np.asarray(gradient.get_ydata(), np.float64)).tolist() == [True, True, False, False]
-    assert all(float(tick).is_integer() for tick in figure.axes[0].get_xticks())
 
 
 def test_show_draws_no_first_step(resumed: Trained) -> None:

@@ -391,11 +391,66 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
     assert open_run(tmp_path).segments[0].status == "running"
     writer.put_run(pid=2**22 + 1)
     assert open_run(tmp_path).segments[0].status == "killed"
-    writer.put_run(host="another", pid=1)
-    assert open_run(tmp_path).segments[0].status == "running"
+
+
+def silence(segment: Path) -> None:
     past = time.time() - 3600
-    os.utime(writer.folder / "run.json", (past, past))
-    assert open_run(tmp_path).segments[0].status == "killed", "no sign of life"
+    for path in (segment / "run.json", segment):
+        os.utime(path, (past, past))
+
+
+def test_a_process_that_cannot_be_seen_counts_as_killed_when_it_is_silent(tmp_path: Path) -> None:
+    """As of another machine, or of another container on this one with the network and the name of the host."""
+    writer = RunWriter.begin(tmp_path, pid_namespace="another", pid=2**22 + 1)
+    assert open_run(tmp_path).segments[0].status == "running"
+    silence(writer.folder)
+    assert open_run(tmp_path).segments[0].status == "killed"
+
+
+def test_a_process_that_lives_is_not_killed_by_silence(tmp_path: Path) -> None:
+    writer = RunWriter.begin(tmp_path)
+    silence(writer.folder)
+    assert open_run(tmp_path).segments[0].status == "running"
+
+
+def test_a_run_in_another_pid_namespace_is_running(tmp_path: Path) -> None:
+    """It has the host's name, and a process id that belongs to another process here."""
+    code = """
+import sys
+from te_precision_callbacks.runs import RunWriter
+RunWriter.begin(sys.argv[1])
+print("begun", flush=True)
+sys.stdin.read()
+"""
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code]
+    process = subprocess.Popen([*command, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               cwd=REPOSITORY)  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if process.stdout.readline() != "begun\n":
+            pytest.skip("this machine lets no user make a PID namespace")
+        assert open_run(tmp_path).segments[0].status == "running"
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def test_a_segment_is_running_before_it_has_run_json(tmp_path: Path) -> None:
+    """Rank 0 makes the folders first."""
+    writer = RunWriter.begin(tmp_path)
+    facts = (writer.folder / "run.json").read_text()
+    (writer.folder / "run.json").unlink()
+    run = open_run(tmp_path)
+    assert (run.segments[0].status, run.notes) == ("running", ())
+    silence_of = time.time() - 3600
+    os.utime(writer.folder, (silence_of, silence_of))
+    assert "run.json is missing" in open_run(tmp_path).notes[0]
+    (writer.folder / "run.json").write_text(facts)
+    writer.add_step(0)
+    writer.flush()
+    (writer.folder / "run.json").unlink()
+    assert "run.json is missing" in open_run(tmp_path).notes[0]
 
 
 # ---------------------------------------------------------------------- the sink

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import subprocess
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
+from te_precision_callbacks.sinks import writer_thread
 from te_precision_callbacks.sinks.log_file import claim
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 from tests.forked import executable
@@ -53,6 +56,13 @@ def test_modules_built_before_the_session_are_observed(tmp_path: Path) -> None:
     train_step(net)
     keeper = run(net, statistics(), 3, tmp_path)
     assert keeper.iterations == [0, 1, 2]
+    assert {row.layer for row in keeper.steps[0]} == {"0", "1.fc1", "1.fc2"}
+
+
+def test_a_model_that_is_registered_in_its_own_child_is_observed(tmp_path: Path) -> None:
+    net = model()
+    net[0].parent = net
+    keeper = run(net, statistics(), 1, tmp_path)
     assert {row.layer for row in keeper.steps[0]} == {"0", "1.fc1", "1.fc2"}
 
 
@@ -331,6 +341,25 @@ def test_a_folder_that_cannot_be_written_to_is_not_named_at_the_end(
     told = capfd.readouterr().err
     assert "Not enough checked" in told
     assert "logs:" not in told
+
+
+@pytest.mark.parametrize("deleted", [".", "precision_records"])
+def test_what_was_deleted_during_the_run_is_not_named_at_the_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, deleted: str
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
+    net, folder = model(), tmp_path / "run"
+    with InspectSession(statistics(), model=net, log_dir=folder) as session:
+        train_step(net)
+        session.step()
+        while not list(folder.rglob("steps-*")):  # written after all else
+            time.sleep(0.01)
+        shutil.rmtree(folder / deleted)
+    told = capfd.readouterr().err
+    assert "te-precision: Nothing wrong" in told
+    assert "page:" not in told
+    assert ("logs:" in told) == (deleted != ".")
 
 
 def test_stop_may_come_twice_or_without_start(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.session.summary import summary
 from te_precision_callbacks.statistics.series import family_of
 from tests.conftest import statistics
+from tests.full_disk import files_up_to
 
 LONG = "fp8_block_scaling_block_dynamic_range_mean_columnwise"
 STRANGE = "[red]\x1b[2J\u202e[/red] a_name_that_is_longer_than_a_line_of_the_table"
@@ -196,6 +197,22 @@ def test_each_run_in_a_folder_adds_its_summary(tmp_path: Path) -> None:
     assert written.count("Precision that really ran") == 2
     assert "at iteration 3" in written.splitlines()[0]
     assert written.index("No problems found") < written.index("at iteration 1")
+
+
+def test_a_full_disk_leaves_the_summary_of_the_run_before(tmp_path: Path) -> None:
+    model = te.Linear(32, 32)
+    with InspectSession(model=model, log_dir=tmp_path) as session:
+        model(torch.randn(16, 32)).sum().backward()
+        session.step()
+    written = (tmp_path / "precision_summary.txt").read_text()
+    session = InspectSession(model=model, log_dir=tmp_path).start()
+    for _ in range(2):
+        model(torch.randn(16, 32)).sum().backward()
+        session.step()
+    with files_up_to(100):
+        session.stop()
+    assert written.startswith("Summary of ")
+    assert (tmp_path / "precision_summary.txt").read_text() == written
 
 
 def test_words_and_names_stay_whole_in_80_columns(tmp_path: Path) -> None:

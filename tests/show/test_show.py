@@ -24,6 +24,7 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.diagnosis import Verdict, diagnose, replay
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.answers import no_step_in_words
+from te_precision_callbacks.runs.run_files import FOLDER, make_segment
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.views.compare.sides import side_of_run
 from te_precision_callbacks.views.report.data import PageData
@@ -222,6 +223,28 @@ def test_a_run_without_a_step_is_told_as_its_report_tells_it(tmp_path: Path) -> 
     assert not no_step_in_words(record(tmp_path / "one", {("fc1", "weight", "cur_amax"): np.ones(1)}))
 
 
+@pytest.mark.parametrize("place", ["/dev/full", "latin-1"])
+def test_output_that_cannot_be_written_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    record(tmp_path / "run", values(), scalars={"loss": np.arange(9.0)})
+    file = Path(place if place == "/dev/full" else tmp_path / "out")
+    with file.open("w", encoding="latin-1") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "argv", ["te-precision", "show", str(tmp_path / "run")])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    if place == "/dev/full":
+        assert ended.value.code == 2
+        assert (
+            capsys.readouterr().err
+            == "te-precision: the output cannot be written: [Errno 28] No space left on device\n"
+        )
+    else:
+        assert not ended.value.code
+        assert "loss  0 -> 8  ????" in file.read_text("latin-1")
+
+
 # ---------------------------------------------------------------------- following
 
 
@@ -285,6 +308,21 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
     last = capsys.readouterr().out
     assert last.startswith("step 3  dump_written  number 3\n")
     assert "fc1 activation" in last.split("Last events")[0]
+
+
+def test_following_waits_for_a_run_whose_folder_is_still_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, segment = make_segment(tmp_path / FOLDER / "run")
+
+    def train(seconds: float) -> None:
+        run = RunWriter(segment.parent, number)
+        run.put_run()
+        append(run, {("fc1", "activation", "underflows%"): np.arange(5.0)})
+        run.close("ended")
+
+    monkeypatch.setattr(command.time, "sleep", train)
+    result = show(tmp_path, "--follow")
+    assert result.exit_code == 0
+    assert "fc1 activation" in result.output
 
 
 def test_following_what_can_be_no_run_is_refused(tmp_path: Path) -> None:

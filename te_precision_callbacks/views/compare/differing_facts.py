@@ -17,7 +17,9 @@ from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.tensor_sizes import sizes_of
 
-_OF_EVERY_RUN = frozenset({"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_started", "launch"})
+_OF_EVERY_RUN = frozenset(
+    {"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_namespace", "pid_started", "launch"}
+)
 """Facts that no two runs share, beside times."""
 
 _FIRST = ("config", "versions", "recipe", "recipes", "environment")

@@ -1,10 +1,9 @@
-"""``te-precision report``: a recorded run as one page, as pictures, or as numbers.
+"""``te-precision report``: a recorded run as one page, or as numbers.
 
 Usage::
 
     te-precision report logs
     te-precision report logs -o report.html
-    te-precision report logs --plot heatmap --statistic underflows% --tensor activation -o heatmap.png
     te-precision report logs --json
     te-precision report logs --device h200
 
@@ -29,16 +28,7 @@ class Format(str, Enum):
     """What a report is written as."""
 
     HTML = "html"
-    PNG = "png"
     JSON = "json"
-
-
-class Plot(str, Enum):
-    """A picture."""
-
-    HEATMAP = "heatmap"
-    LAYER = "layer"
-    PROFILE = "profile"
 
 
 def report_command(
@@ -49,20 +39,18 @@ def report_command(
             "--output",
             "-o",
             metavar="FILE",
-            help="The file, which ends in .html, .png or .json; report.html, or report.png, if it is not given.",
+            help="The file, which ends in .html or .json; report.html if it is not given.",
         ),
     ] = None,
     *,
     run: Run = None,
     kind: Annotated[
         Format | None,
-        typer.Option("--format", help="A page, a picture, or numbers; if it is not given, by the name of the file."),
+        typer.Option("--format", help="A page, or numbers; if it is not given, by the name of the file."),
     ] = None,
-    plot: Annotated[Plot, typer.Option(help="For png: which picture.")] = Plot.HEATMAP,
-    layer: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the layer.")] = None,
-    statistic: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the statistic.")] = None,
-    tensor: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the tensor.")] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="For png: the step.")] = None,
+    layer: Annotated[str | None, typer.Option(metavar="NAME", help="For json: the layer.")] = None,
+    statistic: Annotated[str | None, typer.Option(metavar="NAME", help="For json: the statistic.")] = None,
+    tensor: Annotated[str | None, typer.Option(metavar="NAME", help="For json: the tensor.")] = None,
     device: DeviceName = None,
     as_json: Json = False,
 ) -> None:
@@ -71,7 +59,7 @@ def report_command(
     A page has at most 10 MB. It says which of its numbers are exact.
     """
     kind = Format.JSON if as_json else kind or _format_of(output)
-    _refuse_what_is_not_for(kind, plot, layer=layer, statistic=statistic, tensor=tensor, step=step, device=device)
+    _refuse_what_is_not_for(kind, layer=layer, statistic=statistic, tensor=tensor, device=device)
     if as_json and output is not None:
         raise typer.BadParameter("it prints; write numbers into a file with --format json", param_hint="--json")
     from te_precision_callbacks.views.report.page import MOST_BYTES, PAGES, output_path, write_bytes, write_report
@@ -90,10 +78,6 @@ def report_command(
     match kind:
         case Format.HTML:
             written = write_report(recorded, output or Path("report.html"), device=chosen)
-        case Format.PNG:
-            written = write_bytes(
-                output or Path("report.png"), _picture(recorded, plot, layer, statistic, tensor, step)
-            )
         case Format.JSON:
             from te_precision_callbacks.views.report.numbers import numbers
 
@@ -125,29 +109,8 @@ def _format_of(output: Path | None) -> Format:
     return Format(ending)
 
 
-def _refuse_what_is_not_for(kind: Format, plot: Plot, **given: Any) -> None:
-    used = {
-        Format.HTML: ("device",),
-        Format.JSON: ("layer", "statistic", "tensor", "device"),
-        Format.PNG: {
-            Plot.HEATMAP: ("statistic", "tensor", "step"),
-            Plot.LAYER: ("layer", "statistic", "tensor"),
-            Plot.PROFILE: ("tensor", "step"),
-        }[plot],
-    }[kind]
+def _refuse_what_is_not_for(kind: Format, **given: Any) -> None:
+    used = {Format.HTML: ("device",), Format.JSON: ("layer", "statistic", "tensor", "device")}[kind]
     for name, value in given.items():
         if value is not None and name not in used:
-            what = f"--format {kind.value}" + (f" --plot {plot.value}" if kind is Format.PNG else "")
-            raise typer.BadParameter(f"{what} takes no --{name}", param_hint=f"--{name}")
-
-
-def _picture(run: Any, plot: Plot, layer: Any, statistic: Any, tensor: Any, step: Any) -> bytes:
-    from te_precision_callbacks.views.report import pictures
-
-    match plot:
-        case Plot.HEATMAP:
-            return pictures.png(pictures.heatmap(run, statistic=statistic, tensor=tensor, step=step))
-        case Plot.LAYER:
-            return pictures.png(pictures.layer(run, name=layer, statistic=statistic, tensor=tensor))
-        case Plot.PROFILE:
-            return pictures.png(pictures.profile(run, tensor=tensor, step=step))
+            raise typer.BadParameter(f"--format {kind.value} takes no --{name}", param_hint=f"--{name}")

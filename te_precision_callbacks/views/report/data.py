@@ -33,11 +33,17 @@ from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
-from te_precision_callbacks.views.report.format_limits import OwnFormat, format_by_name, formats_of, one_scale_by_name
+from te_precision_callbacks.views.report.format_limits import (
+    FORMATS,
+    OwnFormat,
+    format_by_name,
+    formats_of,
+    one_scale_by_name,
+    reach,
+)
 from te_precision_callbacks.views.report.histograms import PERCENTS, histograms
 from te_precision_callbacks.views.report.overview import Columns, Overview, overviews, pieces
 from te_precision_callbacks.views.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
-from te_precision_callbacks.views.report.ranges import FORMATS, reach
 from te_precision_callbacks.views.report.speed import speed_facts
 from te_precision_callbacks.views.report.subjects import (
     FamilySeries,

@@ -228,7 +228,7 @@ async function layerPage(report) {
       : card("Matrix products", {}, el("p", { class: "quiet" }, "The run does not say in which precision this layer's products ran.")),
     histograms.length > 0 && el("div", {}, el("h2", {}, "Magnitudes"), el("p", { class: "quiet" }, ABOUT_MAGNITUDES)),
     histograms.length > 0 && el("div", { class: "magnitudes" }, histograms.map(({ histogram, key }) => add(exponentCard(report, index, histogram, key)))),
-    missing.length > 0 && el("p", { class: "quiet" }, `No room in this file for ${missing.map((each) => `${each.statistic} of ${each.tensor}`).join(", ")}: te-precision report RUN --format png --plot layer --layer NAME draws them.`),
+    missing.length > 0 && el("p", { class: "quiet" }, `No room in this file for ${missing.map((each) => `${each.statistic} of ${each.tensor}`).join(", ")}: te-precision report RUN --json --layer NAME prints them.`),
     byTensor.length > 0 && el("h2", {}, "Scales and amax"),
     byTensor.length > 0 && el("div", { class: "three" }, byTensor.map((tensor) => add(curvesCard(report, index, tensor, own.filter((family) => isScale(family) && family.tensor === tensor), { name: (family) => family.statistic, log: true })))),
     others.size > 0 && el("h2", {}, "Statistics"),
