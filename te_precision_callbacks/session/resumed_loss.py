@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.runs.answers import is_loss_of_training
 from te_precision_callbacks.runs.fingerprints.changes import ResumeReport
 from te_precision_callbacks.session.delivery import is_number, to_floats
 
@@ -67,8 +68,10 @@ class ResumedLoss:
         if state.keys() >= {"loss", "loss_step"}:
             self._before = int(state["loss_step"]), float(state["loss"])
 
-    def take_restored(self) -> list[float]:
-        """The losses of the checkpoint, once."""
+    def take_restored(self, values: Mapping[str, Any]) -> list[float]:
+        """The losses of the checkpoint, once: when the first training loss after the resume is logged."""
+        if not self.restored or not any(is_loss_of_training(str(name)) for name in values):
+            return []
         restored, self.restored = self.restored, []
         return restored
 

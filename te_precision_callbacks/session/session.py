@@ -314,7 +314,7 @@ class InspectSession(Results):
             if step is not None:
                 self._resumed_loss.note(step, scalars)
                 self._run.tell_of_loss(self._resumed_loss)
-                self._run.restore_losses(self._resumed_loss.take_restored())
+                self._run.restore_losses(self._resumed_loss.take_restored(scalars))
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and undo everything that it changed. Does nothing if the session is not running.
