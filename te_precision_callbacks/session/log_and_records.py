@@ -13,6 +13,7 @@ from te_precision_callbacks.options import SessionOptions, read_statistics_log
 from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.runs.reading import list_runs, open_run
 from te_precision_callbacks.runs.run_files import FOLDER
+from te_precision_callbacks.runs.segment_rows import Place
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.runs.trace_files import new_trace_file
 from te_precision_callbacks.session.sinks import Sinks
@@ -56,6 +57,11 @@ class LogAndRecords:
         """Whether this rank writes more than its own numbers, failures and dumps."""
         return self._ranks.leads or self._on_all_ranks
 
+    @property
+    def place(self) -> Place | None:
+        """Where the run is recorded; None if it is not."""
+        return None if self.records is None else self.records.place
+
     def attach(self) -> None:
         """Decide what this rank writes, once the ranks have met."""
         if self.log is not None:
@@ -67,8 +73,7 @@ class LogAndRecords:
 
     def trace_file(self, first: int, last: int) -> Path:
         """The file of a profile of some iterations: in the folder of the run, or in the log folder if there is none."""
-        place = None if self.records is None else self.records.place
-        return new_trace_file(self._log_dir, place, own_rank(), first, last)
+        return new_trace_file(self._log_dir, self.place, own_rank(), first, last)
 
     @property
     def _run_id(self) -> str:

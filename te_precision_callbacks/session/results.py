@@ -42,6 +42,7 @@ class RunResults:
         statistics: the last and the worst numbers.
         resume: the result of the audit of a resume; None without one.
         diagnosis: the rules, and what they have found.
+        whole_run: the verdict on a resumed run with its earlier starts; None before its end, and for other runs.
         scales_loss: whether a GradScaler has stepped an optimizer of the model.
         adds_eps: whether an optimizer that has stepped the model adds ``eps`` as Adam does; None before the first step.
     """
@@ -62,6 +63,7 @@ class RunResults:
     statistics: RunStatistics = field(init=False)
     resume: ResumeReport | None = None
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    whole_run: Verdict | None = None
     scales_loss: bool = False
     adds_eps: bool | None = None
 
@@ -151,9 +153,10 @@ class Results:
 
     @property
     def findings(self) -> Verdict:
-        """What is wrong with the run so far, by the rules of ``te-precision rules``: iterating gives the findings, the
-        worst first."""
-        return self._results.diagnosis.verdict
+        """What is wrong with the run so far, by the rules of ``te-precision rules``: iterating gives the findings,
+        root causes first. After the end of a resumed run it is on the whole run, as recorded."""
+        whole_run = self._results.whole_run
+        return self._results.diagnosis.verdict if whole_run is None else whole_run
 
     @property
     def healthy(self) -> bool:

@@ -428,6 +428,7 @@ class Run:
             then("writing", "the summary", self._write_summary)
             then("writing", "the report", lambda: self._tell_report(error, guard))
             then("telling", "the coverage", self._tell_coverage)
+            then("checking", "the whole run", self._check_whole_run)
             then("closing", "the sinks", lambda: self._close_sinks(error, guard))
             then("telling", "what the run has not reached", lambda: self._say_never_due(ended_by))
             if self.model.attached:
@@ -517,6 +518,15 @@ class Run:
             )
         iteration = self.inspector.iteration - has_stepped
         self._judgement.end_run(iteration, why_not, has_step=has_step, raises=error is None)
+
+    def _check_whole_run(self) -> None:
+        """Check a resumed run with its earlier starts, as ``te-precision diagnose`` does."""
+        place = self._written.place
+        if own_rank() == 0 and not self._hurries and place is not None and place.segment:
+            from te_precision_callbacks.diagnosis.replay import diagnose
+            from te_precision_callbacks.runs import open_run
+
+            self._results.whole_run = diagnose(open_run(self._results.log_dir, run=place.run_id))
 
     def _tell_coverage(self) -> None:
         """Tell how much ran in low precision: in a line for the last step, and in others for steps that differ."""
@@ -637,7 +647,7 @@ class Run:
     def _print_verdict(self, error: BaseException | None) -> None:
         """Print what came out of the run, on one rank."""
         if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
-            verdict, coverage = self._results.diagnosis.verdict, self._judgement.coverage
+            verdict, coverage = Results(self._results).findings, self._judgement.coverage
             stopped_by = None if type(error) is SystemExit and not error.code else error  # not Lightning's SIGTERM
             written, trace = self._written, self._profiling.trace
             lines = closing_lines(

@@ -23,6 +23,7 @@ from te_precision_callbacks import (
     PrecisionDebugTrainerCallback,
 )
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import RecordedRun, list_runs, open_run
 from te_precision_callbacks.runs.fingerprints import Fingerprint
@@ -46,7 +47,7 @@ def train(session: InspectSession, model: torch.nn.Module, steps: int, recipe: A
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             loss = model(torch.randn(16, 32)).pow(2).mean()
         loss.backward()
-        session.log({"loss": loss})
+        session.log({"train_loss": loss})
         session.step()
 
 
@@ -264,6 +265,25 @@ def test_a_resumed_session_goes_on_in_its_run(tmp_path: Path) -> None:
     assert run.steps["iteration"].to_pylist() == list(range(7))
     assert run.steps["segment"].to_pylist() == [0, 0, 1, 1, 2, 2, 2]
     assert kinds(run).count("resume_audited") == 2
+
+
+def test_the_verdict_of_a_resumed_run_is_on_all_of_its_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss was nan before the resume, and is finite after it."""
+    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
+    state: dict[str, Any] = {}
+    for loss in (float("nan"), 2.5):
+        model = net()
+        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+            session.load_state_dict(state)
+            session.log({"train_loss": loss})
+            train(session, model, 3, DelayedScaling())
+            state = session.state_dict()
+    assert [finding.rule for finding in session.findings.wrong] == ["nonfinite-loss"]
+    assert session.findings == diagnose(tmp_path)
+    assert not session.healthy
+    assert "Problems found: 1 error" in capsys.readouterr().err.splitlines()[-5]
 
 
 def test_a_checkpoint_before_the_first_step_after_a_resume_is_of_the_same_run(tmp_path: Path) -> None:
