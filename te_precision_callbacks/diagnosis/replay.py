@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -239,11 +239,13 @@ class _Common:
                 logged.setdefault(iteration, _Logged({}, [], [])).scalars[name] = value
         for row in sorted(events, key=lambda row: row["rank"] or 0):
             of_step = logged.setdefault(row["iteration"], _Logged({}, [], []))
+            event = _event(row)
+            rank = 0 if event.data.get("of_all") else row["rank"] or 0
             if row["kind"] == "segment_ended":
                 if row["segment"] == run.segments[-1].number:  # else the run went on
-                    self.ends.append((row["rank"] or 0, _event(row)))
+                    self.ends.append((rank, event))
             elif row["kind"] != "finding":
-                of_step.events.append((row["rank"] or 0, _event(row)))
+                of_step.events.append((rank, event))
             elif (heard := _heard(row["data"])) is not None:
                 of_step.of_ranks.append(heard)
         self.logged = sorted(logged.items(), key=_iteration)
@@ -325,11 +327,25 @@ def _iteration(logged: tuple[int, _Logged]) -> int:
 
 
 def _event(row: Row) -> Event:
-    """A recorded event, without its data."""
+    """A recorded event; with its data if they are about parameters and not damaged."""
     subject = {name: row[name] or "" for name in ("layer", "tensor", "gemm")}
-    return Event(
-        row["kind"], row["text"] or "", row["iteration"], row["severity"], row["phase"], **subject, wall_time=0.0
-    )
+    about = row["kind"], row["text"] or "", row["iteration"], row["severity"], row["phase"]
+    data = _data_on_parameters(row["data"]) if row["kind"] == "parameters" else {}
+    return Event(*about, **subject, data=data, wall_time=0.0)
+
+
+def _data_on_parameters(text: str | None) -> dict[str, Any]:
+    try:
+        data = json.loads(text or "")
+        checked, rows = list(data["checked"]), data["problems"]
+        fits = all(
+            isinstance(row["what"], str) and isinstance(row["since"], int) and isinstance(row["number"], int | float)
+            for row in rows
+        )
+        named = all(row["names"] and all(isinstance(name, str) for name in row["names"]) for row in rows)
+        return {**data, "checked": checked} if fits and named else {}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
 
 
 def _heard(data: str | None) -> _Heard | None:
