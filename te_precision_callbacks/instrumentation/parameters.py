@@ -434,15 +434,16 @@ def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
 
 
 def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
-    """The float32 master of a weight, of its shape: what the optimizer steps, or keeps in its state."""
+    """The float32 master of a weight, of its shape: what the optimizer steps, or keeps in its state. A plain float32
+    weight has none that counts: TE's FusedAdam keeps one and does not step it."""
     weight, tensor = held.parameter.weight, held.tensor
     if tensor is weight:
         state = optimizer.state.get(tensor, {})
         tensor = next((value for name, value in state.items() if "master" in str(name)), None)
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
         return None
-    own = local(tensor)
-    return own if own.shape == local(weight).shape and weight.dtype != torch.float64 else None
+    own, is_rounded = local(tensor), is_quantized(local(weight)) or weight.dtype in (torch.bfloat16, torch.float16)
+    return own if is_rounded and own.shape == local(weight).shape else None
 
 
 def _gradient(held: _Held) -> torch.Tensor | None:
