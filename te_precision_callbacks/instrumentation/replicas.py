@@ -67,7 +67,7 @@ class Replicas:
             self._start = self._sums()
 
     def exchange(self, news: list[Problem], iteration: int, *, is_due: bool) -> list[Problem]:
-        """The problems of all ranks, on the rank that reports them; this rank's own where it is alone.
+        """The problems of all ranks, the same on each; this rank's own where it is alone.
 
         Args:
             news: this rank's.
@@ -94,8 +94,6 @@ class Replicas:
             self._agreed = sorted({*self._agreed, *(each for each in entries if isinstance(each, str))})
             pooled += [Problem(*each) for each in entries if isinstance(each, tuple)]
             self._news, new_names = [], False
-        if not self._ranks.leads:
-            return []
         return pooled + list(self._compare(merged[3:].reshape(-1, _COLUMNS), iteration))
 
     def _message(self, iteration: int, start: Sums, now: Sums, *, has_news: bool) -> npt.NDArray[np.float64]:
@@ -128,9 +126,10 @@ class Replicas:
             self._differing.update(new)
             for name in new:
                 yield Problem("no_reduction" if alone else "differs", name, iteration, len(new))
-        elif not replicas.any() and differed.all() and not self._is_reduced() and "start" not in self._differing:
-            self._differing.add("start")
-            yield from (Problem("differs_from_start", name, iteration, len(merged)) for name in self._agreed)
+        elif not replicas.any() and differed.any() and not (self._differing or self._is_reduced()):
+            self._differing.update(self._agreed)
+            apart = np.flatnonzero(differed).tolist()
+            yield from (Problem("differs_from_start", self._agreed[place], iteration, len(apart)) for place in apart)
 
     def _is_data_parallel(self) -> bool:
         """Whether the models are wrapped by DDP over all ranks that reduce together."""

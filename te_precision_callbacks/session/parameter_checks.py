@@ -72,7 +72,7 @@ class ParameterChecks:
             return
         self._checked |= checked
         of_kind: dict[str, list[Problem]] = {}
-        for each in problems:
+        for each in {(each.what, each.name): each for each in problems}.values():
             of_kind.setdefault(each.what, []).append(each)
         rows: list[dict[str, Any]] = [
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
+from tests.forked import ranks
 
 STEPS = 12
 PARAMETERS = ("missing-gradient", "frozen-weight", "replicas-differ", "no-reduction")
@@ -480,3 +482,49 @@ def test_training_is_bit_equal(tmp_path: Path) -> None:
         return [weight.detach() for weight in model.parameters()]
 
     assert all(map(torch.equal, weights(observed=True), weights(observed=False)))
+
+
+# ---------------------------------------------------------------------- several ranks
+
+_ALONE = "ranks that had the same 0.bias and 5 more parameters before the first step have different values now"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks has found: case -> findings, and the rules that were checked."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("parameters_script.py")
+    ended = ranks(script, [[str(rank), str(folder)] for rank in range(2)])
+    assert not ended[0].returncode, ended[0].stderr
+    lines = [[json.loads(line) for line in each.stdout.splitlines() if line.startswith("[")] for each in ended]
+    return [{case: (found, checked) for case, found, checked in each} for each in lines]
+
+
+@pytest.mark.parametrize(
+    ("case", "rule", "severity", "layers", "seen"),
+    [
+        ("alone", "no-reduction", "warning", ["0", "1"], _ALONE),
+        ("one forgotten", "replicas-differ", "error", ["1"], "the same 1.bias and 1 more parameter have different"),
+        ("ddp drifting", "replicas-differ", "error", ["0"], "the same 0.layer_norm_weight have different values"),
+        ("norms forgotten", "replicas-differ", "error", ["layernorm_linear"], "layer_norm_bias have different"),
+        ("experts, router forgotten", "replicas-differ", "error", ["router"], "router.bias and 1 more parameter"),
+        ("other seeds", "replicas-differ", "note", ["0", "1"], "since before the first step"),
+    ],
+)
+def test_ranks_that_differ(
+    two_ranks: list[dict[str, Any]], case: str, rule: str, severity: str, layers: list[str], seen: str
+) -> None:
+    for of_rank in two_ranks:
+        (found,), _ = of_rank[case]
+        assert found[:3] == [rule, severity, layers]
+        assert seen in found[3]
+
+
+@pytest.mark.parametrize(
+    "case", ["averaged", "ddp", "fsdp", "fsdp without shards", "fsdp 2", "norms", "experts", "local numbers"]
+)
+def test_ranks_that_should_differ_or_do_not(two_ranks: list[dict[str, Any]], case: str) -> None:
+    for of_rank in two_ranks:
+        found, checked = of_rank[case]
+        assert not found
+        assert checked == ([] if case == "local numbers" else ["replicas-differ", "no-reduction"])
