@@ -140,6 +140,7 @@ class ParameterWatch:
         self._steps = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._is_due = True
+        self._has_sampled = False
         self._hook: RemovableHandle | None = None
 
     def begin(self) -> None:
@@ -177,6 +178,7 @@ class ParameterWatch:
                 self._pending[optimizer] = [each for each in pending if not _is_settled(each.parameter, told)]
             self._compare_masters(optimizer)
             if self._is_due:
+                self._has_sampled = True
                 self._sample(optimizer, held)
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
@@ -277,9 +279,10 @@ class ParameterWatch:
             if not self._optimizer_steps:
                 self._check_without_optimizer()
             was_due = self._is_due
-            if self._expected or (was_due and self._compared):
-                self._read()
-                self._is_due = False
+            if self._has_sampled:
+                if self._expected or self._compared:
+                    self._read()
+                self._is_due = self._has_sampled = False
             if self.is_due:
                 self._refresh()
             if was_due or self._without:
