@@ -329,9 +329,9 @@ def _iteration(logged: tuple[int, _Logged]) -> int:
 def _event(row: Row) -> Event:
     """A recorded event; with its data if they are about parameters and not damaged."""
     subject = {name: row[name] or "" for name in ("layer", "tensor", "gemm")}
-    about = row["kind"], row["text"] or "", row["iteration"], row["severity"], row["phase"]
     data = _data_on_parameters(row["data"]) if row["kind"] == "parameters" else {}
-    return Event(*about, **subject, data=data, wall_time=0.0)
+    event = Event(row["kind"], row["text"] or "", row["iteration"], row["severity"], row["phase"], **subject)
+    return dataclasses.replace(event, data=data, wall_time=0.0)
 
 
 def _data_on_parameters(text: str | None) -> dict[str, Any]:

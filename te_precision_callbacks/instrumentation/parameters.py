@@ -207,6 +207,7 @@ class ParameterWatch:
             master = getattr(parameter.weight, "main_param", None)
             if master is not None:
                 owners[id(master)] = parameter
+        pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]
         pairs = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
         held = [_Held(owners[id(tensor)], tensor, group) for tensor, group in pairs if id(tensor) in owners]
         held = held or self._by_values(pairs)
@@ -236,7 +237,8 @@ class ParameterWatch:
             self._without[id(parameter)] = parameter
             parameter.since = self._iteration()
         if parameter.hook is None and weight.requires_grad:
-            parameter.hook = weight.register_post_accumulate_grad_hook(_note_gradient(weakref.ref(parameter)))
+            hook: Any = _note_gradient(weakref.ref(parameter))
+            parameter.hook = weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         parameter.without += 1
 
     # ------------------------------------------------------------------ samples
@@ -317,8 +319,10 @@ class ParameterWatch:
         changed: list[torch.Tensor] = []
         for parameter in unmoved.values():
             reference, now = parameter.reference, pick(raw(parameter.weight))
-            same_layout = reference is not None and reference.shape == now.shape and reference.dtype == now.dtype
-            changed.append(now != reference if same_layout else torch.ones_like(now, dtype=torch.bool))
+            same_layout = reference is not None and (reference.shape, reference.dtype) == (now.shape, now.dtype)
+            if reference is None or not same_layout:
+                reference = torch.full_like(now, torch.nan) if now.is_floating_point() else ~now
+            changed.append(now.ne(reference))
         rows = [row for _, _, row in expected] + changed
         shares = iter(means([*rows, *(each.now for each in compared), *(each.before for each in compared)]))
         for parameter, iteration, _ in expected:
@@ -327,8 +331,8 @@ class ParameterWatch:
         for parameter in unmoved.values():
             if next(shares) > 0:
                 parameter.has_moved, parameter.reference = True, None
-        now, before = [next(shares) for _ in compared], [next(shares) for _ in compared]
-        for each, apart, apart_before in zip(compared, now, before, strict=True):
+        of_now, of_before = [next(shares) for _ in compared], [next(shares) for _ in compared]
+        for each, apart, apart_before in zip(compared, of_now, of_before, strict=True):
             what = "" if apart < APART else "late" if apart_before < apart / 8 else "apart"
             each.parameter.checks = (*each.parameter.checks, (what, each.iteration, 100 * apart))[-APART_CHECKS:]
         if any(each.has_moved or each.moves for each in self._parameters.values()):
@@ -439,7 +443,8 @@ def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
 def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
     """The float32 master of a weight, of its shape: what the optimizer steps, or keeps in its state. A plain float32
     weight has none that counts: TE's FusedAdam keeps one and does not step it."""
-    weight, tensor = held.parameter.weight, held.tensor
+    weight = held.parameter.weight
+    tensor: Any = held.tensor
     if tensor is weight:
         state = optimizer.state.get(tensor, {})
         tensor = next((value for name, value in state.items() if "master" in str(name)), None)
@@ -466,7 +471,8 @@ def _should_move(gradient: torch.Tensor, weight: WeightSample, group: Mapping[st
     plain = weight.values.dtype
     unit = torch.finfo(plain).eps if isinstance(weight.absolute, float) else 2 * weight.relative
     floor = LIKELY * unit * values + 4 * LIKELY * torch.as_tensor(weight.absolute)
-    return torch.isfinite(size) & (size * group.get("lr", 0.0) > floor)
+    moves: torch.Tensor = torch.isfinite(size) & (size * group.get("lr", 0.0) > floor)
+    return moves
 
 
 def _apart(weight: WeightSample, master: torch.Tensor) -> torch.Tensor:
@@ -479,8 +485,8 @@ def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
     """The names of the weights with inf or nan, with one copy from each device."""
     plain: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, weight in weights:
-        codes = raw(weight)
-        if is_quantized(weight):  # with a nan in it, it has the code of nan
+        codes: torch.Tensor | None = raw(weight)
+        if codes is not None and is_quantized(weight):  # with a nan in it, it has the code of nan
             least = 0x7C if "E5M2" in str(getattr(weight, "_fp8_dtype", "")) else 0x7F
             codes = torch.where((codes & 0x7F) >= least, torch.nan, 0.0) if hasattr(weight, "_fp8_dtype") else None
         if codes is not None and codes.numel() and codes.is_floating_point():

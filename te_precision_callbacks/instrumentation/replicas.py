@@ -92,7 +92,7 @@ class Replicas:
                 break
             entries = self._ranks.pool([*names, *self._news], "names of parameters")
             self._agreed = sorted({*self._agreed, *(each for each in entries if isinstance(each, str))})
-            pooled += [Problem(*each) for each in entries if isinstance(each, tuple)]
+            pooled += [each for each in entries if isinstance(each, Problem)]
             self._news, new_names = [], False
         return pooled + list(self._compare(merged[3:].reshape(-1, _COLUMNS), iteration))
 
@@ -150,9 +150,9 @@ class Replicas:
         kept = [(name, each) for name, each in self._named() if id(each) not in sharded]
         places: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         for name, weight in kept:
-            values = raw(weight)
-            if values.numel():
-                places.setdefault(values.device, []).append((name, pick(values)))
+            whole = raw(weight)
+            if whole.numel():
+                places.setdefault(whole.device, []).append((name, pick(whole)))
         found: Sums = {}
         for samples in places.values():
             values = [each for _, each in samples]

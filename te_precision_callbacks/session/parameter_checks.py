@@ -10,7 +10,7 @@ from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem
 from te_precision_callbacks.instrumentation.replicas import Replicas
 from te_precision_callbacks.session.observed_model import ObservedModel
-from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.sinks.step_records import Event, Severity
 
 MOST_NAMES = 1000
 """The most parameters that an event names for each problem."""
@@ -63,7 +63,7 @@ class ParameterChecks:
         """
         problems = self._watch.end()
         if pools:
-            problems = [Problem(*each) for each in self._ranks.pool(map(tuple, problems), "problems of parameters")]
+            problems = self._ranks.pool(problems, "problems of parameters")
         self._send(problems, iteration)
 
     def _send(self, problems: list[Problem], iteration: int) -> None:
@@ -85,5 +85,5 @@ class ParameterChecks:
         ]
         data = {"checked": sorted(checked), "problems": rows, "of_all": self._ranks.are_together}
         text = f"{many(len(problems), 'problem')} in parameters" if problems else "Parameters were checked"
-        severity = "warning" if problems else "info"
+        severity: Severity = "warning" if problems else "info"
         self._tell(Event("parameters", f"{text}.", iteration, severity, phase="step", data=data))
