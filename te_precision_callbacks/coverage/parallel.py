@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch.distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -156,6 +157,11 @@ class Ranks:
         return self._reduce and is_distributed(self._group)
 
     @property
+    def size(self) -> int:
+        """How many ranks these are."""
+        return torch.distributed.get_world_size(self._group) if self.several else 1
+
+    @property
     def are_together(self) -> bool:
         """Whether the ranks exchange messages."""
         return self.messages is not None and self.messages.is_open
@@ -280,6 +286,21 @@ class Ranks:
             return [float(number) for number in found]
 
         return self._exchange(f"exchanging {kind}", added, list(numbers))
+
+    def largest(self, numbers: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.float64] | None:
+        """The largest of each number over all ranks; None where this rank is alone, or a rank is lost.
+
+        Args:
+            numbers: this rank's, as many as on the others.
+            kind: what they are, equal on all ranks.
+        """
+
+        def merged(messages: Messages) -> npt.NDArray[np.float64] | None:
+            found = numbers.copy()
+            messages.merge(kind, f"to compare {kind}", found, 0)
+            return found
+
+        return self._exchange(f"comparing {kind}", merged, None)
 
     def any(self, kind: str, doing: str, *, own: bool) -> bool:
         """Whether something holds on any rank; on this one where it is alone."""

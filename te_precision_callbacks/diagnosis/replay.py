@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -239,11 +239,13 @@ class _Common:
                 logged.setdefault(iteration, _Logged({}, [], [])).scalars[name] = value
         for row in sorted(events, key=lambda row: row["rank"] or 0):
             of_step = logged.setdefault(row["iteration"], _Logged({}, [], []))
+            event = _event(row)
+            rank = 0 if event.data.get("of_all") else row["rank"] or 0
             if row["kind"] == "segment_ended":
                 if row["segment"] == run.segments[-1].number:  # else the run went on
-                    self.ends.append((row["rank"] or 0, _event(row)))
+                    self.ends.append((rank, event))
             elif row["kind"] != "finding":
-                of_step.events.append((row["rank"] or 0, _event(row)))
+                of_step.events.append((rank, event))
             elif (heard := _heard(row["data"])) is not None:
                 of_step.of_ranks.append(heard)
         self.logged = sorted(logged.items(), key=_iteration)
@@ -326,22 +328,24 @@ def _iteration(logged: tuple[int, _Logged]) -> int:
 
 def _event(row: Row) -> Event:
     """A recorded event; without its data, if they are damaged."""
+    subject = {name: row[name] or "" for name in ("layer", "tensor", "gemm")}
+    event = Event(row["kind"], row["text"] or "", row["iteration"], row["severity"], row["phase"], **subject)
+    return dataclasses.replace(event, data=_event_data(row), wall_time=0.0)
+
+
+def _event_data(row: Row) -> dict[str, Any]:
     try:
         data = json.loads(row["data"] or "{}")
-    except (ValueError, RecursionError):
-        data = None
-    subject = {name: row[name] or "" for name in ("layer", "tensor", "gemm")}
-    kept = data if isinstance(data, dict) else {}
-    return Event(
-        row["kind"],
-        row["text"] or "",
-        row["iteration"],
-        row["severity"],
-        row["phase"],
-        **subject,
-        data=kept,
-        wall_time=0.0,
-    )
+        if row["kind"] == "parameters":
+            for problem in data["problems"]:
+                numbers = isinstance(problem["since"], int) and isinstance(problem["number"], int | float)
+                names = problem["names"] and all(isinstance(name, str) for name in problem["names"])
+                if not (numbers and names and isinstance(problem["what"], str)):
+                    return {}
+            data["checked"] = list(data["checked"])
+        return data if isinstance(data, dict) else {}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
 
 
 def _heard(data: str | None) -> _Heard | None:

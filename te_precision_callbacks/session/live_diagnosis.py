@@ -64,8 +64,10 @@ class LiveDiagnosis:
         self._react(self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None), scalars.iteration)
 
     def event(self, event: Event) -> None:
-        """Check an event of the run, which was reported when it happened."""
-        self._diagnosis.event(event, own_rank() or None)
+        """Check an event of the run. Only what is wrong with parameters was not reported when it happened."""
+        found = self._diagnosis.event(event, None if event.data.get("of_all") else own_rank() or None)
+        if event.kind == "parameters":
+            self._react(found, event.iteration)
 
     def judge(self, records: StepRecords) -> StepRecords:
         """Judge the numbers of a step, and give its records with the number of findings so far."""

@@ -48,6 +48,7 @@ from te_precision_callbacks.session.log_and_records import LogAndRecords
 from te_precision_callbacks.session.loop import Loop
 from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.overflow_watch import OverflowWatch
+from te_precision_callbacks.session.parameter_checks import ParameterChecks
 from te_precision_callbacks.session.profiling import Profiling
 from te_precision_callbacks.session.results import Results, RunResults
 from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
@@ -175,6 +176,9 @@ class Run:
             loop.front_door,
             self._diagnosis,
         )
+        self._parameters = ParameterChecks(
+            model, ranks, lambda: inspector.iteration, self._chronicle.tell, failures.report
+        )
         failures.listen(self._say_failed)
         self._judgement = Judgement(options, results, ranks, self._chronicle)
         self.overflow = OverflowWatch(options, recorder, loop.was_left)
@@ -229,6 +233,7 @@ class Run:
             self._judgement.attach(self.model.all_names)
             if self._options.config.is_default:
                 self._updates.begin()
+            self._parameters.begin()
             self._optimizer_steps.begin()
             self._scaling.begin()
             self.overflow.attach(model, ranks.messages)
@@ -349,6 +354,7 @@ class Run:
             self.overflow.tell_recorder()
             self.observation.recorder.end_step()
         self._chronicle.tell_dumps(self.observation.recorder.take_written())
+        self._parameters.end_step(ending.iteration)
         self._judgement.end_step(ending.iteration)
         self._diagnosis.stop_if_wanted()
         return records
@@ -448,6 +454,8 @@ class Run:
             if ended_by is None:
                 then("stopping", "the run", self._diagnosis.stop_at_the_end)
             then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
+            if self.model.attached and not self._hurries and not self.inspector.ended:
+                then("checking", "the parameters", lambda: self._check_at_the_end(ended_by))
             if self.model.attached:
                 then("handing over", "the last statistics", lambda: self._hand_over_rest(error, logging_step, guard))
             then("ending", "the profile", lambda: self._profiling.close(self.inspector.iteration))
@@ -484,6 +492,12 @@ class Run:
         """Whether a GPU may be asked for numbers: before a signal ends the process, it may be waiting for another rank,
         for ever."""
         return not (self._hurries and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+    def _check_at_the_end(self, error: BaseException | None) -> None:
+        """Check the parameters as the last step has left them."""
+        last = self._results.iterations.last
+        if last is not None:
+            self._parameters.end(last, pools=error is None and self.ranks.several)
 
     def _tell_the_end(self, error: BaseException | None) -> None:
         """Hand the sinks the events that they do not have yet."""
@@ -572,6 +586,7 @@ class Run:
                 then.callback(self._ends.forget_exceptions)
             then.callback(self._optimizer_steps.remove)
             then.callback(self._updates.remove)
+            then.callback(self._parameters.remove)
             then.callback(self._scaling.remove)
             then.callback(self.resume_audit.end)
             then.callback(self.model.release)

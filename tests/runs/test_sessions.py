@@ -47,7 +47,7 @@ def train(session: InspectSession, model: torch.nn.Module, steps: int, recipe: A
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             loss = model(torch.randn(16, 32)).pow(2).mean()
         loss.backward()
-        session.log({"loss": loss})
+        session.log({"train_loss": loss})
         session.step()
 
 

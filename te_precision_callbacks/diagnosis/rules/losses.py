@@ -13,6 +13,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.sinks.step_records import Event
 
 OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 3
@@ -75,6 +76,12 @@ class Nonfinite(Judge):
                 tuple(filter(None, (event.layer,))), "", "", first_line, event.iteration
             )
             yield self._first
+        for row in event.data.get("problems", ()) if event.kind == "parameters" and self._first is None else ():
+            if row["what"] == "nonfinite":
+                names = row["names"]
+                seen = f"after the last step {many(len(names), 'parameter')} of the model have inf or nan"
+                self._first = Sighting(layers_of(names), "", "", f"{seen}, the first is {names[0]}", row["since"])
+                yield self._first
 
 
 def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts) -> Sighting:

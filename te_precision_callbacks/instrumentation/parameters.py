@@ -1,0 +1,499 @@
+"""Checks the parameters of a model under any config: gradients that never arrive, weights that never change, and
+low-precision weights that do not follow their masters.
+
+In most steps only parameters that have had no gradient yet are checked, on the host. Weights are sampled in few steps.
+Weights that have changed once are not sampled again, unless the optimizer keeps masters of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.instrumentation.weight_samples import WeightSample, local, means, pick, raw, sample
+from te_precision_callbacks.layers.folding import form_of
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
+
+WITHOUT_GRADIENT = 6
+"""Steps of its optimizer after which a parameter without a gradient is reported."""
+
+MOST_OF_BLOCKS, MOST_OF_EXPERTS = 8, 64
+"""The same where an alike parameter has had a gradient: blocks may be left out at random, and experts lack tokens."""
+
+UNCHANGED, SPAN = 3, 6
+"""Sampled steps that should have changed a weight, and the steps that they span at least."""
+
+LIKELY = 4.0
+"""An update of so many units in the last place must change a weight."""
+
+APART, APART_CHECKS = 0.01, 2
+"""The share of sampled elements farther from the master than rounding explains, and the checks that show it."""
+
+
+class Problem(NamedTuple):
+    """A problem of a parameter.
+
+    Attributes:
+        what: ``no_gradient``, ``not_held``, ``frozen_held``, ``unchanged``, ``apart``, ``late`` or ``nonfinite``.
+        name: the parameter.
+        since: the iteration in which it began.
+        number: the steps or the percent of elements that show it.
+    """
+
+    what: str
+    name: str
+    since: int
+    number: float
+
+
+@dataclass(eq=False)
+class _Parameter:
+    """A parameter, as far as it was checked.
+
+    Attributes:
+        without: the steps of its optimizers without a gradient.
+        since: the iteration of the first of them.
+        hook: sees gradients that are removed before the optimizer's step.
+        reference: its first sample, while no later one differs.
+        moves: the iterations whose optimizer step should have changed it.
+        checks: what each check against its master has shown: ``apart`` or ``late``, by iteration.
+    """
+
+    name: str
+    weight: torch.nn.Parameter
+    has_gradient: bool = False
+    without: int = 0
+    since: int = 0
+    hook: RemovableHandle | None = None
+    reference: torch.Tensor | None = None
+    has_moved: bool = False
+    moves: tuple[int, ...] = ()
+    checks: tuple[tuple[str, int, float], ...] = ()
+
+    def unhook(self) -> None:
+        """Remove its hook."""
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
+
+class _Held(NamedTuple):
+    """A parameter in an optimizer: itself or its master, with the options of its group."""
+
+    parameter: _Parameter
+    tensor: torch.Tensor
+    group: Mapping[str, Any]
+
+
+class _Compared(NamedTuple):
+    """Elements that rounding does not explain, against the master now and before the last step."""
+
+    parameter: _Parameter
+    iteration: int
+    now: torch.Tensor
+    before: torch.Tensor
+
+
+class ParameterWatch:
+    """Checks parameters from :meth:`begin` to :meth:`remove`.
+
+    Args:
+        named: gives the parameters of the model, each once, with their names.
+        iteration: gives the debug iteration.
+        before_first: called before the first step of an optimizer of the model.
+        report: receives failures.
+
+    Attributes:
+        checked: the rules that have had enough to check.
+    """
+
+    def __init__(
+        self,
+        named: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]],
+        iteration: Callable[[], int],
+        before_first: Callable[[], None],
+        report: Callable[[str, str, Exception], None],
+    ) -> None:
+        self.checked: set[str] = set()
+        self._named = named
+        self._iteration = iteration
+        self._before_first = before_first
+        self._report = report
+        self._parameters: dict[int, _Parameter] = {}
+        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
+        self._pending: weakref.WeakKeyDictionary[Optimizer, list[_Held]] = weakref.WeakKeyDictionary()
+        self._without: dict[int, _Parameter] = {}
+        self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
+        self._masters = weakref.WeakKeyDictionary()
+        self._compared: list[_Compared] = []
+        self._expected: list[tuple[_Parameter, int, torch.Tensor]] = []
+        self._told: set[tuple[str, str]] = set()
+        self._steps = 0
+        self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._is_due = True
+        self._has_sampled = False
+        self._hook: RemovableHandle | None = None
+
+    def begin(self) -> None:
+        """Begin to check, if that was not done yet."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(_pre_hook(weakref.ref(self)))
+
+    def remove(self) -> None:
+        """Stop checking."""
+        if self._hook is not None:
+            self._hook.remove()
+        for parameter in self._without.values():
+            parameter.unhook()
+        for kept in (self._parameters, self._held, self._pending, self._masters, self._without):
+            kept.clear()
+
+    # ------------------------------------------------------------------ before a step of an optimizer
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Check gradients, and in few steps sample weights and masters."""
+        try:
+            if not self._parameters:
+                self._refresh()
+            held = self._held_by(optimizer)
+            if not held:
+                return
+            if not self._optimizer_steps:
+                self._before_first()
+            self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
+            if pending := self._pending[optimizer]:
+                for each in pending:
+                    self._check_gradient(each.parameter, each.tensor)
+                told = self._told
+                self._pending[optimizer] = [each for each in pending if not _is_settled(each.parameter, told)]
+            self._compare_masters(optimizer)
+            if self._is_due:
+                self._has_sampled = True
+                self._sample(optimizer, held)
+                for parameter in self._parameters.values():
+                    parameter.has_gradient |= parameter.weight.grad is not None
+        except Exception as error:
+            self._report("checking the parameters of", type(optimizer).__name__, error)
+
+    def _refresh(self) -> None:
+        """Take the parameters that the model has now."""
+        known, self._parameters = self._parameters, {}
+        for name, weight in self._named():
+            if id(weight) not in known:
+                self._held.clear()
+            if local(weight).numel():
+                self._parameters[id(weight)] = known.get(id(weight)) or _Parameter(name, weight)
+        if len(self._parameters) != len(known):
+            self._held.clear()
+
+    def _held_by(self, optimizer: Optimizer) -> list[_Held]:
+        """The model's parameters in an optimizer; found again when it gets more of them."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._held.get(optimizer)
+        if known is not None and known[0] == count:
+            return known[1]
+        owners = dict(self._parameters)
+        for parameter in self._parameters.values():
+            master = getattr(parameter.weight, "main_param", None)
+            if master is not None:
+                owners[id(master)] = parameter
+        pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]
+        pairs = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
+        held = [_Held(owners[id(tensor)], tensor, group) for tensor, group in pairs if id(tensor) in owners]
+        held = held or self._by_values(pairs)
+        self._held[optimizer] = count, held
+        self._pending[optimizer] = [each for each in held if not _is_settled(each.parameter, self._told)]
+        return held
+
+    def _by_values(self, pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]) -> list[_Held]:
+        """The parameters of which an optimizer has masters: as many, in the same order, with the same values."""
+        trained = [each for each in self._parameters.values() if each.weight.requires_grad]
+        shapes = [each.weight.shape for each in trained]
+        if not pairs or [tensor.shape for tensor, _ in pairs] != shapes:
+            return []
+        held = [_Held(each, *pair) for each, pair in zip(trained, pairs, strict=True)]
+        found = [(sample(each.parameter.weight), pick(local(each.tensor))) for each in held]
+        apart = [_apart(weight, master) for weight, master in found if weight is not None]
+        return held if apart and max(means(apart)) < APART else []
+
+    def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
+        """Check whether a backward has reached a parameter, by its gradient where an optimizer steps, and by a hook."""
+        weight = parameter.weight
+        parameter.has_gradient |= weight.grad is not None or held.grad is not None
+        parameter.has_gradient |= bool(getattr(weight, "grad_added_to_main_grad", False))
+        if parameter.has_gradient:
+            return
+        if id(parameter) not in self._without:
+            self._without[id(parameter)] = parameter
+            parameter.since = self._iteration()
+        if parameter.hook is None and weight.requires_grad:
+            hook: Any = _note_gradient(weakref.ref(parameter))
+            parameter.hook = weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        parameter.without += 1
+
+    # ------------------------------------------------------------------ samples
+
+    def _sample(self, optimizer: Optimizer, held: list[_Held]) -> None:
+        """Keep masters, and samples of weights that have not changed yet, with what the step should change."""
+        iteration = self._iteration()
+        masters: list[tuple[_Held, int, torch.Tensor]] = []
+        for each in held:
+            parameter, group = each.parameter, each.group
+            if (master := _master(optimizer, each)) is not None:
+                masters.append((each, iteration, pick(master)))
+            if parameter.has_moved or not parameter.weight.requires_grad:
+                continue
+            if parameter.reference is None:
+                parameter.reference = pick(raw(parameter.weight))
+            gradient = _gradient(each)
+            weight = sample(parameter.weight)
+            if gradient is not None and weight is not None:
+                expected = _should_move(pick(local(gradient)), weight, group)
+                self._expected.append((parameter, iteration, expected))
+        if masters:
+            self._masters[optimizer] = masters
+
+    def _compare_masters(self, optimizer: Optimizer) -> None:
+        """Compare weights, as the last forward has used them, with the masters now and before the last step."""
+        for each, iteration, before in self._masters.pop(optimizer, ()):
+            master, weight = _master(optimizer, each), sample(each.parameter.weight)
+            if master is not None and weight is not None:
+                now = _apart(weight, pick(master))
+                self._compared.append(_Compared(each.parameter, iteration, now, _apart(weight, before)))
+
+    # ------------------------------------------------------------------ after a debug iteration
+
+    @torch.no_grad()
+    def end_step(self) -> list[Problem]:
+        """The problems that are new after a debug iteration."""
+        problems: list[Problem] = []
+        try:
+            if not self._optimizer_steps:
+                self._check_without_optimizer()
+            was_due = self._is_due
+            if self._has_sampled:
+                if self._expected or self._compared:
+                    self._read()
+                self._is_due = self._has_sampled = False
+            if self.is_due:
+                self._refresh()
+            if was_due or self._without:
+                problems = self._new_problems()
+        except Exception as error:
+            self._report("checking", "the parameters", error)
+        return problems
+
+    def begin_step(self) -> None:
+        """Begin the next debug iteration."""
+        self._steps += 1
+        self._is_due |= self.is_due
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ranks compare parameters after this debug iteration; the same on all ranks."""
+        return is_due(self._steps)
+
+    def _check_without_optimizer(self) -> None:
+        """Count steps where no optimizer of torch's is known to step the model."""
+        if not self._parameters:
+            self._refresh()
+        for parameter in self._parameters.values():
+            if not parameter.has_gradient and parameter.weight.requires_grad:
+                self._check_gradient(parameter, parameter.weight)
+
+    def _read(self) -> None:
+        """Read what the samples show, with one copy from each device."""
+        expected, self._expected = self._expected, []
+        compared, self._compared = self._compared, []
+        unmoved = {id(each): each for each, _, _ in expected}
+        changed: list[torch.Tensor] = []
+        for parameter in unmoved.values():
+            reference, now = parameter.reference, pick(raw(parameter.weight))
+            same_layout = reference is not None and (reference.shape, reference.dtype) == (now.shape, now.dtype)
+            if reference is None or not same_layout:
+                reference = torch.full_like(now, torch.nan) if now.is_floating_point() else ~now
+            changed.append(now.ne(reference))
+        rows = [row for _, _, row in expected] + changed
+        shares = iter(means([*rows, *(each.now for each in compared), *(each.before for each in compared)]))
+        for parameter, iteration, _ in expected:
+            if next(shares) > 0:
+                parameter.moves = (*parameter.moves, iteration)
+        for parameter in unmoved.values():
+            if next(shares) > 0:
+                parameter.has_moved, parameter.reference = True, None
+        of_now, of_before = [next(shares) for _ in compared], [next(shares) for _ in compared]
+        for each, apart, apart_before in zip(compared, of_now, of_before, strict=True):
+            what = "" if apart < APART else "late" if apart_before < apart / 8 else "apart"
+            each.parameter.checks = (*each.parameter.checks, (what, each.iteration, 100 * apart))[-APART_CHECKS:]
+        if any(each.has_moved or each.moves for each in self._parameters.values()):
+            self.checked.add("frozen-weight")
+
+    # ------------------------------------------------------------------ problems
+
+    def _new_problems(self) -> list[Problem]:
+        for parameter in list(self._without.values()):
+            if parameter.has_gradient:
+                parameter.unhook()
+                del self._without[id(parameter)]
+        problems = [found for found in self._problems() if (found.what, found.name) not in self._told]
+        self._told.update((found.what, found.name) for found in problems)
+        if self._trains and all(_is_settled(each, self._told) for each in self._without_in_training()):
+            self.checked.add("missing-gradient")
+        return problems
+
+    @property
+    def _trains(self) -> bool:
+        return bool(self._optimizer_steps) or any(each.has_gradient for each in self._parameters.values())
+
+    def _without_in_training(self) -> list[_Parameter]:
+        """The parameters without a gradient that optimizers hold; all of them where no optimizer is known."""
+        held = {id(each.parameter) for _, found in self._held.values() for each in found}
+        return [each for each in self._without.values() if id(each) in held or not held] if self._trains else []
+
+    def _problems(self) -> Iterator[Problem]:
+        alike = Counter(form_of(each.name) for each in self._parameters.values() if each.has_gradient and self._without)
+        for parameter in self._without_in_training():
+            most = MOST_OF_EXPERTS if "expert" in parameter.name.lower() else MOST_OF_BLOCKS
+            if parameter.without >= max(WITHOUT_GRADIENT, min(2 * alike[form_of(parameter.name)], most)):
+                what = "no_gradient" if parameter.weight.requires_grad else "frozen_held"
+                yield Problem(what, parameter.name, parameter.since, parameter.without)
+        for parameter in self._parameters.values():
+            yield from _of_weight(parameter)
+        if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
+            yield from self._not_held()
+
+    def _not_held(self) -> Iterator[Problem]:
+        """Trainable parameters with gradients that no optimizer has, not even one that has not stepped yet."""
+        held = {id(each.parameter) for _, kept in self._held.values() for each in kept}
+        found = [
+            each
+            for each in self._parameters.values()
+            if each.weight.requires_grad and each.has_gradient and id(each) not in held
+        ]
+        if not found or all(("not_held", each.name) in self._told for each in found):
+            return
+        others = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        kept = {id(tensor) for each in others for group in each.param_groups for tensor in group["params"]}
+        for each in found:
+            master = getattr(each.weight, "main_param", None)
+            if id(each.weight) not in kept and id(master) not in kept:
+                yield Problem("not_held", each.name, 0, len(found))
+
+    @torch.no_grad()
+    def end(self) -> list[Problem]:
+        """The problems that are left at the end of a run, with the weights that have inf or nan."""
+        if self._expected or self._compared:
+            self._read()
+        problems = self._new_problems()
+        iteration = max(self._iteration() - 1, 0)
+        broken = _nonfinite([(name, local(weight)) for name, weight in self._named()])
+        return problems + [Problem("nonfinite", name, iteration, 1) for name in broken]
+
+
+def is_due(step: int) -> bool:
+    """Whether weights are sampled in a step, counted from the attach; the same on all ranks."""
+    return step < 4 or step % 100 == 0 or step & (step - 1) == 0
+
+
+def _pre_hook(watch: weakref.ref[ParameterWatch]) -> Callable[..., None]:
+    @outside_of_dynamo
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        found = watch()
+        if found is not None:
+            found.before_step(optimizer)
+
+    return before_step
+
+
+def _note_gradient(parameter: weakref.ref[_Parameter]) -> Callable[[torch.Tensor], None]:
+    def note(_: torch.Tensor) -> None:
+        found = parameter()
+        if found is not None:
+            found.has_gradient = True
+
+    return note
+
+
+def _is_settled(parameter: _Parameter, told: Set[tuple[str, str]]) -> bool:
+    """Whether a parameter has had a gradient, or was reported."""
+    return parameter.has_gradient or any((what, parameter.name) in told for what in ("no_gradient", "frozen_held"))
+
+
+def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
+    """The problems of a weight that does not change, or does not follow its master."""
+    shown = [what for what, _, _ in parameter.checks]
+    if len(shown) >= APART_CHECKS and all(shown):
+        what = "late" if set(shown) == {"late"} else "apart"
+        yield Problem(what, parameter.name, parameter.checks[0][1], max(share for _, _, share in parameter.checks))
+    moves = () if parameter.has_moved or any(shown) else parameter.moves
+    if len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN:
+        yield Problem("unchanged", parameter.name, moves[0], len(moves))
+
+
+def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
+    """The float32 master of a weight, of its shape: what the optimizer steps, or keeps in its state. A plain float32
+    weight has none that counts: TE's FusedAdam keeps one and does not step it."""
+    weight = held.parameter.weight
+    tensor: Any = held.tensor
+    if tensor is weight:
+        state = optimizer.state.get(tensor, {})
+        tensor = next((value for name, value in state.items() if "master" in str(name)), None)
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+        return None
+    own, is_rounded = local(tensor), is_quantized(local(weight)) or weight.dtype in (torch.bfloat16, torch.float16)
+    return own if is_rounded and own.shape == local(weight).shape else None
+
+
+def _gradient(held: _Held) -> torch.Tensor | None:
+    for owner, name in ((held.tensor, "grad"), (held.parameter.weight, "grad"), (held.parameter.weight, "main_grad")):
+        gradient = getattr(owner, name, None)
+        if isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided:
+            return gradient if local(gradient).shape == local(held.parameter.weight).shape else None
+    return None
+
+
+def _should_move(gradient: torch.Tensor, weight: WeightSample, group: Mapping[str, Any]) -> torch.Tensor:
+    """[elements]: whether an update by a gradient is far above the resolution of the weight."""
+    size = gradient.float().abs()
+    if "betas" in group:  # of Adam's kind: at most the learning rate
+        size = size / (size + float(group.get("eps") or 0.0))
+    values = weight.values.float().abs()
+    plain = weight.values.dtype
+    unit = torch.finfo(plain).eps if isinstance(weight.absolute, float) else 2 * weight.relative
+    floor = LIKELY * unit * values + 4 * LIKELY * torch.as_tensor(weight.absolute)
+    moves: torch.Tensor = torch.isfinite(size) & (size * group.get("lr", 0.0) > floor)
+    return moves
+
+
+def _apart(weight: WeightSample, master: torch.Tensor) -> torch.Tensor:
+    """[elements]: whether a weight is farther from its master than its format rounds."""
+    values = weight.values.float()
+    return (values - master).abs() > 1.001 * weight.relative * values.abs() + weight.absolute
+
+
+def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """The names of the weights with inf or nan, with one copy from each device."""
+    plain: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, weight in weights:
+        codes: torch.Tensor | None = raw(weight)
+        if codes is not None and is_quantized(weight):  # with a nan in it, it has the code of nan
+            least = 0x7C if "E5M2" in str(getattr(weight, "_fp8_dtype", "")) else 0x7F
+            codes = torch.where((codes & 0x7F) >= least, torch.nan, 0.0) if hasattr(weight, "_fp8_dtype") else None
+        if codes is not None and codes.numel() and codes.is_floating_point():
+            plain.setdefault(codes.device, []).append((name, codes))
+    broken: list[str] = []
+    for found in plain.values():
+        largest = torch._foreach_norm([each for _, each in found], float("inf"))
+        finite = torch.stack([each.float() for each in largest]).isfinite().tolist()
+        broken += [name for (name, _), holds in zip(found, finite, strict=True) if not holds]
+    return broken

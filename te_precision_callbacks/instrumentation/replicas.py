@@ -1,0 +1,184 @@
+"""Compares the parameters that ranks should have alike, by a checksum of a few elements of each.
+
+Sharded parameters are left out where something marks them. Where nothing does, a parameter is a replica if the ranks
+have it alike before the first step of an optimizer.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.instrumentation.parameters import Problem
+from te_precision_callbacks.instrumentation.weight_samples import local, pick, raw, segments
+
+TOLERANCE = 1e-6
+"""Checksums may differ by so much of the sum of absolute values, as on different kinds of GPUs."""
+
+_WRAPPERS = frozenset(
+    {"DistributedDataParallel", "FullyShardedDataParallel", "FullyShardedDataParallelV2", "DeepSpeedEngine"}
+)
+"""Classes that reduce gradients."""
+
+_COLUMNS = 6
+"""The numbers of a parameter in a message: two checksums, each with its negative, whether it is not constant, and the
+sum of its absolute values."""
+
+Sums = dict[str, tuple[float, float, float]]
+"""Parameter -> its checksum, the sum of its absolute values, and whether it is not constant."""
+
+
+class Replicas:
+    """Compares parameters over ranks.
+
+    Args:
+        named: gives the parameters of the model, each once, with their names.
+        roots: gives the models.
+        ranks: those that reduce together.
+
+    Attributes:
+        checked: the rules that have had enough to check.
+    """
+
+    def __init__(
+        self,
+        named: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]],
+        roots: Callable[[], Iterable[torch.nn.Module]],
+        ranks: Ranks,
+    ) -> None:
+        self.checked: set[str] = set()
+        self._named = named
+        self._roots = roots
+        self._ranks = ranks
+        self._start: Sums | None = None
+        self._agreed: list[str] = []
+        self._news: list[Problem] = []
+        self._differing: set[str] = set()
+
+    def before_step(self) -> None:
+        """Take the checksums before the first step of an optimizer."""
+        if self._start is None and self._ranks.several:
+            self._start = self._sums()
+
+    def exchange(self, news: list[Problem], iteration: int, *, is_due: bool) -> list[Problem]:
+        """The problems of all ranks, the same on each; this rank's own where it is alone.
+
+        Args:
+            news: this rank's.
+            iteration: the debug iteration that has ended.
+            is_due: whether ranks exchange checksums; the same on all of them.
+        """
+        if not self._ranks.several or not self._ranks.are_together:
+            return news
+        self._news += news
+        if not is_due:
+            return []
+        now, start = self._sums(), self._start or {}
+        names = sorted(now.keys() | start.keys())
+        new_names = not set(names) <= set(self._agreed)
+        pooled: list[Problem] = []
+        while True:
+            message = self._message(iteration, start, now, has_news=bool(self._news or new_names))
+            merged = self._ranks.largest(message, "parameters")
+            if merged is None or merged[1] != -merged[2]:  # the ranks are apart, or out of step
+                return []
+            if merged[0] <= 0:
+                break
+            entries = self._ranks.pool([*names, *self._news], "names of parameters")
+            self._agreed = sorted({*self._agreed, *(each for each in entries if isinstance(each, str))})
+            pooled += [each for each in entries if isinstance(each, Problem)]
+            self._news, new_names = [], False
+        return pooled + list(self._compare(merged[3:].reshape(-1, _COLUMNS), iteration))
+
+    def _message(self, iteration: int, start: Sums, now: Sums, *, has_news: bool) -> npt.NDArray[np.float64]:
+        message = np.full(3 + _COLUMNS * len(self._agreed), -np.inf)
+        message[:3] = has_news, iteration, -iteration
+        for row, name in zip(message[3:].reshape(-1, _COLUMNS), self._agreed, strict=True):
+            if name in start:
+                row[:2] = start[name][0], -start[name][0]
+            if name in now:
+                row[2:4] = now[name][0], -now[name][0]
+                row[4:] = now[name][2] if name not in start else start[name][2], now[name][1]
+        return message
+
+    def _compare(self, merged: npt.NDArray[np.float64], iteration: int) -> Iterator[Problem]:
+        """The parameters that differ between ranks."""
+        with np.errstate(invalid="ignore"):
+            allowed = TOLERANCE * merged[:, 5]
+            differed = merged[:, 0] + merged[:, 1] > allowed
+            differs = merged[:, 2] + merged[:, 3] > allowed
+        varies = merged[:, 4] > 0
+        is_parallel = self._is_data_parallel()
+        replicas = ~differed if is_parallel or not differed[varies].any() else ~differed & varies
+        replicas |= is_parallel
+        if replicas.any() or not len(merged):
+            self.checked |= {"replicas-differ", "no-reduction"}
+        apart = np.flatnonzero(replicas & differs).tolist()
+        new = [self._agreed[place] for place in apart if self._agreed[place] not in self._differing]
+        if new:
+            alone = len(apart) * 2 > np.count_nonzero(replicas) and not self._is_reduced()
+            self._differing.update(new)
+            for name in new:
+                yield Problem("no_reduction" if alone else "differs", name, iteration, len(new))
+        elif not replicas.any() and differed.any() and not (self._differing or self._is_reduced()):
+            self._differing.update(self._agreed)
+            apart = np.flatnonzero(differed).tolist()
+            yield from (Problem("differs_from_start", self._agreed[place], iteration, len(apart)) for place in apart)
+
+    def _is_data_parallel(self) -> bool:
+        """Whether the models are wrapped by DDP over all ranks that reduce together."""
+        size = self._ranks.size
+        return all(
+            type(root).__name__ == "DistributedDataParallel"
+            and getattr(getattr(root, "process_group", None), "size", lambda: 0)() == size
+            for root in self._roots()
+        )
+
+    def _is_reduced(self) -> bool:
+        """Whether something in this process reduces gradients: a wrapper, also one that the session was not given."""
+        return any(cls.__name__ in _WRAPPERS for each in gc.get_objects() for cls in type(each).__mro__[:-1])
+
+    def _sums(self) -> Sums:
+        """The checksums of the parameters that are not marked as sharded."""
+        sharded = {id(weight) for root in self._roots() for module in root.modules() for weight in _sharded(module)}
+        kept = [(name, each) for name, each in self._named() if id(each) not in sharded]
+        places: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        for name, weight in kept:
+            whole = raw(weight)
+            if whole.numel():
+                places.setdefault(whole.device, []).append((name, pick(whole)))
+        found: Sums = {}
+        for samples in places.values():
+            values = [each for _, each in samples]
+            # Each element counts differently, so that differences do not cancel.
+            factors = 1 + torch.arange(max(map(len, values)), device=values[0].device, dtype=torch.float64) % 7
+            weighted = [each * factors[: len(each)] for each in values]
+            columns = [
+                segments(weighted, "sum", torch.float64),
+                segments([each.abs() for each in weighted], "sum", torch.float64),
+                segments([each != each[0] for each in values], "max", torch.float64),
+            ]
+            rows = torch.stack(columns, 1).tolist()
+            found.update({name: tuple(row) for (name, _), row in zip(samples, rows, strict=True)})
+        return found
+
+
+def _sharded(module: Any) -> Iterator[torch.nn.Parameter]:
+    """The parameters of a module that something marks as different from rank to rank: FSDP, a DTensor's placements,
+    Transformer Engine's and Megatron's attributes of tensor and expert parallelism, or those of DeepSpeed."""
+    strategy = getattr(getattr(module, "sharding_strategy", None), "name", "NO_SHARD")
+    if type(module).__name__ == "FullyShardedDataParallel" and strategy != "NO_SHARD":
+        yield from module.parameters()
+    is_split = getattr(module, "tp_size", getattr(module, "tensor_parallel_size", 2)) > 1
+    for weight in filter(None.__ne__, module._parameters.values()):
+        is_shard = not all(each.is_replicate() for each in getattr(weight, "placements", ()))
+        is_shard |= is_split and getattr(weight, "tensor_model_parallel", False)
+        is_experts = getattr(weight, "allreduce", True) is False
+        if is_shard or is_experts or hasattr(weight, "ds_id") or not local(weight).numel():
+            yield weight

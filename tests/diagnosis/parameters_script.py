@@ -1,0 +1,140 @@
+"""One of two gloo processes, which train in several ways: python parameters_script.py RANK FOLDER
+
+Prints for each case the findings about ranks, and the rules about ranks that were checked.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+
+from te_precision_callbacks import reference
+
+reference.install()
+
+import torch
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.session import InspectSession
+
+RULES = ("replicas-differ", "no-reduction")
+STEPS = 6
+
+
+def model(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(te.LayerNormLinear(32, 32), te.Linear(32, 32))
+
+
+def averaged(weights: Iterable[torch.nn.Parameter]) -> None:
+    for weight in weights:
+        dist.all_reduce(weight.grad)
+        weight.grad /= 2
+
+
+def train(
+    folder: Path,
+    net: torch.nn.Module,
+    *,
+    reduce: Callable[[], object] = lambda: None,
+    after: Callable[[int], object] = lambda step: None,
+    reduces_statistics: bool = True,
+) -> None:
+    rank = dist.get_rank()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with InspectSession(model=net, log_dir=folder, report=False, reduce=reduces_statistics) as session:
+        for step in range(STEPS):
+            inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+            with te.autocast(recipe=Float8CurrentScaling()):
+                loss = net(inputs).pow(2).mean()
+            loss.backward()
+            reduce()
+            optimizer.step()
+            optimizer.zero_grad()
+            after(step)
+            session.step()
+    dist.barrier()
+    verdict = session.findings
+    if rank == 0 and reduces_statistics:
+        recorded = diagnose(folder)
+        assert [each for each in recorded if each.rule in RULES] == [each for each in verdict if each.rule in RULES]
+    found = [(each.rule, each.severity, list(each.layers), each.seen) for each in verdict if each.rule in RULES]
+    print(json.dumps([folder.name, found, [rule for rule in RULES if rule in verdict.judged]]), flush=True)
+
+
+class Experts(torch.nn.Module):
+    """A router that all ranks have, and experts that each rank has of its own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = torch.nn.Linear(32, 32)
+        torch.manual_seed(1 + rank)
+        self.experts = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(2))
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = self.router(tensor)
+        found: torch.Tensor = self.experts[0](tensor) + self.experts[1](tensor)
+        return found
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+
+    train(folder / "alone", model())
+    train(folder / f"local {rank}" / "local numbers", model(), reduces_statistics=False)
+    net = model()
+    train(folder / "averaged", net, reduce=lambda: averaged(net.parameters()))
+    forgotten = model()
+    train(folder / "one forgotten", forgotten, reduce=lambda: averaged(forgotten[0].parameters()))
+    seeds = model(rank)
+    train(folder / "other seeds", seeds)
+
+    train(folder / "ddp", DistributedDataParallel(model()))
+    drifting = DistributedDataParallel(model())
+
+    def drift(step: int) -> None:
+        if step == 2 and rank == 1:
+            with torch.no_grad():
+                drifting.module[0].layer_norm_weight += 0.01
+
+    train(folder / "ddp drifting", drifting, after=drift)
+    train(folder / "fsdp", FullyShardedDataParallel(model(), device_id=torch.device("cpu")))
+    no_shard = FullyShardedDataParallel(
+        model(), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
+    )
+    train(folder / "fsdp without shards", no_shard)
+    sharded = model()
+    for layer in sharded:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    train(folder / "fsdp 2", fully_shard(sharded, mesh=init_device_mesh("cpu", (2,))))
+
+    for forgets in (False, True):
+        torch.manual_seed(0)
+        group = dist.new_group([0, 1])
+        parallel = te.LayerNormLinear(32, 32, tp_group=group, tp_size=2, parallel_mode="column", sequence_parallel=True)
+        norms = [parallel.layer_norm_weight, parallel.layer_norm_bias]
+        reduce = (lambda: None) if forgets else (lambda norms=norms: averaged(norms))
+        train(folder / f"norms{' forgotten' * forgets}", parallel, reduce=reduce)
+
+    for forgets in (False, True):
+        experts = Experts(rank)
+        reduce = (lambda: None) if forgets else (lambda experts=experts: averaged(experts.router.parameters()))
+        train(folder / f"experts{', router forgotten' * forgets}", experts, reduce=reduce)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

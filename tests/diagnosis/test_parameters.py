@@ -1,0 +1,530 @@
+"""Parameters that do not train: planted defects are found live and in the records, healthy twins are silent."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+
+from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import statistics
+from tests.forked import ranks
+
+STEPS = 12
+PARAMETERS = ("missing-gradient", "frozen-weight", "replicas-differ", "no-reduction")
+
+
+class Block(torch.nn.Module):
+    """A residual block of TE layers; ``cut`` detaches its branch."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.fc1 = te.LayerNormLinear(width, 2 * width)
+        self.fc2 = te.Linear(2 * width, width)
+        self.cut = False
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        change: torch.Tensor = self.fc2(torch.nn.functional.gelu(self.fc1(tensor)))
+        return tensor + (change.detach() if self.cut else change)
+
+
+class Model(torch.nn.Module):
+    """A language model of blocks, tied if wanted."""
+
+    def __init__(self, blocks: int = 2, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(16, 32)
+        self.blocks = torch.nn.Sequential(*(Block() for _ in range(blocks)))
+        self.head = torch.nn.Linear(32, 16, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.blocks(self.embedding(tokens)))
+        return found
+
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+Loss = Callable[[int], torch.Tensor]
+
+
+def language_loss(model: torch.nn.Module) -> Loss:
+    def loss(step: int) -> torch.Tensor:
+        tokens = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(step))
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+    return loss
+
+
+def train(
+    folder: Path,
+    model: torch.nn.Module,
+    optimizers: Optimizers,
+    *,
+    loss: Loss | None = None,
+    after: Callable[[], object] = lambda: None,
+    steps: int = STEPS,
+    micro_batches: int = 1,
+    recipe: Any = None,
+    config: Any = None,
+) -> Verdict:
+    """Train; the verdict, which that on the records must equal."""
+    loss = loss or language_loss(model)
+    stepped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    with InspectSession(config, model=model, log_dir=folder, report=False) as session:
+        for step in range(steps):
+            for micro_batch in range(micro_batches):
+                with te.autocast(recipe=recipe or Float8CurrentScaling()):
+                    value = loss(step * micro_batches + micro_batch)
+                value.backward()
+            for optimizer in stepped:
+                optimizer.step()
+                optimizer.zero_grad()
+            after()
+            session.log({"loss": value.detach()})
+            session.step()
+    assert diagnose(folder) == session.findings
+    return session.findings
+
+
+def of_parameters(verdict: Verdict) -> list[Finding]:
+    return [finding for finding in verdict if finding.rule in PARAMETERS]
+
+
+def alarms(verdict: Verdict) -> list[str]:
+    return [str(finding) for finding in of_parameters(verdict) if finding.severity != "note"]
+
+
+def assert_checked(verdict: Verdict) -> None:
+    assert {"missing-gradient", "frozen-weight"} <= set(verdict.judged)
+
+
+# ---------------------------------------------------------------------- healthy twins
+
+
+def adamw(model: torch.nn.Module, lr: float = 1e-3, **keywords: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, **keywords)
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 6])
+@pytest.mark.parametrize(
+    "make",
+    [
+        adamw,
+        lambda model: adamw(model, weight_decay=0.0),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9),
+        lambda model: FusedAdam(model.parameters(), lr=1e-3),
+        lambda model: FusedSGD(model.parameters(), lr=1e-2),
+        lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-3),
+    ],
+    ids=["adamw", "no decay", "sgd", "small momentum", "fused adam", "fused sgd", "adafactor"],
+)
+def test_healthy(tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer], blocks: int) -> None:
+    model = Model(blocks, tied=blocks == 4)
+    verdict = train(tmp_path, model, make(model), micro_batches=1 + blocks % 4)
+    assert not of_parameters(verdict)
+    assert_checked(verdict)
+
+
+def test_a_config_without_statistics_of_weights_checks_parameters_too(tmp_path: Path) -> None:
+    model = Model()
+    config = statistics(tensors=["activation"], stats=["cur_amax"], freq=5)
+    assert_checked(verdict := train(tmp_path / "healthy", model, adamw(model), config=config))
+    assert not of_parameters(verdict)
+    model.blocks[1].cut = True
+    (found,) = of_parameters(train(tmp_path / "planted", model, adamw(model), config=config))
+    assert found.layers == ("blocks.1.fc1", "blocks.1.fc2")
+
+
+def test_warm_up_from_0(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
+    verdict = train(tmp_path, model, optimizer, after=schedule.step)
+    assert not of_parameters(verdict)
+    assert_checked(verdict)
+
+
+def test_a_learning_rate_of_0_is_not_checked(tmp_path: Path) -> None:
+    model = Model()
+    verdict = train(tmp_path, model, adamw(model, lr=0.0))
+    assert not of_parameters(verdict)
+    assert "frozen-weight" not in verdict.judged
+
+
+@pytest.mark.parametrize("holds_all", [False, True])
+def test_frozen_layers_and_adapters(tmp_path: Path, holds_all: bool) -> None:
+    """An optimizer that has the frozen parameters, too, is a note."""
+    model = Model()
+    model.requires_grad_(False)
+    adapter = torch.nn.Linear(32, 32)
+    model.head = torch.nn.Sequential(adapter, model.head)
+    parameters = model.parameters() if holds_all else adapter.parameters()
+    verdict = train(tmp_path, model, torch.optim.AdamW(parameters, lr=1e-3))
+    assert [finding.severity for finding in of_parameters(verdict)] == ["note"] * holds_all
+    assert_checked(verdict)
+
+
+def test_an_average_of_the_weights_in_the_model(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = adamw(model)
+    averaged = torch.optim.swa_utils.AveragedModel(model.blocks)
+    both = torch.nn.ModuleDict({"model": model, "average": averaged})
+    verdict = train(
+        tmp_path, both, optimizer, loss=language_loss(model), after=lambda: averaged.update_parameters(model.blocks)
+    )
+    assert not of_parameters(verdict)
+    assert_checked(verdict)
+
+
+class Experts(torch.nn.Module):
+    """Experts of which each step trains one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(6))
+
+    def forward(self, step: int) -> torch.Tensor:
+        found: torch.Tensor = self.experts[step * step % 3](torch.ones(16, 32))
+        return found.pow(2).mean()
+
+
+def test_experts_without_tokens(tmp_path: Path) -> None:
+    """Four of six have none in all steps, which are too few to be sure."""
+    model = Experts()
+    verdict = train(tmp_path / "few", model, adamw(model), loss=lambda step: model(step), steps=3)
+    assert not of_parameters(verdict)
+    grouped = te.GroupedLinear(4, 32, 32)
+    inputs = torch.randn(32, 32)
+    verdict = train(
+        tmp_path / "grouped", grouped, adamw(grouped), loss=lambda step: grouped(inputs, [16, 16, 0, 0]).pow(2).mean()
+    )
+    assert not alarms(verdict)
+
+
+def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
+    """The generator trains in every fifth step; its optimizer has not stepped in the first ones."""
+    models = torch.nn.ModuleDict({"generator": Block(), "discriminator": torch.nn.Sequential(Block(), Block())})
+    generator, discriminator = adamw(models["generator"]), adamw(models["discriminator"])
+    with InspectSession(model=models, log_dir=tmp_path, report=False) as session:
+        for step in range(20):
+            trains = step % 5 == 4
+            models["discriminator"].requires_grad_(not trains)
+            with te.autocast(recipe=Float8CurrentScaling()):
+                loss = models["discriminator"](models["generator"](torch.randn(16, 32))).pow(2).mean()
+            loss.backward()
+            (generator if trains else discriminator).step()
+            models.zero_grad()
+            models["discriminator"].requires_grad_(True)
+            session.step()
+    assert not of_parameters(session.findings)
+    assert diagnose(tmp_path) == session.findings
+
+
+def test_gradients_that_are_gone_before_the_step(tmp_path: Path) -> None:
+    """A loop that keeps gradients in another place, as Megatron does in ``main_grad``."""
+    model = Model()
+    for weight in model.parameters():
+        weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    optimizer = adamw(model)
+    loss = language_loss(model)
+    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+        for step in range(STEPS):
+            loss(step).backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.main_grad.add_(weight.grad)
+                    weight.grad = None
+                optimizer.step()
+                for weight in model.parameters():
+                    weight.sub_(weight.main_grad, alpha=1e-2)
+                    weight.main_grad.zero_()
+            session.step()
+    assert not of_parameters(session.findings)
+    assert_checked(session.findings)
+
+
+def test_a_loop_without_an_optimizer(tmp_path: Path) -> None:
+    model = Model()
+    loss = language_loss(model)
+    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+        for step in range(STEPS):
+            loss(step).backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.sub_(weight.grad, alpha=1e-2)
+            model.zero_grad()
+            session.step()
+    assert not of_parameters(session.findings)
+    assert "missing-gradient" in session.findings.judged
+    assert "frozen-weight" not in session.findings.judged
+
+
+# ---------------------------------------------------------------------- missing gradients
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 6])
+def test_a_block_that_is_cut_off(tmp_path: Path, blocks: int) -> None:
+    model = Model(blocks)
+    model.blocks[1].cut = True
+    verdict = train(tmp_path / "planted", model, adamw(model))
+    (found,) = of_parameters(verdict)
+    assert (found.rule, found.severity, found.since) == ("missing-gradient", "warning", 0)
+    assert found.layers == ("blocks.1.fc1", "blocks.1.fc2")
+    assert "no backward has reached blocks.1.fc1.layer_norm_weight and 5 more parameters in" in found.seen
+    model.blocks[1].cut = False
+    assert not of_parameters(train(tmp_path / "mended", model, adamw(model)))
+
+
+class Decoder(torch.nn.Module):
+    """A decoder that gets the encoder's output through te.checkpoint, which has no gradient for keywords: its output
+    needs none if no other tensor does."""
+
+    def __init__(self, *, by_keyword: bool) -> None:
+        super().__init__()
+        self.encoder, self.layer, self.head = (te.Linear(32, 32) for _ in range(3))
+        self.by_keyword = by_keyword
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        context = self.encoder(tensor)
+
+        def run(tensor: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.layer(tensor + context)
+            return found
+
+        positional, keywords = ((tensor,), {"context": context}) if self.by_keyword else ((tensor, context), {})
+        found: torch.Tensor = te.checkpoint(run, *positional, use_reentrant=True, **keywords)
+        value: torch.Tensor = self.head(found).pow(2).mean()
+        return value
+
+
+def test_a_tensor_by_keyword_through_te_checkpoint(tmp_path: Path) -> None:
+    """Megatron-LM issue 4765."""
+    for by_keyword in (True, False):
+        model = Decoder(by_keyword=by_keyword)
+        verdict = train(
+            tmp_path / str(by_keyword), model, adamw(model), loss=lambda step, model=model: model(torch.randn(16, 32))
+        )
+        found = of_parameters(verdict)
+        assert [(each.rule, each.layers) for each in found] == [("missing-gradient", ("encoder", "layer"))] * by_keyword
+
+
+def test_a_parameter_without_use(tmp_path: Path) -> None:
+    model = Model()
+    model.unused = te.Linear(32, 32)
+    (found,) = of_parameters(train(tmp_path, model, adamw(model)))
+    assert (found.rule, found.layers) == ("missing-gradient", ("unused",))
+    assert found.seen.startswith("no backward has reached unused.weight and 1 more parameter")
+
+
+def test_an_optimizer_that_lacks_parameters(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = adamw(model)
+    model.head = torch.nn.Linear(32, 16)
+    (found,) = of_parameters(train(tmp_path / "planted", model, optimizer))
+    assert (found.rule, found.layers) == ("missing-gradient", ("head",))
+    assert found.seen == "no optimizer has head.weight and 1 more parameter, although a backward has reached it"
+    assert not of_parameters(train(tmp_path / "mended", model, adamw(model)))
+
+
+# ---------------------------------------------------------------------- weights that do not change
+
+
+def test_an_optimizer_of_a_copy(tmp_path: Path) -> None:
+    model = Model(4)
+    copied = copy.deepcopy(model)
+    optimizer = adamw(copied)
+
+    def loss(step: int) -> torch.Tensor:
+        value = language_loss(model)(step)
+        for own, other in zip(model.parameters(), copied.parameters(), strict=True):
+            other.grad = own.grad
+        return value
+
+    verdict = train(tmp_path / "planted", model, optimizer, loss=loss)
+    assert [(each.rule, each.severity) for each in of_parameters(verdict)] == [("frozen-weight", "error")]
+    assert not of_parameters(train(tmp_path / "mended", model, adamw(model)))
+
+
+@pytest.mark.parametrize("blocks", [2, 6])
+def test_a_weight_that_is_put_back(tmp_path: Path, blocks: int) -> None:
+    model = Model(blocks)
+    weight = model.blocks[1].fc2.weight
+    old = weight.detach().clone()
+
+    def put_back() -> None:
+        with torch.no_grad():
+            weight.copy_(old)
+
+    (found,) = of_parameters(train(tmp_path, model, adamw(model), after=put_back))
+    assert (found.rule, found.severity, found.layers) == ("frozen-weight", "error", ("blocks.1.fc2",))
+    assert found.seen.startswith("no change, not even of a bit, in blocks.1.fc2.weight after")
+
+
+class Masters:
+    """An optimizer of float32 masters that copies them into the weights: at once, a step late, or never."""
+
+    def __init__(self, model: torch.nn.Module, copies: str, lr: float) -> None:
+        self.weights = list(model.parameters())
+        self.masters = [torch.nn.Parameter(weight.detach().float().clone()) for weight in self.weights]
+        self.optimizer = torch.optim.Adam(self.masters, lr=lr)
+        self.copies = copies
+        self.optimizer.register_step_pre_hook(lambda *_: self.take_gradients())
+        self.optimizer.register_step_post_hook(lambda *_: self.copy())
+        self.before = [master.detach().clone() for master in self.masters]
+
+    def take_gradients(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        now = [master.detach().clone() for master in self.masters]
+        for weight, value in zip(self.weights, self.before if self.copies == "late" else now, strict=True):
+            if self.copies != "never":
+                weight.copy_(value)
+        self.before = now
+
+
+@pytest.mark.parametrize("copies", ["at once", "late", "never"])
+@pytest.mark.parametrize("lr", [1e-3, 1e-4])
+@pytest.mark.parametrize("kind", ["bfloat16", "current", "block"])
+def test_masters(tmp_path: Path, kind: str, copies: str, lr: float) -> None:
+    torch.manual_seed(0)
+    recipe = Float8BlockScaling() if kind == "block" else Float8CurrentScaling()
+    with te.quantized_model_init(enabled=kind != "bfloat16", recipe=recipe):
+        model = torch.nn.Sequential(*(te.Linear(128, 128, params_dtype=torch.bfloat16) for _ in range(2)))
+    masters = Masters(model, copies, lr)
+    verdict = train(
+        tmp_path,
+        model,
+        masters.optimizer,
+        loss=lambda step: model(torch.randn(128, 128, dtype=torch.bfloat16)).float().pow(2).mean(),
+        recipe=recipe,
+        steps=20,
+    )
+    found = of_parameters(verdict)
+    assert [(each.rule, each.severity) for each in found] == [("frozen-weight", "error")] * (copies != "at once")
+    if found:
+        text = "one step earlier" if copies == "late" else "rounding explains"
+        assert text in found[0].seen
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_masters_of_fused_adam(tmp_path: Path, restores: bool) -> None:
+    recipe = Float8CurrentScaling()
+    with te.quantized_model_init(enabled=True, recipe=recipe):
+        model = torch.nn.Sequential(*(te.Linear(128, 128) for _ in range(2)))
+    old = model[1].weight.detach().clone()
+
+    def restore() -> None:
+        if restores:
+            with torch.no_grad():
+                model[1].weight._data.copy_(old._data)
+
+    verdict = train(
+        tmp_path,
+        model,
+        FusedAdam(model.parameters(), lr=1e-3, master_weights=True),
+        loss=lambda step: model(torch.randn(128, 128)).pow(2).mean(),
+        recipe=recipe,
+        after=restore,
+        steps=20,
+    )
+    assert [(each.rule, each.layers) for each in of_parameters(verdict)] == [("frozen-weight", ("1",))] * restores
+
+
+# ---------------------------------------------------------------------- the end of a run
+
+
+def test_a_weight_that_is_nan_after_the_last_step(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = adamw(model)
+    steps = iter(range(STEPS))
+
+    def break_in_the_end() -> None:
+        if next(steps) == STEPS - 1:
+            with torch.no_grad():
+                model.blocks[1].fc1.bias[0] = torch.nan
+
+    verdict = train(tmp_path, model, optimizer, after=break_in_the_end)
+    (found,) = [each for each in verdict if each.rule == "nonfinite"]
+    assert (found.layers, found.since) == (("blocks.1.fc1",), STEPS - 1)
+    assert "blocks.1.fc1.bias" in found.seen
+    assert not verdict.healthy
+
+
+def test_training_is_bit_equal(tmp_path: Path) -> None:
+    def weights(*, observed: bool) -> list[torch.Tensor]:
+        model = Model()
+        optimizer = adamw(model)
+        if observed:
+            train(tmp_path, model, optimizer, config=statistics(tensors=["weight"], stats=["cur_amax"], freq=100))
+        else:
+            for step in range(STEPS):
+                with te.autocast(recipe=Float8CurrentScaling()):
+                    value = language_loss(model)(step)
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [weight.detach() for weight in model.parameters()]
+
+    assert all(map(torch.equal, weights(observed=True), weights(observed=False)))
+
+
+# ---------------------------------------------------------------------- several ranks
+
+_ALONE = "ranks that had the same 0.bias and 5 more parameters before the first step have different values now"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks has found: case -> findings, and the rules that were checked."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("parameters_script.py")
+    ended = ranks(script, [[str(rank), str(folder)] for rank in range(2)])
+    assert not ended[0].returncode, ended[0].stderr
+    lines = [[json.loads(line) for line in each.stdout.splitlines() if line.startswith("[")] for each in ended]
+    return [{case: (found, checked) for case, found, checked in each} for each in lines]
+
+
+@pytest.mark.parametrize(
+    ("case", "rule", "severity", "layers", "seen"),
+    [
+        ("alone", "no-reduction", "warning", ["0", "1"], _ALONE),
+        ("one forgotten", "replicas-differ", "error", ["1"], "the same 1.bias and 1 more parameter have different"),
+        ("ddp drifting", "replicas-differ", "error", ["0"], "the same 0.layer_norm_weight have different values"),
+        ("norms forgotten", "replicas-differ", "error", ["layernorm_linear"], "layer_norm_bias have different"),
+        ("experts, router forgotten", "replicas-differ", "error", ["router"], "router.bias and 1 more parameter"),
+        ("other seeds", "replicas-differ", "note", ["0", "1"], "since before the first step"),
+    ],
+)
+def test_ranks_that_differ(
+    two_ranks: list[dict[str, Any]], case: str, rule: str, severity: str, layers: list[str], seen: str
+) -> None:
+    for of_rank in two_ranks:
+        (found,), _ = of_rank[case]
+        assert found[:3] == [rule, severity, layers]
+        assert seen in found[3]
+
+
+@pytest.mark.parametrize(
+    "case", ["averaged", "ddp", "fsdp", "fsdp without shards", "fsdp 2", "norms", "experts", "local numbers"]
+)
+def test_ranks_that_should_differ_or_do_not(two_ranks: list[dict[str, Any]], case: str) -> None:
+    for of_rank in two_ranks:
+        found, checked = of_rank[case]
+        assert not found
+        assert checked == ([] if case == "local numbers" else ["replicas-differ", "no-reduction"])
