@@ -168,6 +168,9 @@ class ContractKeeper:
         if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
             self._judged = -1  # there is nothing but forwards yet: a later step is judged
             return None
+        if coverage.is_incomplete:
+            self._judged = -1  # what was not counted may be in the next steps
+            return None
         self._judged_until = self._judged
         self._say_left_out(coverage, ranks)
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
