@@ -60,7 +60,7 @@ class CountedKinds:
         backwards = sum(call.may_have_backward for call, _ in calls)
         if before is not None and (before.backwards or not backwards):
             return None
-        seen = [one for _, products in calls for one in products]
+        seen = [one.alone() for _, products in calls for one in products]
         lacks = kind.form != OUTSIDE and not backwards
         others = [other for other in self._counted if other[:3] == kind[:3] and other.numbers != kind.numbers]
         self._counted[kind] = _Counted(seen, len(calls), backwards, lacks)
@@ -69,7 +69,7 @@ class CountedKinds:
 
     def put_failed(self, kind: Kind, seen: Sequence[SeenProduct]) -> None:
         """Keep what was counted of a step in which counting has failed; the form of the kind is the reason."""
-        self._counted[kind] = _Counted(seen, 1, 1, False)
+        self._counted[kind] = _Counted([one.alone() for one in seen], 1, 1, False)
         self.changes += 1
 
     def are_alike(self, kind: Kind, other: Kind) -> bool:

@@ -142,7 +142,7 @@ class CoverageHistory:
             if not now.has_backward and last.has_backward:
                 return
             if now.has_backward and not last.has_backward:
-                now.since, now.state = last.since, last.state
+                now.since, now.state = last.since, step.state or last.state
                 self._counted.pop()
             elif last.steps == 1 and last.parts == step.parts:
                 return

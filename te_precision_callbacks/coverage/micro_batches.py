@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD
 from te_precision_callbacks.coverage.nodes import found_in_graph, made_in_thread, mark_call
 
 _DEEPEST = 8
@@ -44,11 +45,11 @@ class Kind(NamedTuple):
     Attributes:
         form: what of the input decides sizes, with the model, its mode and its frozen parameters.
         path: a hash of the modules that it reaches, with the shapes of their inputs.
-        nodes: the number of its nodes of autograd.
+        nodes: the number of its nodes of autograd outside of Transformer Engine's modules, where it depends on precision.
         numbers: a hash of the Python numbers in the input and in those of its modules; 0 where they decide nothing.
     """
 
-    form: Hashable
+    form: int | str
     path: int = 0
     nodes: int = 0
     numbers: int = 0
@@ -77,7 +78,7 @@ class Call:
         behind: the calls whose results it has been given.
     """
 
-    form: Hashable
+    form: int | str
     is_counted: bool
     path: int = 0
     nodes: int = 0
@@ -169,7 +170,8 @@ class Calls:
     """The calls of a model's steps.
 
     Attributes:
-        is_first: whether the first step runs, in which counting costs no part of :data:`MOST_COUNTED`.
+        is_first: whether the first step runs, in which counting costs no part of :data:`MOST_COUNTED`. Steps without a
+            backward, as of batches that are skipped, count as such up to :data:`MOST_WITHOUT_BACKWARD`.
         outside: what the step runs outside of calls of the model.
     """
 
@@ -177,12 +179,13 @@ class Calls:
         self.is_first = True
         self.here_in_thread = _Here()
         self.outside = Call(OUTSIDE, True)
-        self._forms: dict[Hashable, _Form] = {OUTSIDE: _Form()}
+        self._forms: dict[int | str, _Form] = {OUTSIDE: _Form()}
         self._forms[OUTSIDE].is_new = False
         self._known: set[Kind] = set()
         self._lack_backward: set[Kind] = set()
         self._all: list[Call] = []
         self._left = MOST_COUNTED
+        self._without_backward = 0
         self._parameters: dict[int, list[torch.nn.Parameter]] = {}
 
     @property
@@ -206,7 +209,7 @@ class Calls:
             given: Hashable = _form(arguments, numbers), _form(keywords, numbers)
         except _UnknownFormError:
             given = None
-        form = id(root), root.training, flags, given
+        form = hash((id(root), root.training, flags, given))
         of_form = self._forms.setdefault(form, _Form())
         call = Call(form, False, behind=list(_calls_in(leaves([arguments, keywords]))))
         call.numbers = hash(tuple(numbers)) if by_numbers and numbers else 0
@@ -298,7 +301,12 @@ class Calls:
             self._lack_backward.add(kind)
             if any(other.has_backward for other in calls if self.kind_of(other) == kind):
                 self._forms[call.form].seek(kind)
-        self.is_first = False
+        self._without_backward += 1
+        has_backward = not calls or any(call.may_have_backward for call in calls)
+        self.is_first = self.is_first and not has_backward and self._without_backward < MOST_WITHOUT_BACKWARD
+        if self.is_first:
+            for call in calls:
+                self._forms[call.form].is_new = True
         return calls
 
     def begin_step(self, *, counts_outside: bool) -> None:

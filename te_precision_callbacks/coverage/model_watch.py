@@ -19,6 +19,7 @@ from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
 from te_precision_callbacks.coverage.micro_batches import Call, Calls, leaves
+from te_precision_callbacks.coverage.nodes import made_in_thread
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
 from te_precision_callbacks.layers.forwards import in_backward, outside_of_dynamo
@@ -94,6 +95,7 @@ class ModelWatch:
         """Forget the products of the step; the next one is counted if calls of it are wanted."""
         if self.counting:
             self.operators = OperatorProducts(self._modules, self.state, self.calls)
+        if self.counting and not self.calls.is_first:
             self.state.close()
         self.counting = self.active and not self.failure and self.calls.has_wishes
         self.calls.begin_step(counts_outside=self.counting)
@@ -127,6 +129,7 @@ class ModelWatch:
         upstream = module._call_impl if own is None else own
         here = self.calls.here_in_thread
         of_te = hasattr(module, "fp8_meta")
+        attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and of_te else None
 
         def part(*arguments: Any, **keywords: Any) -> Any:
             call = here.call
@@ -136,10 +139,16 @@ class ModelWatch:
                 call = self.calls.outside
             try:
                 call.reach(number, (*arguments, *keywords.values()) if keywords else arguments)
+                if attends is not None:
+                    call.reach(number, (attends(),))
             except Exception as error:
                 self.fail(error)
+            if not of_te:
+                return upstream(*arguments, **keywords)
+            call.nodes += made_in_thread()
             result = upstream(*arguments, **keywords)
-            if of_te and torch.is_grad_enabled() and module.training:
+            call.nodes -= made_in_thread()
+            if torch.is_grad_enabled() and module.training:
                 self.ran.setdefault(id(module), set()).add(module.fp8)
             return result
 
@@ -280,6 +289,13 @@ class TrainingStepOfOneModule(CallOfOneModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_training_step_of_its_class, self._module)
+
+
+def _attends_in_fp8() -> bool:
+    """Whether Transformer Engine's attention runs in FP8 here, if its kernel has it (TE 2.20.2)."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
+
+    return bool(manager.is_fp8_enabled() and getattr(manager.get_fp8_recipe(), "fp8_dpa", False))
 
 
 def _may_multiply(module: torch.nn.Module) -> bool:

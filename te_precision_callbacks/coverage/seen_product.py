@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -80,6 +80,13 @@ class SeenProduct:
     @property
     def is_of_backward(self) -> bool:
         return self.backward or self.gemm in ("dgrad", "wgrad")
+
+    def alone(self) -> SeenProduct:
+        """The same without what ends with its step: its call, its forward and its module."""
+        weight = None if self.weight is None else replace(self.weight, owner=None)
+        made = replace(self, of=None, call=None, weight=weight, backward=self.is_of_backward)
+        made.role, made.mask_share = self.role if self.gemm == "other" else self.gemm, self.origin.mask_share
+        return made
 
     @property
     def reason(self) -> Reason | None:
