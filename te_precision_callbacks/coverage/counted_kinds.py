@@ -110,10 +110,7 @@ class CountedKinds:
                 alike = [counted]
                 lacking += backwards * counted.may_lack_backward
             for one in alike:
-                weighted += [
-                    (seen, times / len(alike) / steps)
-                    for seen, times in one.in_step(forwards, backwards)
-                ]
+                weighted += [(seen, times / len(alike) / steps) for seen, times in one.in_step(forwards, backwards)]
             if isinstance(kind.form, str) and kind.form != OUTSIDE:
                 texts[kind.form] = None
         whole = sum(forwards for forwards, _ in parts.values())
@@ -123,7 +120,9 @@ class CountedKinds:
                 " were counted, or had other sizes"
             ] = None
         if lacking:
-            texts[f"{ESTIMATED}the backward of {lacking} of {whole} micro-batches, since none of this kind was counted"] = None
+            texts[
+                f"{ESTIMATED}the backward of {lacking} of {whole} micro-batches, since none of this kind was counted"
+            ] = None
         if all(kind.form == OUTSIDE for kind in parts):
             texts[NOT_CALLED] = None
         left: dict[tuple[str, str, bool], SeenProduct] = {}

@@ -115,8 +115,7 @@ class Product:
     @property
     def format_name(self) -> str:
         """The precision as a line names it: ``FP8``, ``FP8 block``, ``MXFP8``, ``NVFP4``, ``BF16``, ..."""
-        of_blocks = [text.startswith("FP8 block") for text in self.operands.values() if precision_of(text) == "fp8"]
-        return "FP8 block" if self.precision == "fp8" and all(of_blocks) else self.precision.upper()
+        return _format_name(tuple(self.operands.values()))
 
     @property
     def why(self) -> str:
@@ -142,6 +141,13 @@ def is_low(operands: Mapping[str, str]) -> bool:
 def _widest(formats: tuple[str, ...]) -> str:
     found = [precision_of(text) for text in formats if text]
     return max(found, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER), default="")
+
+
+@functools.cache
+def _format_name(formats: tuple[str, ...]) -> str:
+    widest = _widest(formats)
+    of_fp8 = [text for text in formats if precision_of(text) == "fp8"]
+    return "FP8 block" if widest == "fp8" and all(text.startswith("FP8 block") for text in of_fp8) else widest.upper()
 
 
 @functools.cache
@@ -263,9 +269,8 @@ class Coverage(tuple[Product, ...]):
         held += ", an estimate" if self.is_estimate else ""
         low: dict[str, dict[str, int]] = {}
         for product in self:
-            if product.is_low and product.macs:
-                of_gemm = low.setdefault(product.format_name, defaultdict(int))
-                of_gemm[product.gemm] += product.macs
+            if product.macs and product.is_low:
+                low.setdefault(product.format_name, defaultdict(int))[product.gemm] += product.macs
         texts = []
         for name in sorted(low, key=_LOW_NAMES.index) or ["FP8"]:
             of_gemm = low.get(name, {})
@@ -273,9 +278,7 @@ class Coverage(tuple[Product, ...]):
             wholes = {gemm: self.macs(gemm=gemm) for gemm in GEMMS}
             apart = [f"{gemm} {percent(of_gemm.get(gemm, 0) / each)}" for gemm, each in wholes.items() if each]
             listed = f" ({', '.join(apart)})" if apart else ""
-            texts.append(
-                f"{name} in {share} % of the multiply-adds{held}{listed}"
-            )
+            texts.append(f"{name} in {share} % of the multiply-adds{held}{listed}")
         high = self.in_high_precision
         for precision in dict.fromkeys(product.precision for product in high):
             of_precision = [product for product in high if product.precision == precision]

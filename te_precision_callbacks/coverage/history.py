@@ -152,6 +152,8 @@ class CoverageHistory:
                 return
             else:
                 now.state = last.state
+        if self._counted and self._counted[-1].kinds is now.kinds and self._counted[-1].products == now.products:
+            return
         now.layers = facts()
         self._counted.append(now)
         met = id(step.kinds), frozenset(step.parts.items())
@@ -202,11 +204,14 @@ class CoverageHistory:
         for order, product in enumerate(self.of_other_ranks):
             yield ProductSpan(product, order, None, 0, None)
 
-    def at(self, iteration: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Coverage:
+    def at(
+        self, iteration: int, last: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]
+    ) -> Coverage:
         """The products of an iteration.
 
         Args:
             iteration: one that has run.
+            last: the last one that has run.
             precision: that of the layers' GEMMs in it.
             unconverted: layers that a trainer left without Transformer Engine, and why.
         """
@@ -215,15 +220,15 @@ class CoverageHistory:
         number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         counted = self._counted[number]
         products = in_precision(counted.products, counted.layers, list(precision), unconverted)
-        return Coverage(products, state=counted.state, steps=self._steps(number))
+        return Coverage(products, state=counted.state, steps=self._steps(number, last))
 
-    def _steps(self, number: int) -> str:
+    def _steps(self, number: int, last: int) -> str:
         """The steps of a part of the run in words; empty if all steps ran alike."""
         if len(self._counted) < 2:
             return ""
         since, after = self._counted[number].since, self._counted[number + 1 : number + 2]
-        until = after[0].since - 1 if after else None
-        steps = f"step {since}" if since == until else f"steps {since} to {until}" if after else f"step {since} on"
+        until = after[0].since - 1 if after else max(since, last)
+        steps = f"step {since}" if since == until else f"steps {since} to {until}"
         return f"the mean of {steps}" if self._counted[number].steps > 1 else steps
 
 

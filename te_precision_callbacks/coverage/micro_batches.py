@@ -27,7 +27,7 @@ _MOST_IN_VAIN = 6
 """So many calls with the input of an uncounted one may turn out to be of a known kind, before the search ends."""
 
 _ENOUGH_ALIKE = 2
-"""So many calls with other Python numbers in their input, and equal products, show that these numbers decide nothing."""
+"""So many calls with other Python numbers in the input, and equal products, show that these numbers decide nothing."""
 
 NOT_CALLED = (
     "all products of torch: in this step the script has not called the session's model itself with gradients (it has"
@@ -45,7 +45,8 @@ class Kind(NamedTuple):
     Attributes:
         form: what of the input decides sizes, with the model, its mode and its frozen parameters.
         path: a hash of the modules that it reaches, with the shapes of their inputs.
-        nodes: the number of its nodes of autograd outside of Transformer Engine's modules, where it depends on precision.
+        nodes: the number of its nodes of autograd outside of Transformer Engine's modules, in which it
+            depends on the precision.
         numbers: a hash of the Python numbers in the input and in those of its modules; 0 where they decide nothing.
     """
 

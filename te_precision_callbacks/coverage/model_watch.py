@@ -19,13 +19,15 @@ from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
 from te_precision_callbacks.coverage.micro_batches import Call, Calls, leaves
-from te_precision_callbacks.coverage.nodes import made_in_thread
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
 from te_precision_callbacks.layers.forwards import in_backward, outside_of_dynamo
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
+
+made_in_thread: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""How many nodes of autograd this thread has made: asked around each layer, so it is no function of Python."""
 
 
 class ModelWatch:
@@ -67,6 +69,7 @@ class ModelWatch:
         self._in_gemm_layer = in_gemm_layer
         self._count = count
         self._is_muted = False
+        self._parts: list[tuple[torch.nn.Module, Any, Any]] = []
         self._replaced = Replaced(yields=True)
 
     def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
@@ -110,6 +113,7 @@ class ModelWatch:
         self.active = self.counting = False
         self.state.close()
         self._replaced.put_back()
+        self._leave_parts()
         self.failure = ""
         self.calls = Calls()
         self.operators = OperatorProducts({}, self.state, self.calls)
@@ -138,7 +142,10 @@ class ModelWatch:
                     return upstream(*arguments, **keywords)
                 call = self.calls.outside
             try:
-                call.reach(number, (*arguments, *keywords.values()) if keywords else arguments)
+                if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
+                    call.path = hash((call.path, number, arguments[0].shape))
+                else:
+                    call.reach(number, (*arguments, *keywords.values()))
                 if attends is not None:
                     call.reach(number, (attends(),))
             except Exception as error:
@@ -148,13 +155,24 @@ class ModelWatch:
             call.nodes += made_in_thread()
             result = upstream(*arguments, **keywords)
             call.nodes -= made_in_thread()
-            if torch.is_grad_enabled() and module.training:
+            if module.training and torch.is_grad_enabled():
                 self.ran.setdefault(id(module), set()).add(module.fp8)
             return result
 
-        around = CallOfOneModule(part)
-        setattr(around, SURROUNDS, own)
-        self._replaced.replace(module, "_compiled_call_impl", around)
+        setattr(part, SURROUNDS, own)
+        self._parts.append((module, own, part))
+        module.__dict__["_compiled_call_impl"] = part
+
+    def _leave_parts(self) -> None:
+        for module, own, part in self._parts:
+            attributes = module.__dict__
+            if attributes.get("_compiled_call_impl") is not part:
+                continue  # somebody has put another call around it
+            if own is None:
+                del attributes["_compiled_call_impl"]
+            else:
+                attributes["_compiled_call_impl"] = own
+        self._parts.clear()
 
     def _surround_calls(self, root: Any) -> None:
         """Look at a model while it is called; at Lightning's modules while they take a training step."""

@@ -85,7 +85,8 @@ class SeenProduct:
         """The same without what ends with its step: its call, its forward and its module."""
         weight = None if self.weight is None else replace(self.weight, owner=None)
         made = replace(self, of=None, call=None, weight=weight, backward=self.is_of_backward)
-        made.role, made.mask_share = self.role if self.gemm == "other" else self.gemm, self.origin.mask_share
+        made.role = self.role if self.gemm == "other" else self.gemm
+        made.mask_share = self.origin.mask_share if self.mask_share is None else self.mask_share
         return made
 
     @property

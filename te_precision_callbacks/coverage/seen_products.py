@@ -14,7 +14,7 @@ from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.counted_kinds import CountedKinds, Step
 from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
-from te_precision_callbacks.coverage.masks import share_left
+from te_precision_callbacks.coverage.masks import causal_share, share_left
 from te_precision_callbacks.coverage.matrix_products import Role
 from te_precision_callbacks.coverage.micro_batches import Call, Kind, Parts
 from te_precision_callbacks.coverage.model_watch import ModelWatch
@@ -23,7 +23,6 @@ from te_precision_callbacks.coverage.seeing import is_seen_by
 from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
-
 
 _CALL = "te_precision_call"
 """The key under which a forward of Transformer Engine keeps the call that it belongs to."""
@@ -96,7 +95,9 @@ class ModelProducts:
             of_step = calls.end_step()
             if watch.failure:
                 parts = {Kind(watch.failure): (1, 1)}
-                self._kinds.put_failed(Kind(watch.failure), [one for one in self._seen if one.family in ("te", "te_ops")])
+                self._kinds.put_failed(
+                    Kind(watch.failure), [one for one in self._seen if one.family in ("te", "te_ops")]
+                )
             else:
                 parts = self._count(of_step)
             state = watch.state.rows() if is_first and parts else None
@@ -129,7 +130,9 @@ class ModelProducts:
             like = self._kinds.put(kind, found)
             if like is not None:
                 calls.note_alike(kind, alike=self._kinds.are_alike(kind, like))
-        return {kind._replace(numbers=0) if calls.ignores_numbers(kind) else kind: times for kind, times in parts.items()}
+        return {
+            kind._replace(numbers=0) if calls.ignores_numbers(kind) else kind: times for kind, times in parts.items()
+        }
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at what an optimizer keeps, after one of its steps."""
@@ -166,8 +169,11 @@ class ModelProducts:
             if bounds is None or id(bounds.queries) not in numbers:
                 yield seen
                 continue
+            share = seen.origin.mask_share
             for sizes in bounds.sizes(seen.sizes, numbers[id(bounds.queries)], numbers[id(bounds.keys)]):
-                yield replace(seen, sizes=sizes, bounds=None)
+                if share not in (None, 1.0):
+                    share = causal_share(sizes[bounds.rows], sizes[bounds.columns], at_the_end=True)
+                yield replace(seen, sizes=sizes, bounds=None, mask_share=share)
 
     # ------------------------------------------------------------------ what runs
 
@@ -246,7 +252,14 @@ class ModelProducts:
             scores = format_made_by(event.scores, gradient)
             share = share_left(event.arguments, event.sizes.rows, event.sizes.columns)
             self.see_attention(
-                event.layer, event.sizes, (scores, key), (gradient, value), FUSED, backward=True, mask_share=share, call=call
+                event.layer,
+                event.sizes,
+                (scores, key),
+                (gradient, value),
+                FUSED,
+                backward=True,
+                mask_share=share,
+                call=call,
             )
         else:
             probabilities = format_made_by(event.probabilities, query)

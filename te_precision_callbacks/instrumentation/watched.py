@@ -98,9 +98,7 @@ class WatchedModules:
         for module in self.modules.values():
             self.ask_again(module)
 
-    def begin(
-        self, iteration: int, ran: Mapping[int, Collection[bool]], *, all_at_once: bool, excluded: bool
-    ) -> None:
+    def begin(self, iteration: int, ran: Mapping[int, Collection[bool]], *, all_at_once: bool, excluded: bool) -> None:
         """Arm the modules on which a feature may act in an iteration; the others rest.
 
         Args:

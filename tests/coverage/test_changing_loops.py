@@ -186,3 +186,54 @@ def test_a_layernorm_mlp_that_computes_its_forward_again(tmp_path: Any) -> None:
         coverage: Coverage = session.coverage()
         shares.append({(each.layer, each.gemm): each.macs for each in coverage})
     assert shares[0] == shares[1]
+
+
+def test_a_path_of_one_step_that_was_not_counted_is_an_estimate(tmp_path: Any) -> None:
+    def batches(model: Changing, step: int) -> list[dict[str, Any]]:
+        model.uses_head = step == 9
+        return [{}]
+
+    session = train(16, batches, log_dir=tmp_path / "without")
+    assert "% of the multiply-adds in step 9, an estimate" in str(session.coverage(at=9))
+    assert "estimate" not in str(session.coverage())
+    with pytest.raises(PrecisionContractError, match="cannot be checked"):
+        train(16, batches, log_dir=tmp_path / "with", require="fp8 >= 95%")
+
+
+def test_numbers_that_decide_nothing_are_counted_a_few_times(tmp_path: Any) -> None:
+    counted: list[int] = []
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = te.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, number: float) -> torch.Tensor:
+            with te.autocast(enabled=True):
+                return (self.layer(x) * number).sum()
+
+    model = Scaled()
+    with InspectSession(model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
+        for step in range(12):
+            model(torch.randn(16, WIDTH), step / 7).backward()
+            counted.append(session._run.hooks.products.counting)  # type: ignore[union-attr]
+            session.step()
+            assert not session.coverage().is_estimate
+    assert counted == [True] * 3 + [False] * 9
+    assert str(session.coverage()) == "FP8 in 100 % of the multiply-adds (fprop 100, wgrad 100)"
+
+
+def test_more_sizes_than_are_counted_are_an_estimate(tmp_path: Any) -> None:
+    session = train(60, lambda model, step: [{"rows": 16 * (step + 1), "task": step % 2}], log_dir=tmp_path)
+    assert session.coverage().is_estimate
+    assert "an estimate" in str(session.coverage())
+    assert not session.coverage(at=20).is_estimate
+    assert len(session._results.coverage.spans()) <= 64
+
+
+def test_the_mean_of_more_changes_than_are_kept(tmp_path: Any) -> None:
+    session = train(81, lambda model, step: [{"task": step % 2}], log_dir=tmp_path)
+    coverage = session.coverage()
+    assert "in the mean of steps 63 to 80" in str(coverage)
+    right = share_by_hand((18 * 16, WIDTH, WIDTH, True), (9 * 16, WIDTH, WIDE, False))
+    assert coverage.share("fp8") == pytest.approx(right, rel=1e-3)
