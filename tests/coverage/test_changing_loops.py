@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import transformer_engine.pytorch as te
 
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
+from te_precision_callbacks.speed.devices import device_named
+from te_precision_callbacks.speed.expected import expected
 
 WIDTH, WIDE = 64, 1024
 WRITES_NOTHING: dict[str, Any] = {"statistics_log": "off", "records": "off", "strict": True}
@@ -237,3 +240,31 @@ def test_the_mean_of_more_changes_than_are_kept(tmp_path: Any) -> None:
     assert "in the mean of steps 63 to 80" in str(coverage)
     right = share_by_hand((18 * 16, WIDTH, WIDTH, True), (9 * 16, WIDTH, WIDE, False))
     assert coverage.share("fp8") == pytest.approx(right, rel=1e-3)
+
+
+def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
+    """The expected time of each expert, for micro-batches that send so many rows to each of two."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = te.GroupedLinear(2, WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, splits: list[int]) -> torch.Tensor:
+            with te.autocast(enabled=True):
+                return self.experts(x, splits).sum()
+
+    model = Experts()
+    with InspectSession(model=model, log_dir=tempfile.mkdtemp(), **WRITES_NOTHING) as session:
+        for splits in rows:
+            model(torch.randn(sum(splits), WIDTH), list(splits)).backward()
+        session.step()
+    times = expected(session.coverage(), "fp8_current_scaling", device_named("H100"))
+    return {f"{each.layer} {each.gemm}": each.high_ms for each in times}
+
+
+def test_an_expert_without_rows_in_the_first_micro_batch() -> None:
+    rows = (0, 64), (48, 16)
+    found = experts_time(rows)
+    assert found == pytest.approx(experts_time(rows[::-1]))
+    assert all(time > 0 for time in found.values())
