@@ -314,6 +314,35 @@ SIZES: dict[str, Callable[[], tuple[str, tuple[Any, ...], Any, int]]] = {
 }  # fmt: skip
 
 
+CAUSAL: dict[str, tuple[Any, ...]] = {
+    "flash_attn::_flash_attn_forward": (0.0, 1.0, True, -1, -1, 0.0),
+    "flash_attn::_flash_attn_varlen_forward": (None, None, 16, 16, 0.0, 1.0, True, -1, -1),
+    "flash_attn_3::_flash_attn_forward": (*[None] * 20, 1.0, True, -1, -1),
+    "aten::_flash_attention_forward": (None, None, 16, 16, 0.0, True, False),
+    "aten::_efficient_attention_forward": (None, None, None, None, None, 0.0, 1),
+    "aten::_cudnn_attention_forward": (None, None, None, 16, 16, False, 0.0, True),
+    "torch_attn::_varlen_attn": (None, None, 16, 16, True),
+    "aten::_scaled_dot_product_flash_attention": (0.0, True),
+}
+"""Operator -> its arguments behind query, key and value, with a causal mask."""
+
+
+@pytest.mark.parametrize("operator", CAUSAL)
+def test_the_share_of_a_causal_mask_is_that_of_torchs_attention(operator: str) -> None:
+    heads_first = operator.startswith("aten::_scaled")
+    tensors = [zeros(2, 3, 16, 8) if heads_first else zeros(2, 16, 3, 8)] * 3
+    products = products_of(operator, (*tensors, *CAUSAL[operator]), None)
+    assert [product.mask_share for product in products] == [17 / 32] * 2
+    arguments = [False if each is True else 0 if each == 1 and isinstance(each, int) else each
+                 for each in CAUSAL[operator]]  # fmt: skip
+    assert [product.mask_share for product in products_of(operator, (*tensors, *arguments), None)] == [1.0] * 2
+
+
+def test_the_share_of_a_sliding_window_is_unknown() -> None:
+    given = (*[zeros(2, 16, 3, 8)] * 3, 0.0, 1.0, True, 4, 0, 0.0)
+    assert [each.mask_share for each in products_of("flash_attn::_flash_attn_forward", given, None)] == [None] * 2
+
+
 def macs_of(product: MatrixProduct) -> int:
     """Its multiply-adds; of several sequences those of each."""
     bounds = product.bounds

@@ -83,7 +83,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
         ) from error
     finally:
         products.close()
-    found = () if counted is None else counted[0]
+    found = () if counted is None else counted.kinds.products(counted.parts)
     return Ran(found, seen.recipes, seen.tokens, seen.left_out, seen.without_kernel)
 
 

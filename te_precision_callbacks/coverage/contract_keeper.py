@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_OFFENDERS = 5
 
+_MOST_INCOMPLETE = 16
+"""So many steps with calls that were not counted are looked at again at the end of the run."""
+
 ASKING = 10
 """Every so many steps the ranks ask one another whether precision has changed, if no statistics are due."""
 
@@ -115,7 +118,8 @@ class ContractKeeper:
         self._changes = self._changed_at = 0
         self._judged = self._judged_until = -1
         self._said = ""
-        self._said_left = ""
+        self._unchecked = ""
+        self._incomplete: dict[int, None] = {}
 
     def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
         """Note for the other ranks whether there is something to judge.
@@ -168,20 +172,36 @@ class ContractKeeper:
         if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
             self._judged = -1  # there is nothing but forwards yet: a later step is judged
             return None
+        if coverage.is_incomplete:  # what was not counted may be in the next steps
+            self._judged = -1
+            if len(self._incomplete) < _MOST_INCOMPLETE:
+                self._incomplete[iteration] = None
+            return None
         self._judged_until = self._judged
-        self._say_left_out(coverage, ranks)
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
         when = f"judged after step {iteration}"
         raises = self._on_broken == "raise" and bool(broken) and ranks.still_together()
-        return self._tell(broken, coverage, when, raises=raises) if broken else ""
+        self._unchecked = "" if broken else left_out(self._contract, coverage)
+        if broken:
+            return self._tell(broken, coverage, when, raises=raises)
+        return self._say(self._unchecked, coverage, raises=False) if self._unchecked else ""
 
     def end_run(
-        self, coverage: Coverage, changes: int, iteration: int, ranks: Ranks, *, why_not: str, raises: bool
+        self,
+        coverage_at: Callable[[int], Coverage],
+        coverage: Coverage,
+        changes: int,
+        iteration: int,
+        ranks: Ranks,
+        *,
+        why_not: str,
+        raises: bool,
     ) -> str | None:
         """Judge at the end of the run what has not been judged yet, on each rank for itself.
 
         Args:
-            coverage: this rank's products in the last step, and those that it knows of other ranks.
+            coverage_at: gives this rank's products in a step.
+            coverage: those of the last step, with those that it knows of other ranks.
             changes: as of :meth:`begin_step`.
             iteration: the last step.
             ranks: those that judge together.
@@ -194,29 +214,31 @@ class ContractKeeper:
         Raises:
             PrecisionContractError: as :meth:`end_step`; also if the contract was never judged.
         """
-        if self._judged_until >= changes and coverage:
-            return None
         raises = raises and self._on_broken == "raise"
-        if not coverage and not coverage.state:
-            if self._judged_until >= 0:
-                return None
-            message = f"The precision contract (require=) was never judged: {why_not}."
-            return self._say(message, coverage, raises=raises)
-        self._judged_until = changes
-        self._say_left_out(coverage, ranks)
-        state = _broken_state(self._contract, coverage.state, of_all=not ranks.several)
-        broken = [*broken_clauses(self._contract, coverage), *state]
-        when = "judged at its end, without any step()"
-        if self._first is not None:
-            when = f"judged at its end, after step {iteration}"
-        return self._tell(broken, coverage, when, raises=raises) if broken else ""
-
-    def _say_left_out(self, coverage: Coverage, ranks: Ranks) -> None:
-        """Warn once of what the shares leave out."""
-        left = left_out(self._contract, coverage)
-        if left and left != self._said_left and ranks.leads:
-            logger.warning("%s", left)
-        self._said_left = left
+        for step in self._incomplete:  # later steps may have shown what these ran
+            of_step = coverage_at(step)
+            broken = [] if of_step.is_incomplete else broken_clauses(self._contract, of_step)
+            self._unchecked = left_out(self._contract, of_step) or self._unchecked
+            if broken:
+                return self._tell(broken, of_step, f"in step {step}, judged at its end", raises=raises)
+        if self._judged_until < changes or not coverage:
+            if not coverage and not coverage.state:
+                if self._judged_until >= 0:
+                    return None
+                message = f"The precision contract (require=) was never judged: {why_not}."
+                return self._say(message, coverage, raises=raises)
+            self._judged_until = changes
+            self._unchecked = left_out(self._contract, coverage) or self._unchecked
+            state = _broken_state(self._contract, coverage.state, of_all=not ranks.several)
+            broken = [*broken_clauses(self._contract, coverage), *state]
+            when = "judged at its end, without any step()"
+            if self._first is not None:
+                when = f"judged at its end, after step {iteration}"
+            if broken and not coverage.is_incomplete:
+                return self._tell(broken, coverage, when, raises=raises)
+            if not self._unchecked:
+                return ""
+        return self._say(self._unchecked, coverage, raises=raises) if self._unchecked else None
 
     def _tell(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
         listed = "\n".join(f"- {text}" for text in broken)
@@ -236,13 +258,12 @@ class ContractKeeper:
 
 
 def left_out(contract: Contract, coverage: Coverage) -> str:
-    """What the shares of a contract leave out, in sentences; empty if they leave nothing out."""
+    """Why the shares of a contract cannot be checked, in a sentence; empty if they can."""
     texts = left_out_in_words(coverage)
     if not contract.shares or not texts:
         return ""
     return (
-        f"The shares of the precision contract (require=) leave out what is not counted: {'; '.join(texts)}. If these"
-        " products exist, the run may be in another precision than the contract demands."
+        f"The precision contract (require=) cannot be checked, since not all products are counted: {'; '.join(texts)}."
     )
 
 

@@ -27,6 +27,9 @@ ProductName = Literal["fprop", "dgrad", "wgrad", "qk", "pv", "other", "lookup"]
 Family = Literal["te", "te_ops", "torch", "functional", "attention", "lookup"]
 Runs = Literal["seen", "planned", "never", "uncounted"]
 
+_LOW_NAMES = ("NVFP4", "MXFP8", "FP8 block", "FP8")
+"""The names of low precision, the narrowest first."""
+
 _ORDER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32", "fp64")
 
 
@@ -110,6 +113,11 @@ class Product:
         return _widest(tuple(self.operands.values()))
 
     @property
+    def format_name(self) -> str:
+        """The precision as a line names it: ``FP8``, ``FP8 block``, ``MXFP8``, ``NVFP4``, ``BF16``, ..."""
+        return _format_name(tuple(self.operands.values()))
+
+    @property
     def why(self) -> str:
         """Why it does not run in low precision, or at all, in words; empty if it runs in low precision."""
         if self.not_run:
@@ -133,6 +141,13 @@ def is_low(operands: Mapping[str, str]) -> bool:
 def _widest(formats: tuple[str, ...]) -> str:
     found = [precision_of(text) for text in formats if text]
     return max(found, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER), default="")
+
+
+@functools.cache
+def _format_name(formats: tuple[str, ...]) -> str:
+    widest = _widest(formats)
+    of_fp8 = [text for text in formats if precision_of(text) == "fp8"]
+    return "FP8 block" if widest == "fp8" and all(text.startswith("FP8 block") for text in of_fp8) else widest.upper()
 
 
 @functools.cache
@@ -167,17 +182,21 @@ class Coverage(tuple[Product, ...]):
 
     Attributes:
         state: what the model and its optimizers keep, and in which types, after the first step.
+        steps: the steps that it holds for, where others had other products: ``steps 4 to 19``; else empty.
     """
 
     state: tuple[StateRow, ...]
+    steps: str
 
-    def __new__(cls, products: Iterable[Product] = (), *, state: tuple[StateRow, ...] = ()) -> Coverage:
+    def __new__(
+        cls, products: Iterable[Product] = (), *, state: tuple[StateRow, ...] = (), steps: str = ""
+    ) -> Coverage:
         made = super().__new__(cls, products)
-        made.state = state
+        made.state, made.steps = state, steps
         return made
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (tuple(self),), {"state": self.state}
+        return (tuple(self),), {"state": self.state, "steps": self.steps}
 
     def macs(self, precision: str | None = None, *, gemm: str | None = None, backward: bool | None = None) -> int:
         """The multiply-adds of a step, of all products or of some.
@@ -222,6 +241,16 @@ class Coverage(tuple[Product, ...]):
         return sorted((product for product in self if product.macs and not product.is_low), key=lambda p: -p.macs)
 
     @property
+    def is_estimate(self) -> bool:
+        """Whether the shares are an estimate, since something has run and is not counted."""
+        return any(product.runs == "uncounted" for product in self)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether calls were not counted that may be counted in later steps."""
+        return any(product.not_run.startswith(ESTIMATED) for product in self if product.runs == "uncounted")
+
+    @property
     def not_counted(self) -> dict[str, list[str]]:
         """What has run and is not counted, and why -> the layers; the shares leave it out."""
         found: dict[str, list[str]] = {}
@@ -236,18 +265,26 @@ class Coverage(tuple[Product, ...]):
         left += [] if self.has_backward or not whole else [_NO_BACKWARD]
         if not whole:
             return "; ".join(["No matrix product has been seen", *left]) if left else "No matrix product has been seen."
-        by_precision: dict[str, int] = defaultdict(int)
-        for (precision, _, _), macs in self._sums.items():
-            by_precision[precision] += macs
-        low = [word for word in ("nvfp4", "fp8") if by_precision.keys() & LOW_PRECISION[word]] or ["fp8"]
-        told = [
-            f"{word.upper()} in {percent(self.share(word))} % of the multiply-adds{self._apart(word)}" for word in low
-        ]
+        held = f" in {self.steps}" if self.steps else ""
+        held += ", an estimate" if self.is_estimate else ""
+        low: dict[str, dict[str, int]] = {}
+        for product in self:
+            if product.macs and product.is_low:
+                low.setdefault(product.format_name, defaultdict(int))[product.gemm] += product.macs
+        texts = []
+        for name in sorted(low, key=_LOW_NAMES.index) or ["FP8"]:
+            of_gemm = low.get(name, {})
+            share = percent(sum(of_gemm.values()) / whole)
+            wholes = {gemm: self.macs(gemm=gemm) for gemm in GEMMS}
+            apart = [f"{gemm} {percent(of_gemm.get(gemm, 0) / each)}" for gemm, each in wholes.items() if each]
+            listed = f" ({', '.join(apart)})" if apart else ""
+            texts.append(f"{name} in {share} % of the multiply-adds{held}{listed}")
         high = self.in_high_precision
-        for name in dict.fromkeys(product.precision for product in high):
-            of_name = [product for product in high if product.precision == name]
-            told.append(f"{percent(by_precision[name] / whole)} % in {name.upper()}: {', '.join(_causes(of_name))}")
-        return "; ".join([*told, *left])
+        for precision in dict.fromkeys(product.precision for product in high):
+            of_precision = [product for product in high if product.precision == precision]
+            share = percent(sum(product.macs for product in of_precision) / whole)
+            texts.append(f"{share} % in {precision.upper()}: {', '.join(_causes(of_precision))}")
+        return "; ".join([*texts, *left])
 
     def _repr_html_(self) -> str:
         whole = self.macs()
@@ -265,10 +302,6 @@ class Coverage(tuple[Product, ...]):
         columns = ("layer", "product", "precision", "multiply-adds", "share", "why not low")
         return notebooks.paragraph(str(self)) + notebooks.table(columns, rows)
 
-    def _apart(self, word: str) -> str:
-        apart = [f"{gemm} {percent(self.share(word, gemm=gemm))}" for gemm in GEMMS if self.macs(gemm=gemm)]
-        return f" ({', '.join(apart)})" if apart else ""
-
 
 def left_out_in_words(coverage: Coverage) -> list[str]:
     """What is not counted, each with its layers."""
@@ -282,6 +315,9 @@ NOTHING = Coverage()
 
 MOST_WITHOUT_BACKWARD = 10
 """So many steps without a backward, as of batches that a script skips, count as steps before the first one."""
+
+ESTIMATED = "estimated: "
+"""The beginning of the text on calls that were not counted, and may be in later steps."""
 
 _NO_BACKWARD = "no product of a backward has been seen, so these are those of a forward alone"
 

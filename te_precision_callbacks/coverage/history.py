@@ -1,20 +1,26 @@
-"""The matrix products of a run's model: those of its first step, in the precision of any step."""
+"""The matrix products of a run's model: those of each step by the calls in it, in the precision of the step."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
+from te_precision_callbacks.coverage.counted_kinds import CountedKinds, Step
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, StateRow, is_low
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
+from te_precision_callbacks.coverage.micro_batches import Kind, Parts
 from te_precision_callbacks.coverage.other_steps import ProductSpan
 from te_precision_callbacks.statistics.schedule import Schedule
 
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
+
+MOST_SPANS = 64
+"""So many parts of a run with different calls are kept; the steps after them are one part, with their mean."""
 
 _EXCLUDED = "runs inside te.autocast(enabled=False)"
 
@@ -51,23 +57,47 @@ class LayerFacts:
     recomputed_outside: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counted:
-    """The products of a step, and the facts about layers then.
+    """The products of steps that ran alike, and the facts about layers then.
 
     Attributes:
-        since: the iteration of the step.
-        products: as they were counted.
+        since: the iteration of the first of these steps.
+        kinds: has the products of the calls.
+        parts: the calls of a step by kind; of several steps that differ their sum.
         layers: the facts about layers of Transformer Engine.
         state: what the model and its optimizers keep.
+        steps: the number of steps that ``parts`` is the sum of.
         until: the last iteration for which that holds; None while it holds.
     """
 
     since: int
-    products: tuple[Product, ...]
+    kinds: CountedKinds
+    parts: Parts
     layers: Mapping[str, LayerFacts]
     state: tuple[StateRow, ...]
+    steps: int = 1
     until: int | None = None
+    _products: tuple[tuple[int, int], tuple[Product, ...]] | None = None
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """The products, as they were counted; of steps that differ their mean."""
+        version = self.kinds.changes, self.steps
+        if self._products is None or self._products[0] != version:
+            self._products = version, self.kinds.products(self.parts, self.steps)
+        return self._products[1]
+
+    @property
+    def has_backward(self) -> bool:
+        return any(backwards for _, backwards in self.parts.values())
+
+    def add(self, parts: Parts) -> None:
+        """Add a step that ran in another way."""
+        keys = {*self.parts, *parts}
+        pairs = {key: (self.parts.get(key, (0, 0)), parts.get(key, (0, 0))) for key in keys}
+        self.parts = {key: (one[0] + other[0], one[1] + other[1]) for key, (one, other) in pairs.items()}
+        self.steps += 1
 
 
 class CoverageHistory:
@@ -75,25 +105,65 @@ class CoverageHistory:
 
     Attributes:
         of_other_ranks: the products of layers that other ranks alone have, as they ran there in their first step.
-        changes: how often this rank's were put.
+        changes: how often this rank's became others than any before.
     """
 
     def __init__(self) -> None:
         self._counted: list[Counted] = []
+        self._met: set[tuple[int, frozenset[tuple[Kind, tuple[int, int]]]]] = set()
+        self._kinds_changes = 0
         self.of_other_ranks: tuple[Product, ...] = ()
         self.changes = 0
 
     def put(
         self,
         iteration: int,
-        products: tuple[Product, ...],
-        layers: Mapping[str, LayerFacts],
-        state: tuple[StateRow, ...] = (),
+        step: Step,
+        facts: Callable[[], Mapping[str, LayerFacts]],
     ) -> None:
-        """Let products, and what is kept, be those of an iteration and of the following ones, until others are put."""
-        self.changes += 1
+        """Note what a step ran; it holds until another step differs from it.
+
+        A step without a backward, as of a batch that is skipped, says nothing about the backward, so it counts as the
+        one before it; before the first backward, as the one after it.
+
+        Args:
+            iteration: the step.
+            step: its calls.
+            facts: gives the facts about layers.
+        """
+        self._cut(iteration)
+        last = self._counted[-1] if self._counted else None
+        now = Counted(iteration, step.kinds, step.parts, {}, step.state or (), 1)
+        if step.kinds.changes != self._kinds_changes and last is not None and last.kinds is step.kinds:
+            self._kinds_changes = step.kinds.changes
+            self.changes += 1  # earlier steps may have had calls of the kind that is counted now
+            last.layers = facts()
+        if last is not None and last.kinds is step.kinds:
+            if not now.has_backward and last.has_backward:
+                return
+            if now.has_backward and not last.has_backward:
+                now.since, now.state = last.since, step.state or last.state
+                self._counted.pop()
+            elif last.steps == 1 and last.parts == step.parts:
+                return
+            elif len(self._counted) >= MOST_SPANS:
+                last.add(step.parts)
+                self.changes += not last.steps & (last.steps - 1)  # seldom: what was recorded is written anew
+                return
+            else:
+                now.state = last.state
+        if self._counted and self._counted[-1].kinds is now.kinds and self._counted[-1].products == now.products:
+            return
+        now.layers = facts()
+        self._counted.append(now)
+        met = id(step.kinds), frozenset(step.parts.items())
+        self.changes += met not in self._met
+        self._met.add(met)
+        self._kinds_changes = step.kinds.changes
+
+    def _cut(self, iteration: int) -> None:
+        """Drop what was noted of this iteration and later ones, before a return to a checkpoint."""
         self._counted = [counted for counted in self._counted if counted.since < iteration]
-        self._counted.append(Counted(iteration, products, layers, state))
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
         """Keep the products of layers that other ranks alone have.
@@ -106,9 +176,9 @@ class CoverageHistory:
 
     def spans(self) -> list[Counted]:
         """All that was put, with the iterations for which it holds."""
-        ends = [counted.since - 1 for counted in self._counted[1:]]
-        found = [replace(counted, until=end) for counted, end in zip(self._counted, ends, strict=False)]
-        return found + self._counted[-1:]
+        for counted, following in itertools.pairwise(self._counted):
+            counted.until = following.since - 1
+        return list(self._counted)
 
     def by_span(self, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[ProductSpan]:
         """Each product as often as it was another.
@@ -134,11 +204,14 @@ class CoverageHistory:
         for order, product in enumerate(self.of_other_ranks):
             yield ProductSpan(product, order, None, 0, None)
 
-    def at(self, iteration: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Coverage:
+    def at(
+        self, iteration: int, last: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]
+    ) -> Coverage:
         """The products of an iteration.
 
         Args:
             iteration: one that has run.
+            last: the last one that has run.
             precision: that of the layers' GEMMs in it.
             unconverted: layers that a trainer left without Transformer Engine, and why.
         """
@@ -147,7 +220,16 @@ class CoverageHistory:
         number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         counted = self._counted[number]
         products = in_precision(counted.products, counted.layers, list(precision), unconverted)
-        return Coverage(products, state=counted.state)
+        return Coverage(products, state=counted.state, steps=self._steps(number, last))
+
+    def _steps(self, number: int, last: int) -> str:
+        """The steps of a part of the run in words; empty if all steps ran alike."""
+        if len(self._counted) < 2:
+            return ""
+        since, after = self._counted[number].since, self._counted[number + 1 : number + 2]
+        until = after[0].since - 1 if after else max(since, last)
+        steps = f"step {since}" if since == until else f"steps {since} to {until}"
+        return f"the mean of {steps}" if self._counted[number].steps > 1 else steps
 
 
 def _in_spans(

@@ -212,6 +212,7 @@ def _attention(
     first: int | None = None,
     causal: int | None = None,
     mask: int | None = None,
+    window: int | None = None,
 ) -> _Find:
     """Fused attention: of a backward the first argument is the gradient, followed by query, key and value.
 
@@ -222,6 +223,8 @@ def _attention(
         first: the number of the argument with the queries; by default the first one, behind the gradient.
         causal: of a forward the number of the argument that says whether its mask is causal.
         mask: of a forward with ``causal`` the number of the argument with another mask, which may be a keyword: -1.
+        window: of a forward with ``causal`` the number of the argument with the left end of a sliding window, followed
+            by its right end; negative ends have no limit.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
     start = int(backward) if first is None else first
@@ -239,17 +242,22 @@ def _attention(
             tensors = arguments[0], query, key, value
             yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, several)
         else:
-            share = None if causal is None else _share_left(arguments, rows, columns, causal, mask)
+            share = None if causal is None else _share_left(arguments, rows, columns, causal, mask, window)
             yield MatrixProduct(query, key, rows, columns, size, batch, "qk", _bounds(several, _N, _M), share)
             yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv", _bounds(several, _N, _K), share)
 
     return find
 
 
-def _share_left(arguments: Sequence[Any], rows: int, columns: int, causal: int, mask: int | None) -> float | None:
+def _share_left(
+    arguments: Sequence[Any], rows: int, columns: int, causal: int, mask: int | None, window: int | None
+) -> float | None:
     """The share that the mask of fused attention leaves; None if unknown. Arguments as in :func:`_attention`."""
-    if len(arguments) > causal and arguments[causal]:
-        return causal_share(rows, columns)
+    left, right = arguments[window : window + 2] if window and len(arguments) > window + 1 else (None, None)
+    if (left is not None and left >= 0) or (right is not None and right > 0):
+        return None
+    if right == 0 or (len(arguments) > causal and arguments[causal]):
+        return causal_share(rows, columns, at_the_end=window is not None)
     has_mask = mask is not None and (mask < 0 or (len(arguments) > mask and arguments[mask] is not None))
     return None if has_mask else 1.0
 
@@ -427,29 +435,35 @@ _OF_ATEN: Mapping[str, _Find] = {
     **{name: _attention(backward=False, heads_first=True, causal=causal, mask=mask)
        for name, (causal, mask) in _FUSED.items()},
     **{f"{name}_backward": _attention(backward=True, heads_first=True) for name in _FUSED},
-    "_flash_attention_forward": _attention(backward=False, heads_first=False, bounds=3),
-    "_flash_attention_forward_no_dropout_inplace": _attention(backward=False, heads_first=False, bounds=4, first=1),
+    "_flash_attention_forward": _attention(backward=False, heads_first=False, bounds=3, causal=8, window=11),
+    "_flash_attention_forward_no_dropout_inplace": _attention(
+        backward=False, heads_first=False, bounds=4, first=1, causal=9, window=12
+    ),
     "_flash_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
-    "_efficient_attention_forward": _attention(backward=False, heads_first=False, bounds=4),
+    "_efficient_attention_forward": _attention(backward=False, heads_first=False, bounds=4, causal=9, mask=3),
     "_efficient_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
-    "_cudnn_attention_forward": _attention(backward=False, heads_first=False, bounds=4),
-    "_cudnn_attention_forward_no_dropout_inplace": _attention(backward=False, heads_first=False, bounds=4, first=1),
+    "_cudnn_attention_forward": _attention(backward=False, heads_first=False, bounds=4, causal=10, mask=3),
+    "_cudnn_attention_forward_no_dropout_inplace": _attention(
+        backward=False, heads_first=False, bounds=4, first=1, causal=11, mask=4
+    ),
     "_cudnn_attention_backward": _attention(backward=True, heads_first=False, bounds=9),
 }  # fmt: skip
 
 _OPERATORS: Mapping[str, _Find] = {
     **{f"aten::{name}": find for name, find in _OF_ATEN.items()},
     "mkldnn::_linear_pointwise": _linear,
-    "torch_attn::_varlen_attn": _attention(backward=False, heads_first=False, bounds=3),
-    "torch_attn::_varlen_attn_out": _attention(backward=False, heads_first=False, bounds=4, first=1),
+    "torch_attn::_varlen_attn": _attention(backward=False, heads_first=False, bounds=3, causal=7),
+    "torch_attn::_varlen_attn_out": _attention(backward=False, heads_first=False, bounds=4, first=1, causal=8),
     "torch_attn::_varlen_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
     "higher_order::flex_attention": _attention(backward=False, heads_first=True),
     "higher_order::flex_attention_backward": _flex_backward,
-    "flash_attn::_flash_attn_forward": _attention(backward=False, heads_first=False),
+    "flash_attn::_flash_attn_forward": _attention(backward=False, heads_first=False, causal=5, window=6),
     "flash_attn::_flash_attn_backward": _attention(backward=True, heads_first=False),
-    "flash_attn::_flash_attn_varlen_forward": _attention(backward=False, heads_first=False, bounds=3),
+    "flash_attn::_flash_attn_varlen_forward": _attention(
+        backward=False, heads_first=False, bounds=3, causal=9, window=10
+    ),
     "flash_attn::_flash_attn_varlen_backward": _attention(backward=True, heads_first=False, bounds=9),
-    "flash_attn_3::_flash_attn_forward": _attention(backward=False, heads_first=False, bounds=7),
+    "flash_attn_3::_flash_attn_forward": _attention(backward=False, heads_first=False, bounds=7, causal=24, window=25),
     "flash_attn_3::_flash_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
 }
 

@@ -1,6 +1,6 @@
-"""Watches the calls of a model, and their backwards, in one step: all operators of torch inside go by a dispatch mode.
+"""Follows the calls of a model and their backwards. In those that are counted a dispatch mode sees torch's operators.
 
-Of calls that are alike one is looked at, and counts as often as there are such calls. The mode changes no number.
+Of calls of one kind one is counted, and represents the others, also in later steps. The mode changes no number.
 
 Read from torch 2.13: ``Module._compiled_call_impl``, which a call of a module runs instead of its own where it is set;
 ``torch.autograd._engine_run_backward``, which each backward calls.
@@ -18,7 +18,7 @@ import torch
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
-from te_precision_callbacks.coverage.micro_batches import Call, leaves
+from te_precision_callbacks.coverage.micro_batches import Call, Calls, leaves
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
 from te_precision_callbacks.layers.forwards import in_backward, outside_of_dynamo
@@ -26,20 +26,28 @@ from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
 
+made_in_thread: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""How many nodes of autograd this thread has made: asked around each layer, so it is no function of Python."""
+
 
 class ModelWatch:
-    """Looks at the operators of torch in a model's step, until :meth:`close`.
+    """Follows the calls of a model, and sees the operators of torch in those that are counted, until :meth:`close`.
 
     Args:
         report: receives failures.
-        is_paused: whether the front door evaluates.
+        is_paused: whether the integration evaluates.
         in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, of which there are events.
+        count: called before a call that is counted, in a step that was not: the GEMMs of layers are to be seen.
 
     Attributes:
         active: whether the model is watched.
-        failure: why nothing of torch is looked at any more; empty without a failure.
+        counting: whether products are counted in this step.
+        failure: why nothing of torch is counted any more; empty without a failure.
         state: what is kept in which type.
-        operators: the products of the model that is watched.
+        calls: the calls of the model.
+        operators: the products of the step.
+        ran: id of a module of Transformer Engine -> whether it has trained in low precision since :meth:`take_ran`; of
+            several forwards each.
     """
 
     def __init__(
@@ -47,39 +55,68 @@ class ModelWatch:
         report: Callable[[str, str, Exception], None],
         is_paused: Callable[[], bool],
         in_gemm_layer: Callable[[], bool],
+        count: Callable[[], None] = lambda: None,
     ) -> None:
-        self.active = False
+        self.active = self.counting = False
         self.failure = ""
         self.state = KeptState(report, lambda: self.operators.call_now())
-        self.operators = OperatorProducts({}, self.state)
+        self.calls = Calls()
+        self.operators = OperatorProducts({}, self.state, self.calls)
+        self.ran: dict[int, set[bool]] = {}
+        self._modules: Mapping[int, tuple[str, torch.nn.Module]] = {}
         self._report = report
         self._is_paused = is_paused
         self._in_gemm_layer = in_gemm_layer
+        self._count = count
         self._is_muted = False
+        self._parts: list[tuple[torch.nn.Module, Any, Any]] = []
         self._replaced = Replaced(yields=True)
 
     def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
-        """Watch a model, after :meth:`close`.
+        """Watch a model, after :meth:`close`; the first step is counted.
 
         Args:
             model: the model.
             modules: id -> path and module.
         """
-        self.operators = OperatorProducts(modules, self.state)
+        self._modules = modules
+        self.calls = Calls()
+        self.operators = OperatorProducts(modules, self.state, self.calls)
         self.state.watch(model, lambda: is_seen_by(self) and not in_backward())
-        self.active = True
-        for _, root in named_roots(model) or ():
+        self.active = self.counting = True
+        roots = [root for _, root in named_roots(model) or ()]
+        whole = set(map(id, roots))
+        for root in roots:
+            for number, module in enumerate(root.modules()):
+                if id(module) not in whole and _may_multiply(module):
+                    self._follow_part(number, module)
             self._surround_calls(root)
         engine: Any = torch.autograd
         self._replaced.replace(engine, "_engine_run_backward", self._around_backward(engine._engine_run_backward))
 
+    def end_step(self) -> None:
+        """Forget the products of the step; the next one is counted if calls of it are wanted."""
+        if self.counting:
+            self.operators = OperatorProducts(self._modules, self.state, self.calls)
+        if self.counting and not self.calls.is_first:
+            self.state.close()
+        self.counting = self.active and not self.failure and self.calls.has_wishes
+        self.calls.begin_step(counts_outside=self.counting)
+
+    def take_ran(self) -> dict[int, set[bool]]:
+        """:attr:`ran`, which then begins anew."""
+        ran, self.ran = self.ran, {}
+        return ran
+
     def close(self) -> None:
-        """Look no longer, leave torch as it was, and forget what was seen."""
-        self.active = False
+        """Follow the model no longer, leave torch as it was, and forget what was seen."""
+        self.active = self.counting = False
         self.state.close()
         self._replaced.put_back()
+        self._leave_parts()
         self.failure = ""
-        self.operators = OperatorProducts({}, self.state)
+        self.calls = Calls()
+        self.operators = OperatorProducts({}, self.state, self.calls)
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -89,6 +126,53 @@ class ModelWatch:
             yield
         finally:
             self._is_muted = False
+
+    def _follow_part(self, number: int, module: Any) -> None:
+        """Have calls of the model note that they reach a module."""
+        own = module._compiled_call_impl
+        upstream = module._call_impl if own is None else own
+        here = self.calls.here_in_thread
+        of_te = hasattr(module, "fp8_meta")
+        attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and of_te else None
+
+        def part(*arguments: Any, **keywords: Any) -> Any:
+            call = here.call
+            if call is None:
+                if not of_te or not self._looks() or not torch.is_grad_enabled() or in_backward():
+                    return upstream(*arguments, **keywords)
+                call = self.calls.outside
+            try:
+                if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
+                    call.path = hash((call.path, number, arguments[0].shape))
+                else:
+                    call.reach(number, (*arguments, *keywords.values()))
+                if attends is not None:
+                    call.reach(number, (attends(),))
+            except Exception as error:
+                self.fail(error)
+            if not of_te:
+                return upstream(*arguments, **keywords)
+            call.nodes += made_in_thread()
+            result = upstream(*arguments, **keywords)
+            call.nodes -= made_in_thread()
+            if module.training and torch.is_grad_enabled():
+                self.ran.setdefault(id(module), set()).add(module.fp8)
+            return result
+
+        setattr(part, SURROUNDS, own)
+        self._parts.append((module, own, part))
+        module.__dict__["_compiled_call_impl"] = part
+
+    def _leave_parts(self) -> None:
+        for module, own, part in self._parts:
+            attributes = module.__dict__
+            if attributes.get("_compiled_call_impl") is not part:
+                continue  # somebody has put another call around it
+            if own is None:
+                del attributes["_compiled_call_impl"]
+            else:
+                attributes["_compiled_call_impl"] = own
+        self._parts.clear()
 
     def _surround_calls(self, root: Any) -> None:
         """Look at a model while it is called; at Lightning's modules while they take a training step."""
@@ -107,30 +191,34 @@ class ModelWatch:
         def around(*arguments: Any, **keywords: Any) -> Any:
             if not self._looks() or not torch.is_grad_enabled() or in_backward():
                 return upstream(*arguments, **keywords)
-            outer = self.operators.calls.here
-            call = (
-                self._guarded(lambda: self.operators.calls.begin(root, arguments, keywords)) if outer is None else None
-            )
-            looking = self._looking() if call is not None and call.like is None else nullcontext()
+            calls = self.calls
+            outer = calls.here
+            call = None
+            if outer is None:
+                call = self._guarded(lambda: calls.begin(root, arguments, keywords, by_numbers=tells_result))
+            if call is not None and call.is_counted and not self.counting:
+                self.counting = True
+                self._guarded(self._count)
             try:
-                with looking:
+                with self._looking() if call is not None and call.is_counted else nullcontext():
                     result = upstream(*arguments, **keywords)
                 self._guarded(lambda: self._end_call(call, result, tells_result=tells_result))
             finally:
                 if outer is None:
-                    self.operators.calls.leave()
+                    calls.leave()
             return result
 
         not_compiled: Callable[..., Any] = torch.compiler.disable(around, recursive=False)  # type: ignore[no-untyped-call]
         return not_compiled
 
     def _end_call(self, call: Call | None, result: Any, *, tells_result: bool) -> None:
-        here = self.operators.calls.here
-        if tells_result and here is not None and here.like is None:
+        here = self.calls.here
+        if tells_result and here is not None and here.is_counted and self.calls.is_first:
             self.state.note_logits(result)
         if call is not None:
-            self.operators.nodes.bind(leaves(result))
-            self.operators.calls.end(call, result)
+            if call.is_counted:
+                self.operators.nodes.bind(leaves(result))
+            self.calls.end(call, result)
 
     def _around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         """Around a backward: look at it if it is that of a call that is counted."""
@@ -150,12 +238,13 @@ class ModelWatch:
 
     def _looking_at_backward(self, roots: Iterable[Any]) -> AbstractContextManager[Any]:
         self.operators.nodes.bind(roots)
-        call = self.operators.calls.begin_backward(roots)
-        if call is not None:
+        call = self.calls.begin_backward(roots)
+        if call is not None and call.is_counted:
             return nullcontext() if is_seen_by(self) else self._looking(call)
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and not self.state.saw_reduction:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.calls.is_first and distributed and not self.state.saw_reduction:
             return SeeingMode(self, lambda: not self._looks(), only=REDUCING)
-        return nullcontext()
+        return self.operators.in_backward_of(call) if self.counting else nullcontext()
 
     @contextmanager
     def _looking(self, backward_of: Call | None = None) -> Iterator[None]:
@@ -218,6 +307,19 @@ class TrainingStepOfOneModule(CallOfOneModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_training_step_of_its_class, self._module)
+
+
+def _attends_in_fp8() -> bool:
+    """Whether Transformer Engine's attention runs in FP8 here, if its kernel has it (TE 2.20.2)."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
+
+    return bool(manager.is_fp8_enabled() and getattr(manager.get_fp8_recipe(), "fp8_dpa", False))
+
+
+def _may_multiply(module: torch.nn.Module) -> bool:
+    """Whether a module may decide what is multiplied: torch's own without parameters and parts do not."""
+    is_torchs = type(module).__module__.startswith("torch.nn.modules.")
+    return not is_torchs or bool(module._parameters or module._modules)
 
 
 def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -> Any:

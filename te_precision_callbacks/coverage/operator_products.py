@@ -48,20 +48,20 @@ class OperatorProducts:
     Args:
         modules: id -> path and module, of the modules of the model.
         state: receives the types in which results are kept.
+        calls: the calls of the model.
 
     Attributes:
         seen: the products, in their order.
         told: the layers of which a product has run in their present forward.
         nodes: the products of autograd's nodes.
-        calls: the calls of the model.
         lengths: those of sequences.
     """
 
-    def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState) -> None:
+    def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState, calls: Calls) -> None:
         self.seen: list[SeenProduct] = []
         self.told: set[str] = set()
         self.nodes = NodesOfProducts()
-        self.calls = Calls()
+        self.calls = calls
         self.lengths = Lengths()
         self._modules = modules
         self._state = state
@@ -164,7 +164,7 @@ class OperatorProducts:
         """Note products of a forward; ``again`` for one that an activation checkpoint computes again, which is not
         counted, but may have the nodes of the backward; ``left`` for an operator that is not counted, and why."""
         call = self.call_of_forward()
-        if again and call is None:
+        if call is None if again else call is not None and not call.is_counted:
             return  # of a call that is not counted, whose backward runs with that of one that is
         inside = self._innermost_module()
         found = [(product, self._seen_in(operator, product, inside)) for product in products]

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_precision_callbacks.base.vocabulary import LOW_PRECISION
 from te_precision_callbacks.coverage.coverage import Coverage, Product
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.statistics.schedule import Schedule
@@ -94,8 +93,7 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     for one in products:
         product = one.product
         if product.macs or product.runs == "uncounted":  # what a line names
-            precision = "fp8" if product.precision in LOW_PRECISION["fp8"] else product.precision
-            key = product.layer, product.gemm, product.backward, product.macs, precision, product.why
+            key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
             spans.setdefault(key, (product, []))[1].append((one.since, one.until))
     alike: dict[tuple[_Span, ...], int] = {}  # of the products of thousands of layers they are few
     held = [_Held(product, alike.setdefault(tuple(found), len(alike))) for product, found in spans.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -56,7 +56,7 @@ class SeenProduct:
         of: the product of the forward, for one of a backward that torch has run.
         backward: whether it belongs to a backward.
         gradients: how many products of the backward, but for dgrad, are of this one.
-        call: the call of the model in which it has run; None where each call is looked at.
+        call: the call of the model in which it has run; None outside of such calls.
         not_counted: the operator, and why it is not counted; empty for a product.
         bounds: as those of a :class:`MatrixProduct`.
         mask_share: as ``Product.mask_share``; a product of a backward that torch has run has that of its forward.
@@ -78,11 +78,16 @@ class SeenProduct:
     mask_share: float | None = None
 
     @property
-    def calls(self) -> int:
-        """How many there are of it in the step."""
-        if self.call is None:
-            return 1
-        return self.call.forwards if self.of is None else self.call.backwards
+    def is_of_backward(self) -> bool:
+        return self.backward or self.gemm in ("dgrad", "wgrad")
+
+    def alone(self) -> SeenProduct:
+        """The same without what ends with its step: its call, its forward and its module."""
+        weight = None if self.weight is None else replace(self.weight, owner=None)
+        made = replace(self, of=None, call=None, weight=weight, backward=self.is_of_backward)
+        made.role = self.role if self.gemm == "other" else self.gemm
+        made.mask_share = self.origin.mask_share if self.mask_share is None else self.mask_share
+        return made
 
     @property
     def reason(self) -> Reason | None:
@@ -109,17 +114,22 @@ def kind_of(module: torch.nn.Module) -> str:
     return f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
 
 
-def summed(seen: Iterable[SeenProduct]) -> Iterator[Product]:
-    """The products of a step, each once, with what its calls amount to."""
-    found: dict[tuple[str, ProductName, bool], list[SeenProduct]] = {}
-    for one in seen:
-        found.setdefault((one.layer, one.gemm, one.backward or one.gemm in ("dgrad", "wgrad")), []).append(one)
+def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
+    """The products of a step, each once, with what its calls amount to.
+
+    Args:
+        seen: products, and how often each runs in the step.
+    """
+    found: dict[tuple[str, ProductName, bool], list[tuple[SeenProduct, float]]] = {}
+    for one, times in seen:
+        found.setdefault((one.layer, one.gemm, one.is_of_backward), []).append((one, times))
     has_backward = any(backward for _, _, backward in found)
     for (layer, gemm, backward), calls in found.items():
-        first = calls[0]
+        # The sizes are those of the largest call: another one may have no rows, as that of an expert without tokens.
+        first = max((one for one, _ in calls), key=lambda one: math.prod(one.sizes))
         n, m, k, batch = first.sizes
         names = _OF_BACKWARD if backward and gemm not in OPERANDS else OPERAND_NAMES[gemm]
-        formats = [" -> ".join(dict.fromkeys(call.formats[side] for call in calls)) for side in (0, 1)]
+        formats = [" -> ".join(dict.fromkeys(one.formats[side] for one, _ in calls)) for side in (0, 1)]
         yield Product(
             layer,
             first.family,
@@ -129,8 +139,8 @@ def summed(seen: Iterable[SeenProduct]) -> Iterator[Product]:
             m,
             k,
             batch,
-            sum(call.calls for call in calls),
-            sum(call.calls * math.prod(call.sizes) for call in calls),
+            round(sum(times for _, times in calls)),
+            round(sum(times * math.prod(one.sizes) for one, times in calls)),
             dict(zip(names, formats, strict=True)),
             reason=first.reason,
             reason_ref=first.kind,
@@ -145,13 +155,13 @@ def summed(seen: Iterable[SeenProduct]) -> Iterator[Product]:
             yield Product.left_out(layer, first.family, "wgrad", FROZEN)
 
 
-def _mask_share(calls: Iterable[SeenProduct]) -> float | None:
+def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
     """The share that the masks of calls leave of their multiply-adds; None if one is not known."""
     left = whole = 0.0
-    for call in calls:
-        share = call.origin.mask_share
+    for one, times in calls:
+        share = one.origin.mask_share
         if share is None:
             return None
-        macs = call.calls * math.prod(call.sizes)
+        macs = times * math.prod(one.sizes)
         left, whole = left + share * macs, whole + macs
     return left / whole if whole else None

@@ -1,4 +1,4 @@
-"""Sees every matrix product of a model's step: the GEMMs of Transformer Engine through the tap, all others in torch."""
+"""Sees the matrix products of a model's steps: the GEMMs of Transformer Engine through the tap, all others in torch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.coverage.coverage import Family, Product, StateRow
+from te_precision_callbacks.coverage.counted_kinds import CountedKinds, Step
+from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
-from te_precision_callbacks.coverage.masks import share_left
+from te_precision_callbacks.coverage.masks import causal_share, share_left
 from te_precision_callbacks.coverage.matrix_products import Role
+from te_precision_callbacks.coverage.micro_batches import Call, Kind, Parts
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
 from te_precision_callbacks.coverage.seeing import is_seen_by
-from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct, summed
+from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
 
+_CALL = "te_precision_call"
+"""The key under which a forward of Transformer Engine keeps the call that it belongs to."""
+
 
 class ModelProducts:
-    """The matrix products of the first step of a model.
+    """The matrix products of a model's steps.
 
     Args:
         report: receives failures.
-        is_paused: whether the front door evaluates.
+        is_paused: whether the integration evaluates.
         in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, of which there are events.
+        count: as of :class:`ModelWatch`.
 
     Attributes:
         attentions: id of a module of Transformer Engine's attention -> its path.
@@ -43,29 +49,25 @@ class ModelProducts:
         report: Callable[[str, str, Exception], None],
         is_paused: Callable[[], bool],
         in_gemm_layer: Callable[[], bool],
+        count: Callable[[], None] = lambda: None,
     ) -> None:
         self.attentions: Mapping[int, str] = {}
         self.recomputed_outside: set[str] = set()
         self._first_in_recipe: set[str] = set()
         self._report = report
-        self._watch = ModelWatch(report, is_paused, in_gemm_layer)
+        self._watch = ModelWatch(report, is_paused, in_gemm_layer, count)
         self._operations: frozenset[str] = frozenset()
-        self._root = ""
+        self._kinds = CountedKinds("")
 
     @property
     def counting(self) -> bool:
-        """Whether products are counted: from :meth:`watch` until the end of the first step that has any."""
-        return self._watch.active
-
-    @property
-    def misses_backwards(self) -> bool:
-        """As :attr:`Calls.misses_backwards`."""
-        return self._watch.operators.calls.misses_backwards
+        """Whether products are counted in this step: in the first one, and where calls of a new kind are expected."""
+        return self._watch.counting
 
     # ------------------------------------------------------------------ its life
 
     def watch(self, model: Model, names: Mapping[int, str], operations: Iterable[str]) -> None:
-        """Count the products of the next step, instead of those of another model.
+        """Count the products of a model from the next step on, instead of those of another model.
 
         Args:
             model: the model.
@@ -80,29 +82,72 @@ class ModelProducts:
         for key, path in attentions.items():
             paths |= {id(part): path for part in modules[key].modules()}
         self._operations, self.attentions = frozenset(operations), attentions
-        self._root = next((paths[id(root)] for root in roots if id(root) in paths), "")
+        self._kinds = CountedKinds(next((paths[id(root)] for root in roots if id(root) in paths), ""))
         self._watch.watch(model, {key: (path, modules[key]) for key, path in paths.items()})
 
-    def end_step(self) -> tuple[tuple[Product, ...], tuple[StateRow, ...]] | None:
-        """End a step: its products and what is kept in which type, after which no more are counted; None where the step
-        had no products."""
-        if not self._seen and not self._watch.failure:
+    def end_step(self) -> Step | None:
+        """End a step. None where it had no products, or they cannot be followed any more."""
+        watch, calls = self._watch, self._watch.calls
+        if not watch.active or (watch.failure and not watch.counting):
             return None
         try:
-            return tuple(self._products()), self._watch.state.rows()
+            is_first = calls.is_first
+            of_step = calls.end_step()
+            if watch.failure:
+                parts = {Kind(watch.failure): (1, 1)}
+                self._kinds.put_failed(
+                    Kind(watch.failure), [one for one in self._seen if one.family in ("te", "te_ops")]
+                )
+            else:
+                parts = self._count(of_step)
+            state = watch.state.rows() if is_first and parts else None
+            return Step(parts, self._kinds, state) if parts else None
         finally:
-            self.close()
+            watch.end_step()
+            if not watch.counting:
+                self._first_in_recipe = set()
+
+    def _count(self, of_step: Sequence[Call]) -> Parts:
+        """Keep the products of the counted calls of a step by kind."""
+        calls = self._watch.calls
+        by_call: dict[Call | None, list[SeenProduct]] = {}
+        for seen in self._of_each_sequence(self._seen):
+            by_call.setdefault(seen.call, []).append(seen)
+        parts: dict[Kind, tuple[int, int]] = {}
+        counted: dict[Kind, list[tuple[Call, list[SeenProduct]]]] = {}
+        for call in of_step:
+            kind = calls.kind_of(call)
+            forwards, backwards = parts.get(kind, (0, 0))
+            parts[kind] = forwards + 1, backwards + call.may_have_backward
+            if call.is_counted:
+                counted.setdefault(kind, []).append((call, by_call.get(call, [])))
+        outside = calls.end_outside(has_products=bool(by_call.get(None)))
+        if outside is not None:
+            parts[outside] = 1, 1
+            if calls.outside.is_counted:
+                counted[outside] = [(calls.outside, by_call.get(None, []))]
+        for kind, found in counted.items():
+            like = self._kinds.put(kind, found)
+            if like is not None:
+                calls.note_alike(kind, alike=self._kinds.are_alike(kind, like))
+        return {
+            kind._replace(numbers=0) if calls.ignores_numbers(kind) else kind: times for kind, times in parts.items()
+        }
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at what an optimizer keeps, after one of its steps."""
-        if self.counting:
+        if self.counting and self._watch.calls.is_first:
             self._watch.state.note_step(optimizer)
+
+    def take_ran(self) -> Mapping[int, set[bool]]:
+        """As :meth:`ModelWatch.take_ran`."""
+        return self._watch.take_ran()
 
     def close(self) -> None:
         """Count no longer, and leave torch as it was."""
         self._watch.close()
         self.attentions, self.recomputed_outside, self._first_in_recipe = {}, set(), set()
-        self._operations, self._root = frozenset(), ""
+        self._operations = frozenset()
 
     @property
     def _seen(self) -> list[SeenProduct]:
@@ -124,22 +169,11 @@ class ModelProducts:
             if bounds is None or id(bounds.queries) not in numbers:
                 yield seen
                 continue
+            share = seen.origin.mask_share
             for sizes in bounds.sizes(seen.sizes, numbers[id(bounds.queries)], numbers[id(bounds.keys)]):
-                yield replace(seen, sizes=sizes, bounds=None)
-
-    def _products(self) -> Iterator[Product]:
-        """The products of the step, each once, followed by what is not counted."""
-        failure = self._watch.failure
-        seen = [one for one in self._seen if one.call is None] if failure else self._seen
-        yield from summed(self._of_each_sequence(one for one in seen if not one.not_counted))
-        left: dict[tuple[str, str, bool], SeenProduct] = {}
-        for one in seen:
-            if one.not_counted:
-                left.setdefault((one.layer, one.not_counted, one.backward), one)
-        for (layer, what, backward), one in left.items():
-            yield Product.uncounted(layer, one.family, what, backward=backward)
-        for what in [failure] if failure else self._watch.operators.calls.left_out():
-            yield Product.uncounted(self._root, "functional", what)
+                if share not in (None, 1.0):
+                    share = causal_share(sizes[bounds.rows], sizes[bounds.columns], at_the_end=True)
+                yield replace(seen, sizes=sizes, bounds=None, mask_share=share)
 
     # ------------------------------------------------------------------ what runs
 
@@ -151,23 +185,47 @@ class ModelProducts:
             self._note_recomputed(event)
         if event.kind is not ForwardKind.OBSERVED:
             return
-        b, a = (format_of(operand.data, columnwise=operand.columnwise) for operand in (event.b, event.a))
-        self.see_gemm(event.layer, event.gemm, event.sizes, (b, a))
+        call = self._call_of(event)
+        if call is None or call.is_counted:
+            b, a = (format_of(operand.data, columnwise=operand.columnwise) for operand in (event.b, event.a))
+            self.see_gemm(event.layer, event.gemm, event.sizes, (b, a), call)
+
+    def _call_of(self, event: GemmEvent) -> Call | None:
+        """The call of the model to which a GEMM belongs, whose forward and backward may run in different threads."""
+        if self._watch.failure:
+            return None
+        if event.gemm == "fprop" or _CALL not in event.kept:
+            event.kept[_CALL] = self._watch.operators.call_now()
+        call: Call | None = event.kept[_CALL]
+        return call
 
     def _note_recomputed(self, event: GemmEvent) -> None:
-        """Compare the two forwards of reentrant checkpoints."""
-        if event.kind is ForwardKind.SILENT and event.recipe and not in_backward():
-            self._first_in_recipe.add(event.layer)
+        """Compare the two forwards of reentrant checkpoints, and note the call of the first with the second."""
+        if event.kind is ForwardKind.SILENT and not in_backward():
+            if event.recipe:
+                self._first_in_recipe.add(event.layer)
+            self._note_running(event.layer)
         again = event.kind is ForwardKind.OBSERVED and not event.recipe and in_backward()
         if again and event.layer in self._first_in_recipe:
             self.recomputed_outside.add(event.layer)
 
+    def _note_running(self, layer: str) -> None:
+        """Note the call of a forward that a checkpoint computes again in its backward."""
+        call = self._watch.operators.call_of_forward()
+        seen = SeenProduct(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=call)
+        self._watch.operators.nodes.note_running(seen)
+
     def see_gemm(
-        self, layer: str, gemm: GemmName, sizes: tuple[int, int, int], formats: tuple[str, str] = ("", "")
+        self,
+        layer: str,
+        gemm: GemmName,
+        sizes: tuple[int, int, int],
+        formats: tuple[str, str] = ("", ""),
+        call: Call | None = None,
     ) -> None:
-        """Count a GEMM of a layer of Transformer Engine: its n, m and k, and the formats of its operands."""
+        """Count a GEMM of a layer of Transformer Engine: its n, m and k, the formats of its operands, and its call."""
         family: Family = "te_ops" if layer in self._operations else "te"
-        self._seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1)))
+        self._seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1), call=call))
 
     @contextmanager
     def masked(self, share: float | None) -> Iterator[None]:
@@ -185,7 +243,8 @@ class ModelProducts:
     def note_attention(self, event: AttentionEvent) -> None:
         """Count the products of fused attention."""
         self._watch.operators.told.add(event.layer)
-        if not self.counting or event.kind is not ForwardKind.OBSERVED:
+        call = self._watch.operators.call_now()
+        if not self.counting or event.kind is not ForwardKind.OBSERVED or (call is not None and not call.is_counted):
             return
         query, key, value = (format_of(tensor, columnwise=False) for tensor in (event.query, event.key, event.value))
         if event.backward:
@@ -193,11 +252,18 @@ class ModelProducts:
             scores = format_made_by(event.scores, gradient)
             share = share_left(event.arguments, event.sizes.rows, event.sizes.columns)
             self.see_attention(
-                event.layer, event.sizes, (scores, key), (gradient, value), FUSED, backward=True, mask_share=share
+                event.layer,
+                event.sizes,
+                (scores, key),
+                (gradient, value),
+                FUSED,
+                backward=True,
+                mask_share=share,
+                call=call,
             )
         else:
             probabilities = format_made_by(event.probabilities, query)
-            self.see_attention(event.layer, event.sizes, (query, key), (probabilities, value), FUSED)
+            self.see_attention(event.layer, event.sizes, (query, key), (probabilities, value), FUSED, call=call)
 
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
         """Count the products of attention that no operator and no event has shown, by their sizes."""
@@ -205,9 +271,7 @@ class ModelProducts:
             return
         call = self._watch.operators.call_of_forward()
         if kind is ForwardKind.SILENT and not in_backward():  # computed again in the backward of a checkpoint
-            self._watch.operators.nodes.note_running(
-                SeenProduct(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=call)
-            )
+            self._note_running(layer)
         if kind is not ForwardKind.OBSERVED or (call is None and in_backward()):
             return
         tensors = given["query_layer"], given["key_layer"], given["value_layer"]
@@ -218,14 +282,11 @@ class ModelProducts:
                 seen.mask_share = share
             return
         query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
-        begun = len(self._seen)
-        self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, mask_share=share)
+        self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, mask_share=share, call=call)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             self.see_attention(
-                layer, sizes, (query, key), (query, value), OTHER_KERNEL, backward=True, mask_share=share
+                layer, sizes, (query, key), (query, value), OTHER_KERNEL, backward=True, mask_share=share, call=call
             )
-        for seen in self._seen[begun:]:
-            seen.call = call
 
     def see_attention(
         self,
@@ -237,6 +298,7 @@ class ModelProducts:
         *,
         backward: bool = False,
         mask_share: float | None = None,
+        call: Call | None = None,
     ) -> None:
         """Count the products of attention.
 
@@ -247,6 +309,7 @@ class ModelProducts:
             kind: what computes them: :data:`FUSED`, :data:`UNFUSED_KERNEL` or :data:`OTHER_KERNEL`.
             backward: whether they are those of the backward, two of each.
             mask_share: as ``Product.mask_share``.
+            call: the call of the model that they belong to.
         """
         batch, rows, columns, size, size_v = sizes
         products: tuple[tuple[Role, tuple[str, str], tuple[int, int, int, int]], ...] = (
@@ -256,7 +319,7 @@ class ModelProducts:
         for role, formats, of_forward in products:
             for _ in range(2 if backward else 1):  # a gradient for each of two operands, with as many multiply-adds
                 seen = SeenProduct(layer, "attention", role, formats, of_forward, kind, backward=backward)
-                seen.mask_share = mask_share
+                seen.mask_share, seen.call = mask_share, call
                 self._seen.append(seen)
 
     def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
@@ -267,12 +330,13 @@ class ModelProducts:
             what: what has run, and why.
             backward: whether it was its backward.
         """
-        if self.counting:
+        call = self._watch.operators.call_now()
+        if self.counting and (call is None or call.is_counted):
             for layer in layers:
                 family: Family = "te_ops" if layer in self._operations else "te"
-                self._seen.append(
-                    SeenProduct(layer, family, "", ("", ""), (0, 0, 0, 0), backward=backward, not_counted=what)
-                )
+                seen = SeenProduct(layer, family, "", ("", ""), (0, 0, 0, 0), backward=backward, not_counted=what)
+                seen.call = call
+                self._seen.append(seen)
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:

@@ -63,7 +63,7 @@ class ForwardHooks:
     Attributes:
         answers: what modules answer in each forward.
         order: in which order layers run.
-        products: the matrix products of the model's first step.
+        products: the matrix products of the model's steps.
         gemm_errors: measures the errors of GEMMs.
     """
 
@@ -89,7 +89,7 @@ class ForwardHooks:
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
         self.order = ExecutionOrder()
         running = Running()
-        self.products = ModelProducts(failures.report, lambda: classify.paused, running.in_layer)
+        self.products = ModelProducts(failures.report, lambda: classify.paused, running.in_layer, self._listen)
         self._tap = GemmTap(
             classify,
             failures.report,
@@ -152,7 +152,8 @@ class ForwardHooks:
         self.answers.forget_forwards()
         self.gemm_errors.begin_iteration()
         other_regions = self._regions.end_step()
-        self._watched.begin(iteration, all_at_once=other_regions, excluded=self._regions.excludes_more)
+        ran = self.products.take_ran()
+        self._watched.begin(iteration, ran, all_at_once=other_regions, excluded=self._regions.excludes_more)
         self._classify.was_paused = False
         self._tap.begin_iteration(all_operations=other_regions)
         self._listen()

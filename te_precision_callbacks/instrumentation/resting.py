@@ -52,6 +52,7 @@ class RestingLayers:
         self._layers = layers
         self._refused = refused
         self._last_state: dict[int, _State] = {}
+        self._ran: Mapping[int, Collection[bool]] = {}
         self._new: list[torch.nn.Module] = []
         self._trained_in_fp8: dict[int, bool] = {}
         self._seen_in: dict[int, _State] = {}
@@ -92,6 +93,7 @@ class RestingLayers:
         iteration: int,
         armed: Collection[int],
         new: Collection[torch.nn.Module],
+        ran: Mapping[int, Collection[bool]],
         *,
         all_at_once: bool,
         excluded: bool,
@@ -104,6 +106,7 @@ class RestingLayers:
         Args:
             armed: the ids of the modules that did not rest in the step.
             new: the modules that rested for the first time in it.
+            ran: id of a module -> whether its forwards of training ran in low precision, where these are known.
             all_at_once: whether all modules are looked at.
             excluded: whether those that are in high precision since the step are in ``te.autocast(enabled=False)``.
         """
@@ -115,6 +118,7 @@ class RestingLayers:
             self._enter(module)
         if new:
             self._audit.leave(iteration)
+        self._ran = ran
         for module in self._moved(new, armed):
             self._look_at_state(module, iteration, excluded=excluded)
         if all_at_once or self._moved(looked, armed):
@@ -207,6 +211,9 @@ class RestingLayers:
 
     def _has_trained(self, module: torch.nn.Module) -> bool:
         """Whether a module's last forward was a training forward, as far as this can be known afterwards."""
+        ran = self._ran.get(id(module))
+        if ran:
+            return bool(module.fp8) in ran
         if not self._classify.eval_mode_counts and not self._classify.was_paused:
             return True  # the front door says when it evaluates
         quantizers: Any = module.quantizers

@@ -446,6 +446,8 @@ class GemmTap:
             tensor_b, tensor_a = OPERANDS[gemm]
             of_forward = OF_NO_LAYER if forward is None else forward
             of_forward.events += 1
+            # A LayerNormMLP with checkpoint=True computes fc1 again in its own backward.
+            is_again = gemm == "fprop" and of_forward.half == 2
             for place, (a, b, out) in enumerate(gemms(arguments, result)):
                 expert = place if grouped and forward is not None else None
                 number = of_forward.number_of(gemm, expert)
@@ -457,7 +459,7 @@ class GemmTap:
                     of_forward.operand(number, tensor_b, b, columnwise=layout[1] == "T"),
                     out,
                     next(self._running.numbers),
-                    of_forward.kind,
+                    ForwardKind.SILENT if is_again else of_forward.kind,
                     of_forward.recipe,
                     arguments,
                     gelu_input=None if grouped else result[2],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,11 +98,12 @@ class WatchedModules:
         for module in self.modules.values():
             self.ask_again(module)
 
-    def begin(self, iteration: int, *, all_at_once: bool, excluded: bool) -> None:
+    def begin(self, iteration: int, ran: Mapping[int, Collection[bool]], *, all_at_once: bool, excluded: bool) -> None:
         """Arm the modules on which a feature may act in an iteration; the others rest.
 
         Args:
             iteration: the iteration.
+            ran: as of :meth:`RestingLayers.follow`.
             all_at_once: whether all modules at rest are looked at, and not only those that have their turn.
             excluded: as :attr:`AutocastRegions.excludes_more`.
         """
@@ -117,7 +118,7 @@ class WatchedModules:
         for module in self._waiting.pop(iteration, {}).values():
             self._arm(module)
         try:
-            self.resting.follow(ended, was_armed, new_at_rest, all_at_once=all_at_once, excluded=excluded)
+            self.resting.follow(ended, was_armed, new_at_rest, ran, all_at_once=all_at_once, excluded=excluded)
         except Exception as error:
             self._failures.report("looking for changes of the precision of", f"iteration {ended}", error)
 

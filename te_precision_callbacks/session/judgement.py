@@ -105,7 +105,9 @@ class Judgement:
         if self._keeper is not None:
             has_run = has_step and iteration in self._results.iterations
             coverage = Results(self._results).coverage(iteration) if has_run else NOTHING
-            judge = functools.partial(self._keeper.end_run, coverage, self._changes, iteration, self._ranks)
+            judge = functools.partial(
+                self._keeper.end_run, self._results.coverage_at, coverage, self._changes, iteration, self._ranks
+            )
             self._judge(iteration, lambda: judge(why_not=why_not, raises=raises))
 
     def _judge(self, iteration: int, judge: Callable[[], str | None]) -> None:

@@ -19,7 +19,7 @@ from te_precision_callbacks.config.idle import idle_in_words
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.contract_keeper import remedy
-from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD, Coverage, Reason
+from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.coverage.history import LayerFacts, kept_by_sections
 from te_precision_callbacks.coverage.parallel import Ranks, placements
 from te_precision_callbacks.coverage.precision_audit import backward_override
@@ -114,8 +114,6 @@ class ObservedModel:
         self._refused = RefusedLayers(strict=options.strict)
         self._changes = ModelChanges(hooks.answers.unwatched)
         self._model: Model = ()
-        self._counts_since: int | None = None
-        self._lacks_backward_since: int | None = None
 
     @property
     def model(self) -> Model:
@@ -294,13 +292,8 @@ class ObservedModel:
         """The names of all modules of this rank and of their layers."""
         return [*dict.fromkeys([*self.layers.paths(self._model).values(), *sorted(self.layers.names)])]
 
-    def _count_products(self, since: int | None = None) -> None:
-        """Count the matrix products of the next step.
-
-        Args:
-            since: the first one of the steps before it that had no backward; what is counted is theirs, too.
-        """
-        self._counts_since, self._lacks_backward_since = since, None
+    def _count_products(self) -> None:
+        """Count the matrix products of the model, from the next step on."""
         self._hooks.count_products(self._model, self.layers.paths(self._model))
 
     @property
@@ -309,42 +302,30 @@ class ObservedModel:
         return self._hooks.has_enabled_regions
 
     def note_products(self) -> None:
-        """Note the matrix products of the step, if they were counted.
+        """Note the matrix products of the step."""
+        outside = self._hooks.products.recomputed_outside
+        step = self._hooks.products.end_step()
+        if step is None:
+            return
+        self._say_recomputed(outside)
+        self._results.coverage.put(self._inspector.iteration, step, lambda: self._layer_facts(outside))
+        if step.has_backward:
+            self._results.audit.note_backward()
 
-        Those of the next step take their place where the backward is missing, as where the script skips a batch; after
-        many such steps, those of the step after the first one in which a backward is seen.
-        """
-        outside, is_missing = self._hooks.products.recomputed_outside, self._hooks.products.misses_backwards
-        found = self._hooks.products.end_step()
-        if found is not None:
-            self._say_recomputed(outside)
-            products, state = found
-            sections = {section.name: section for section in self._options.config.enabled_sections}
-            overrides = {
-                layer.name: backward_override(named.module) or ""
-                for named in self.layers.modules
-                for layer in named.layers
-            }
-            facts = {
-                info.name: LayerFacts(
-                    kept_by_sections(sections[name] for name in info.sections),
-                    overrides.get(info.name, ""),
-                    info.name in outside,
-                )
-                for info in self._results.layers.now
-            }
-            iteration = self._inspector.iteration
-            since = iteration if self._counts_since is None else self._counts_since
-            self._results.coverage.put(since, products, facts, state)
-            has_backward = Coverage(products).has_backward
-            if has_backward:
-                self._results.audit.note_backward()
-            if (is_missing or not has_backward) and iteration - since < MOST_WITHOUT_BACKWARD:
-                self._count_products(since)
-            elif not has_backward:
-                self._lacks_backward_since = since
-        elif self._lacks_backward_since is not None and self._results.audit.has_backward:
-            self._count_products(self._lacks_backward_since)
+    def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, LayerFacts]:
+        """The facts that say why GEMMs of layers are not in low precision."""
+        sections = {section.name: section for section in self._options.config.enabled_sections}
+        overrides = {
+            layer.name: backward_override(named.module) or "" for named in self.layers.modules for layer in named.layers
+        }
+        return {
+            info.name: LayerFacts(
+                kept_by_sections(sections[name] for name in info.sections),
+                overrides.get(info.name, ""),
+                info.name in recomputed_outside,
+            )
+            for info in self._results.layers.now
+        }
 
     def _say_recomputed(self, layers: Collection[str]) -> None:
         """Warn of layers whose backward is not in low precision, though their forward is."""

@@ -74,7 +74,8 @@ class RunResults:
 
     def coverage_at(self, iteration: int) -> Coverage:
         """This rank's matrix products of an iteration. Raises IterationError where it has not run."""
-        return self.coverage.at(iteration, self.audit.at(iteration), self.unconverted)
+        last = iteration if self.iterations.last is None else self.iterations.last
+        return self.coverage.at(iteration, last, self.audit.at(iteration), self.unconverted)
 
     def other_steps(self) -> list[OtherSteps]:
         """The steps in which the matrix products ran in another precision than in the last one."""
@@ -128,8 +129,8 @@ class Results:
     def coverage(self, at: int | None = None) -> Coverage:
         """Every matrix product of the model in a step: its multiply-adds, its precision, and why that is not low.
 
-        The products and their sizes are those of the first step of the model, with all of its micro-batches; the
-        precision of Transformer Engine's layers is that of the iteration. Where ranks reduce together, layers that
+        The products and their sizes are those of the iteration, with all of its micro-batches, and so is the precision
+        of Transformer Engine's layers. Where ranks reduce together, layers that
         exist only on other ranks, as in a pipeline, come last, as they ran in the first step.
 
         Args:
@@ -143,7 +144,7 @@ class Results:
         if iteration is None:
             return NOTHING
         own = results.coverage_at(iteration)
-        return Coverage((*own, *results.coverage.of_other_ranks), state=own.state)
+        return Coverage((*own, *results.coverage.of_other_ranks), state=own.state, steps=own.steps)
 
     @property
     def resume_report(self) -> ResumeReport | None:

@@ -57,8 +57,9 @@ def counted(micro_batches: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> 
             model(torch.zeros(1, bounds[-1], HEADS, SIZE))
     before = reads[0]
     found = products.end_step()
+    products.close()
     assert found is not None
-    return [product.macs for product in found[0]], [before, reads[0] - before]
+    return [product.macs for product in found.kinds.products(found.parts)], [before, reads[0] - before]
 
 
 def test_lengths_are_read_once_at_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Off means off: where nothing is due, nothing of a session is called inside of a step, but a note of each region of
-autocast."""
+autocast, and the evidence of coverage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.conftest import Keeper, feature, statistics
 
 HERE = str(Path(te_precision_callbacks.__path__[0]))
 FEATURES = str(Path(HERE).parent / "features")
-REGIONS = f"{HERE}/instrumentation/regions.py"
+NOTES = f"{HERE}/instrumentation/regions.py", f"{HERE}/coverage/", f"{HERE}/layers/forwards.py"
 BACKEND = tuple(f"{HERE}/{part}" for part in ("reference/", "base/numerics/", "base/vocabulary.py"))
 INSPECT = str(Path(nvdlfw_inspect.base.__file__).parent)
 
@@ -31,12 +31,13 @@ INSPECT = str(Path(nvdlfw_inspect.base.__file__).parent)
 @contextmanager
 def calls() -> Iterator[Counter[str]]:
     """Counts the calls of functions of nvidia-dlfw-inspect and of this package, but for the reference backend and the
-    note of a region of autocast."""
+    notes of regions of autocast and of the calls of the model."""
     counted: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
-        own = file.startswith((HERE, FEATURES)) and not file.startswith((*BACKEND, REGIONS))
+        own = file.startswith((HERE, FEATURES)) and not file.startswith((*BACKEND, *NOTES))
+        own = own and frame.f_code.co_name != "<lambda>"  # whether the session is paused
         if event == "call" and (own or file.startswith(INSPECT)):
             counted[frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else frame.f_code.co_name] += 1
 

@@ -23,7 +23,7 @@ FEW, MANY, MOST = 2 * AT_ONCE, 3 * AT_ONCE, 7 * AT_ONCE
 SEEN_AT_LAST = MANY // AT_ONCE + 1
 """Steps in which every module has had its turn."""
 
-MOST_AT_THE_END = 250
+MOST_AT_THE_END = 300
 """The most calls of Python and of C in ``stop()`` for a layer with statistics of three tensors."""
 
 
@@ -117,22 +117,28 @@ def test_the_end_does_little_for_each_layer(few_and_many: tuple[Calls, Calls]) -
     assert (many.stop - few.stop) / (MOST - FEW) < MOST_AT_THE_END
 
 
-def test_a_forward_calls_no_more_than_without_a_session(tmp_path: Path) -> None:
-    net = Stack(2)
+def test_a_forward_calls_hardly_more_than_without_a_session(tmp_path: Path) -> None:
+    """For the evidence of coverage a few calls for each layer, and for the model."""
     x = torch.randn(16, 16)
 
-    def forward() -> list[str]:
+    def forward(net: Stack) -> int:
         with calls() as found:
             net(x)
-        return found
+        return len(found)
 
-    forward()
-    without = forward()
-    with session_of(net, tmp_path) as session:
-        for _ in range(2):
-            net(x).sum().backward()
-            session.step()
-        assert len(forward()) <= len(without)
+    more = []
+    for count in (2, 4):
+        net = Stack(count)
+        forward(net)
+        without = forward(net)
+        with session_of(net, tmp_path / str(count)) as session:
+            for _ in range(2):
+                net(x).sum().backward()
+                session.step()
+            more.append(forward(net) - without)
+    few, many = more
+    assert many - few <= 2 * 9
+    assert few <= 150
 
 
 # ------------------------------------------------------------------ what is nevertheless seen

@@ -1,0 +1,157 @@
+"""The products of the kinds of calls that were counted, and those of a step as a sum over its calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from te_precision_callbacks.coverage.coverage import ESTIMATED, Product, StateRow
+from te_precision_callbacks.coverage.micro_batches import NOT_CALLED, OUTSIDE, Call, Kind, Parts
+from te_precision_callbacks.coverage.seen_product import SeenProduct, summed
+
+
+class _Counted(NamedTuple):
+    """The calls of a kind that were counted: one, or several where sizes depend on the values of tensors.
+
+    Attributes:
+        seen: their products.
+        calls, backwards: the number of calls, and of those with a backward.
+        may_lack_backward: whether calls of the kind may have a backward that was not counted.
+    """
+
+    seen: Sequence[SeenProduct]
+    calls: int
+    backwards: int
+    may_lack_backward: bool
+
+    def in_step(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
+        """The products, each with the number of times that it runs in a step with so many calls."""
+        for one in self.seen:
+            counted = self.backwards if one.is_of_backward else self.calls
+            yield one, (backwards if one.is_of_backward else forwards) / max(counted, 1)
+
+
+class CountedKinds:
+    """The counted kinds of a model's calls.
+
+    Args:
+        root: the path of the model.
+
+    Attributes:
+        changes: how often a kind was counted.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.changes = 0
+        self._root = root
+        self._counted: dict[Kind, _Counted] = {}
+
+    def put(self, kind: Kind, found: Sequence[tuple[Call, Sequence[SeenProduct]]]) -> Kind | None:
+        """Keep the products of counted calls of a kind.
+
+        Returns:
+            An earlier kind that differs in nothing but Python numbers; None if there is none, or the kind is known.
+        """
+        before = self._counted.get(kind)
+        calls = [(call, seen) for call, seen in found if call.may_have_backward] or found[:1]
+        if any(call.goes_by_values for call, _ in found):
+            calls = found
+        backwards = sum(call.may_have_backward for call, _ in calls)
+        if before is not None and (before.backwards or not backwards):
+            return None
+        seen = [one.alone() for _, products in calls for one in products]
+        lacks = kind.form != OUTSIDE and not backwards
+        others = [other for other in self._counted if other[:3] == kind[:3] and other.numbers != kind.numbers]
+        self._counted[kind] = _Counted(seen, len(calls), backwards, lacks)
+        self.changes += 1
+        return others[0] if others and before is None else None
+
+    def put_failed(self, kind: Kind, seen: Sequence[SeenProduct]) -> None:
+        """Keep what was counted of a step in which counting has failed; the form of the kind is the reason."""
+        self._counted[kind] = _Counted([one.alone() for one in seen], 1, 1, False)
+        self.changes += 1
+
+    def are_alike(self, kind: Kind, other: Kind) -> bool:
+        """Whether two kinds have equal products; if so the first one also stands for calls with any numbers."""
+        products = [
+            Counter((one.layer, one.gemm, one.is_of_backward, one.sizes) for one in self._counted[each].seen)
+            for each in (kind, other)
+        ]
+        if products[0] == products[1]:
+            self._counted.setdefault(kind._replace(numbers=0), self._counted[kind])
+            return True
+        return False
+
+    def has_backward(self, kind: Kind) -> bool | None:
+        """Whether products of a backward were counted of a kind; None where the kind was not counted."""
+        counted = self._counted.get(kind)
+        return None if counted is None else any(one.is_of_backward for one in counted.seen)
+
+    def misses(self, parts: Parts) -> bool:
+        """Whether calls of a step are of no counted kind, or have a backward that was not counted."""
+        return any(
+            kind not in self._counted or (backwards and self._counted[kind].may_lack_backward)
+            for kind, (_, backwards) in parts.items()
+        )
+
+    def products(self, parts: Parts, steps: int = 1) -> tuple[Product, ...]:
+        """The products of a step with these calls; of several steps the mean. What is not counted comes last."""
+        weighted: list[tuple[SeenProduct, float]] = []
+        unknown = lacking = 0
+        texts: dict[str, None] = {}
+        for kind, (forwards, backwards) in parts.items():
+            counted = self._counted.get(kind)
+            if counted is None:
+                unknown += forwards
+                alike = [self._counted[other] for other in self._counted if other.form == kind.form]
+                alike = alike or [self._counted[other] for other in self._counted if other.form != OUTSIDE]
+            else:
+                alike = [counted]
+                lacking += backwards * counted.may_lack_backward
+            for one in alike:
+                weighted += [(seen, times / len(alike) / steps) for seen, times in one.in_step(forwards, backwards)]
+            if isinstance(kind.form, str) and kind.form != OUTSIDE:
+                texts[kind.form] = None
+        whole = sum(forwards for forwards, _ in parts.values())
+        if unknown:
+            texts[
+                f"{ESTIMATED}{unknown} of {whole} micro-batches took another way through the model than those that"
+                " were counted, or had other sizes"
+            ] = None
+        if lacking:
+            texts[
+                f"{ESTIMATED}the backward of {lacking} of {whole} micro-batches, since none of this kind was counted"
+            ] = None
+        if all(kind.form == OUTSIDE for kind in parts):
+            texts[NOT_CALLED] = None
+        left: dict[tuple[str, str, bool], SeenProduct] = {}
+        for one, _ in weighted:
+            if one.not_counted:
+                left.setdefault((one.layer, one.not_counted, one.backward), one)
+        return (
+            *summed((one, times) for one, times in weighted if not one.not_counted and times),
+            *(Product.uncounted(layer, one.family, what, backward=back) for (layer, what, back), one in left.items()),
+            *(Product.uncounted(self._root, "functional", what) for what in texts),
+        )
+
+
+class Step(NamedTuple):
+    """What a step ran.
+
+    Attributes:
+        parts: its calls by kind.
+        kinds: the products of kinds.
+        state: what is kept in which type, in the first step; else None.
+    """
+
+    parts: Parts
+    kinds: CountedKinds
+    state: tuple[StateRow, ...] | None
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward of a call has run."""
+        return any(
+            backwards and self.kinds.has_backward(kind) is not False for kind, (_, backwards) in self.parts.items()
+        )
