@@ -275,8 +275,8 @@ RULES = (
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect="LogFp8TensorStats with stats: [scale_inv_max] and LogTensorStats with stats: [cur_amax]",
         condition=(
-            f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}, while amax varies; or"
-            f" it is the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
+            f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}, while amax varies;"
+            f" or it is the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
         ),
         silent=(
             "the first step, which has no scale yet; a scale that stays where the largest amax of its history was; a"
