@@ -288,6 +288,7 @@ RULES = (
             " parameters=True), which looks at weights too"
         ),
         judge=Nonfinite,
+        essential=True,
     ),
     Rule(
         id="overflow",
@@ -315,6 +316,7 @@ RULES = (
         cost="current scaling reads each tensor once more, for its amax",
         recipes=("fp8_delayed_scaling",),
         judge=Overflow,
+        essential=True,
     ),
     Rule(
         id="underflow",
@@ -350,5 +352,7 @@ RULES = (
         ),
         cost="the layer runs at the speed of BF16",
         judge=Underflow,
+        essential=True,
+        consequence_of=("scale-never-updated", "stale-scale"),
     ),
 )
