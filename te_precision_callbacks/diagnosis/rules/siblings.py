@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -88,15 +89,17 @@ class Sibling(Judge):
             others[places] = np.median(ordinary)
             odd[places] = shares[places] >= max(SHARES[statistic], TIMES * ordinary.max())
         if statistic == "underflows%":
-            what = "round to 0"
-            odd &= (shares < most_underflow(numbers, facts, column)) & ~(
-                lost_norm(numbers, facts, column)[0] < LOST_NORM
-            )
+            what, light = "round to 0", lost_norm(numbers, facts, column)[0] < LOST_NORM
+            odd &= shares < most_underflow(numbers, facts, column)
         else:
-            what = "are above the range of the format"
+            what, light = "are above the range of the format", np.zeros(len(shares), bool)
             odd &= can_overflow(numbers, facts, column) & (shares < most_overflow(column.family.tensor))
         seen = f"{{:.3g}} % of the elements {what}, {{:.2g}} % in alike layers"
-        yield from self._far.sightings(numbers, facts, column, odd, seen, shares, others, key="share")
+        kinds: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (("warning", odd & ~light), ("note", odd & light))
+        for severity, holds in kinds:
+            yield from self._far.sightings(
+                numbers, facts, column, holds, seen, shares, others, severity=severity, key=f"share, {severity}"
+            )
 
     def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         tensor = column.family.tensor
