@@ -1,6 +1,7 @@
 """Defects drawn at random, which the diagnosis must name.
 
-    python benchmarks/proof/contest.py [--kinds spike nan] [--draws 20] [--only-record FOLDER | --replay FOLDER]
+    python benchmarks/proof/contest.py [--kinds spike nan] [--blocks 2 24] [--draws 20]
+        [--only-record FOLDER | --replay FOLDER]
 
 Each draw has a model, a recipe, a place and a start of its own. A defect is found if the first finding is an error or a
 warning of a rule that is right for its kind, and the finding's first layer is in the right block. Every other draw has
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from defects import CALIBRATION, KINDS, TABLE, Defect
 from judging import as_json, contest_table, misses, row_of, write_into_page
+from models import BLOCK_COUNTS
 from running import Job, is_trained, parser_of, record
 
 
@@ -28,12 +30,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--draws", type=int, default=20, help="of each kind (default: 20)")
+    parser.add_argument("--blocks", nargs="+", type=int, default=BLOCK_COUNTS, metavar="COUNT", help="of the models")
     parser.add_argument("--calibration", action="store_true", help="the seeds that thresholds may be chosen by")
     parser.add_argument("--freq", type=int, help="statistics in every so many steps, in all draws")
     options = parser.parse_args(arguments)
     first = CALIBRATION if options.calibration else 0
     drawn = {
-        f"{kind}-{number}": Defect.drawn(kind, first + number, freq=options.freq or (2 if number % 2 else None))
+        f"{kind}-{number}": Defect.drawn(
+            kind, first + number, freq=options.freq or (2 if number % 2 else None), counts=options.blocks
+        )
         for number in range(options.draws)
         for kind in options.kinds
     }
@@ -49,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         rows = [row_of(folder / name) for name in drawn if is_trained(folder / name)]
     rows.sort(key=lambda row: KINDS.index(row.kind))
-    table = contest_table(rows)
+    table = "\n\n".join(contest_table(rows, by) for by in ("kind", "blocks"))
     missed = misses(rows)
     other = [row.name for row in rows if row.as_live is False]
     if other:

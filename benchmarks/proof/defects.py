@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 import torch
-from models import BLOCKS, MODELS, RECIPES, Built, ModelName, Precision, RecipeName, build
+from models import BLOCK_COUNTS, HELD_BACK, MODELS, RECIPES, Built, ModelName, Precision, RecipeName, build
 
 Kind = Literal[
     "growing-activation",
@@ -35,6 +35,9 @@ Kind = Literal[
     "growth",
     "nan",
     "wrong-kernel",
+    "large-weight",
+    "unmoved-scales",
+    "squeezed-gradient",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -132,6 +135,20 @@ TABLE: Mapping[Kind, Table] = {
         " in the config",
         _rules("gemm-kernel", "gemm-gain"),
     ),
+    "large-weight": Table("a weight is initialized 1000 times too large", _rules("sibling"), starts=(0, 0)),
+    "unmoved-scales": Table(
+        "the first layer is detached, or te.autocast is entered inside of a reentrant te.checkpoint",
+        _rules("scale-never-updated", "dead-gradient"),
+        starts=(0, 0),
+        recipes=("delayed",),
+        models=("bytes", "gpt", "vit", "mixer"),
+        whole_model=True,
+    ),
+    "squeezed-gradient": Table(
+        "the gradient of a block's MLP is scaled by 2^-18, in E4M3, with an amax history of 1024 steps",
+        _rules("underflow", "stale-scale", "dead-gradient", "sibling"),
+        recipes=("delayed",),
+    ),
 }
 """Most trainings are as long as the default config needs for three or four steps with statistics."""
 
@@ -142,6 +159,7 @@ class Defect:
 
     Attributes:
         seed: of the draw, and of the training.
+        count: of blocks in the model.
         block: the number of the block; None for the whole model.
         start: the first step in which it acts.
         variant: which of the ways of its kind.
@@ -153,27 +171,31 @@ class Defect:
     model: ModelName
     recipe: RecipeName
     precision: Precision
+    count: int
     block: int | None
     start: int
     variant: int
     freq: int | None
 
     @classmethod
-    def drawn(cls, kind: Kind, seed: int, *, freq: int | None = None) -> Defect:
-        """Models and recipes in turn, the place and the start at random."""
+    def drawn(cls, kind: Kind, seed: int, *, freq: int | None = None, counts: Sequence[int] = BLOCK_COUNTS) -> Defect:
+        """Models and recipes in turn, the number of blocks, the place and the start at random."""
         table = TABLE[kind]
         draw = random.Random(f"{kind} {seed}")
         turn = seed + KINDS.index(kind)
-        model = table.models[turn % len(table.models)]
-        recipe = table.recipes[(turn + turn // len(table.models)) % len(table.recipes)]
+        models = [name for name in table.models if seed < CALIBRATION or name not in HELD_BACK]
+        model = models[turn % len(models)]
+        recipe = table.recipes[(turn + turn // len(models)) % len(table.recipes)]
         start = draw.randint(*table.starts)
         if kind == "nan":  # in a step with statistics, as otherwise all weights are nan before the next
             start = 10 * round(start / 10)
         precision: Precision = "autocast" if recipe == "nvfp4" or draw.random() < 0.5 else "float32"
         if kind == "lost-updates" or (model, recipe) == ("llama", "nvfp4"):  # whose norms give float32 under autocast
             precision = "bfloat16"
-        block = None if table.whole_model else draw.randrange(1, BLOCKS - 1) if table.inner else draw.randrange(BLOCKS)
-        return cls(kind, seed, model, recipe, precision, block, start, draw.randrange(4), freq)
+        count = draw.choice(counts)
+        first, end = (1, count - 1) if table.inner and count > 2 else (0, count)
+        block = None if table.whole_model else draw.randrange(first, end)
+        return cls(kind, seed, model, recipe, precision, count, block, start, draw.randrange(4), freq)
 
     @property
     def table(self) -> Table:
@@ -189,8 +211,13 @@ class Defect:
     def build(self) -> Built:
         """The training in which it is planted."""
         rate = 3e-7 if self.kind == "lost-updates" else 1e-3
-        history = 1024 if self.kind == "spike" else None
-        return build(self.model, self.recipe, self.precision, self.seed, rate=rate, history=history)
+        history = 1024 if self.kind in ("spike", "squeezed-gradient") else None
+        built = build(self.model, self.recipe, self.precision, self.seed, rate=rate, count=self.count, history=history)
+        if self.kind == "squeezed-gradient":
+            from transformer_engine.common.recipe import Format
+
+            built.recipe.fp8_format = Format.E4M3
+        return built
 
     def truth(self, built: Built) -> dict[str, Any]:
         """What is right: the rules, and the beginning of the names of the right layers."""
@@ -223,6 +250,7 @@ def _exact_layers(defect: Defect, built: Built) -> list[str] | None:
         "spike",
         "nan",
         "wrong-kernel",
+        "large-weight",
     ):
         return [_target(defect, built)]
     if defect.kind == "growth":
@@ -476,6 +504,34 @@ def _hurt(out: torch.Tensor, variant: int) -> None:
         flat[places] = flat[places].flip(0)
 
 
+@torch.no_grad()
+def _large_weight(defect: Defect, built: Built) -> list[Undo]:
+    cast(torch.nn.Parameter, built.module(_target(defect, built)).weight).mul_(1000.0)
+    return []
+
+
+def _unmoved_scales(defect: Defect, built: Built) -> list[Undo]:
+    """The first block is detached, or all blocks are checkpointed, and enter te.autocast in what is checkpointed."""
+    import transformer_engine.pytorch as te
+
+    blocks = cast(Any, built.model).blocks
+    if defect.variant % 2:
+        hook = blocks[0].register_forward_hook(lambda _, inputs, output: output.detach())
+        return [hook.remove]
+    recipe, built.recipe = built.recipe, None
+
+    def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(x: torch.Tensor) -> Any:
+            with te.autocast(enabled=True, recipe=recipe):
+                return forward(x)
+
+        return lambda x: te.checkpoint(inside, x, use_reentrant=True)
+
+    for block in blocks:
+        block.forward = checkpointed(block.forward)
+    return []
+
+
 _PLANT: Mapping[Kind, Callable[[Defect, Built], list[Undo]]] = {
     "growing-activation": _growing_activation,
     "small-gradient": _scaled_gradient(2.0**-18),
@@ -491,4 +547,7 @@ _PLANT: Mapping[Kind, Callable[[Defect, Built], list[Undo]]] = {
     "growth": _growth,
     "nan": _nan,
     "wrong-kernel": _wrong_kernel,
+    "large-weight": _large_weight,
+    "unmoved-scales": _unmoved_scales,
+    "squeezed-gradient": _scaled_gradient(2.0**-18),
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from models import MODELS, RECIPES, Built, ModelName, Precision, RecipeName, build
+from models import BLOCK_COUNTS, BLOCKS, MODELS, RECIPES, Built, ModelName, Precision, RecipeName, build
 from running import with_statistics_every
 
 from te_precision_callbacks.session import InspectSession
@@ -28,6 +28,7 @@ class Healthy:
     Attributes:
         shape: what is particular about it.
         freq: every how many steps there are statistics; None: as the default config has it.
+        count: of blocks in the model.
     """
 
     shape: Shape
@@ -37,12 +38,14 @@ class Healthy:
     steps: int
     seed: int
     freq: int | None = None
+    count: int = BLOCKS
 
     @property
     def name(self) -> str:
         """Of its folder."""
         often = "" if self.freq is None else f"-every{self.freq}"
-        return f"{self.shape}-{self.model}-{self.recipe}-{self.precision}-{self.steps}{often}-{self.seed}"
+        blocks = "" if self.count == BLOCKS else f"-{self.count}blocks"
+        return f"{self.shape}-{self.model}-{self.recipe}-{self.precision}-{self.steps}{often}{blocks}-{self.seed}"
 
 
 def all_healthy() -> Sequence[Healthy]:
@@ -52,13 +55,15 @@ def all_healthy() -> Sequence[Healthy]:
     for at, model in enumerate(MODELS):
         for recipe_at, recipe in enumerate((*RECIPES, "none")):
             turn = at + recipe_at
-            precision: Precision = "autocast" if recipe == "nvfp4" or turn % 2 else "float32"
-            if (model, recipe) == ("llama", "nvfp4"):
-                precision = (
-                    "bfloat16"  # the norms of transformers give float32 under autocast, which NVFP4 does not take
-                )
+            precision = _precision(model, recipe, turn)
             freq = 2 if turn % 2 else None
             found.append(Healthy("plain", model, recipe, precision, lengths[turn % 4], len(found), freq))
+    for at, model in enumerate(MODELS):
+        for count_at, count in enumerate(count for count in BLOCK_COUNTS if count != BLOCKS):
+            for twice in range(2):
+                recipe = RECIPES[(at + count_at + 2 * twice) % len(RECIPES)]
+                precision = _precision(model, recipe, count_at + twice)
+                found.append(Healthy("plain", model, recipe, precision, 31, len(found), (None, 2)[twice], count))
     shapes: tuple[tuple[Shape, int], ...] = (
         ("lora", 31),
         ("moe", 31),
@@ -72,8 +77,8 @@ def all_healthy() -> Sequence[Healthy]:
         for at in range(4):
             turn = len(found)
             recipe = RECIPES[(turn + at) % (3 if shape == "grouped" else 5)]
-            precision = "autocast" if recipe == "nvfp4" or at % 2 else "float32"
             model = MODELS[(turn + at // 2) % len(MODELS)]
+            precision = _precision(model, recipe, at)
             if shape in ("moe", "grouped"):
                 model = "bytes"
             found.append(Healthy(shape, model, recipe, precision, steps, turn, 2 if at % 2 else None))
@@ -86,6 +91,12 @@ def all_healthy() -> Sequence[Healthy]:
     found.append(Healthy("long", "gpt", "delayed", "autocast", 200, len(found)))
     found.append(Healthy("long", "llama", "blocks", "float32", 150, len(found)))
     return found
+
+
+def _precision(model: ModelName, recipe: RecipeName, turn: int) -> Precision:
+    if (model, recipe) == ("llama", "nvfp4"):
+        return "bfloat16"  # the norms of transformers give float32 under autocast, which NVFP4 does not take
+    return "autocast" if recipe == "nvfp4" or turn % 2 else "float32"
 
 
 class Lora(torch.nn.Module):
@@ -174,7 +185,7 @@ class _WithNorm(torch.nn.Module):
 
 
 def _shaped(training: Healthy) -> Built:
-    built = build(training.model, training.recipe, training.precision, training.seed)
+    built = build(training.model, training.recipe, training.precision, training.seed, count=training.count)
     if training.shape == "lora":
         built.model.requires_grad_(False)
         for block in built.blocks:

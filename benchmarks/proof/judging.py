@@ -64,6 +64,7 @@ class Row:
     kind: str
     model: str
     recipe: str
+    blocks: int
     start: int
     right: bool
     layer: bool
@@ -90,6 +91,7 @@ def row_of(log_dir: Path) -> Row:
         kind=truth["kind"],
         model=truth["model"],
         recipe=truth["recipe"],
+        blocks=truth["count"],
         start=truth["start"],
         right=right,
         layer=first is not None and _has_layer(first, truth["right_layers"]),
@@ -115,13 +117,17 @@ def _has_layer(finding: Finding, right: Sequence[str] | None) -> bool:
     return any(first.startswith(f"{each.removesuffix('.')}.") for each in right)
 
 
-def contest_table(rows: Sequence[Row]) -> str:
-    """A line for each kind, in Markdown."""
+def contest_table(rows: Sequence[Row], by: str = "kind") -> str:
+    """A line for each kind, or for each number of blocks, in Markdown."""
+    first = "defect" if by == "kind" else by
     heading = (
-        "| defect | draws | first finding right | its layer right | found at all | steps until found, median (most) |"
+        f"| {first} | draws | first finding right | its layer right | found at all | steps until found, median (most) |"
     )
-    kinds = dict.fromkeys(row.kind for row in rows)
-    lines = [_line(kind, [row for row in rows if row.kind == kind]) for kind in kinds]
+    groups = dict.fromkeys(getattr(row, by) for row in rows)
+    lines = [
+        _line(str(group), [row for row in rows if getattr(row, by) == group])
+        for group in (groups if by == "kind" else sorted(groups))
+    ]
     return "\n".join([heading, "|---|---|---|---|---|---|", *lines, _line("all", rows)])
 
 
@@ -136,7 +142,7 @@ def _line(name: str, rows: Sequence[Row]) -> str:
 def misses(rows: Iterable[Row]) -> list[str]:
     """A line for each training whose first finding is not right."""
     return [
-        f"{row.name} ({row.model}, {row.recipe}): {row.truth}; first: {row.first}"
+        f"{row.name} ({row.model} of {row.blocks} blocks, {row.recipe}): {row.truth}; first: {row.first}"
         f"{'' if not row.as_note else '; right as a note'}"
         for row in rows
         if not row.right

@@ -1,4 +1,4 @@
-"""Four small real models that learn: what the defects are planted in, and what healthy runs train.
+"""Five small real models that learn: what the defects are planted in, and what healthy runs train.
 
     built = build("llama", "delayed", "autocast", seed=3)
     for _ in range(30):
@@ -18,13 +18,17 @@ from typing import Any, Literal, get_args
 
 import torch
 
-ModelName = Literal["bytes", "gpt", "llama", "vit"]
+ModelName = Literal["bytes", "gpt", "llama", "vit", "mixer"]
 RecipeName = Literal["delayed", "current", "blocks", "mxfp8", "nvfp4", "none"]
 Precision = Literal["float32", "autocast", "bfloat16"]
 MODELS: tuple[ModelName, ...] = get_args(ModelName)
+HELD_BACK: tuple[ModelName, ...] = ("mixer",)
+"""Models by which no threshold was chosen."""
+
 RECIPES: tuple[RecipeName, ...] = ("delayed", "current", "blocks", "mxfp8", "nvfp4")
 
 HIDDEN, HEADS, BLOCKS = 64, 4, 8
+BLOCK_COUNTS = (2, 4, 6, 8, 24)
 VOCABULARY, WINDOW, BATCH = 64, 32, 4
 CLASSES, PATCHES, PATCH = 16, 16, 32
 
@@ -230,14 +234,37 @@ class _Language(torch.nn.Module):
         return logits
 
 
+class _Mixer(torch.nn.Module):
+    """Mixes the patches of an image, without attention."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.norm = torch.nn.LayerNorm(HIDDEN, dtype=dtype)
+        self.up = te.Linear(2 * PATCHES, 4 * PATCHES, params_dtype=dtype)
+        self.down = te.Linear(4 * PATCHES, 2 * PATCHES, params_dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        across = self.norm(x).to(x.dtype).transpose(1, 2).contiguous()
+        mixed: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(across))).transpose(1, 2)
+        return mixed
+
+
+def _mixer_block(dtype: torch.dtype) -> torch.nn.Module:
+    return _Block(_Mixer(dtype), _Mlp(dtype))
+
+
 class _Vision(torch.nn.Module):
     """Blocks over the patches of an image; the mean of the patches is classified."""
 
-    def __init__(self, count: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, block: Callable[[torch.dtype], torch.nn.Module], count: int, patches: int, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.patches = torch.nn.Linear(PATCH, HIDDEN, dtype=dtype)
-        self.positions = torch.nn.Parameter(0.02 * torch.randn(PATCHES, HIDDEN, dtype=dtype))
-        self.blocks = torch.nn.ModuleList(_vit_block(dtype) for _ in range(count))
+        self.positions = torch.nn.Parameter(0.02 * torch.randn(patches, HIDDEN, dtype=dtype))
+        self.blocks = torch.nn.ModuleList(block(dtype) for _ in range(count))
         self.norm = torch.nn.LayerNorm(HIDDEN, dtype=dtype)
         self.head = torch.nn.Linear(HIDDEN, CLASSES, dtype=dtype)
 
@@ -289,13 +316,13 @@ def _sequences(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def _images(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _images(seed: int, patches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A pattern for each class, under noise."""
     draw = torch.Generator().manual_seed(seed)
-    patterns = torch.randn(CLASSES, PATCHES, PATCH, generator=torch.Generator().manual_seed(seed % 7))
+    patterns = torch.randn(CLASSES, patches, PATCH, generator=torch.Generator().manual_seed(seed % 7))
     while True:
         classes = torch.randint(CLASSES, (2 * BATCH,), generator=draw)
-        yield patterns[classes] + torch.randn(2 * BATCH, PATCHES, PATCH, generator=draw), classes
+        yield patterns[classes] + torch.randn(2 * BATCH, patches, PATCH, generator=draw), classes
 
 
 _OF_LLAMA = (
@@ -320,6 +347,13 @@ _PARTS: Mapping[ModelName, tuple[str, tuple[str, ...], str, tuple[str, ...], str
         "mlp.down_proj",
     ),
     "vit": ("blocks.{}", ("attention.proj", "mlp.fc2"), "mlp", ("mlp.fc1.weight",), "mlp.fc2"),
+    "mixer": (
+        "blocks.{}",
+        ("attention.up", "attention.down", "mlp.fc2"),
+        "mlp",
+        ("mlp.fc1.weight",),
+        "mlp.fc2",
+    ),
 }
 """Model -> path of a block, and the rest of :class:`Block` below it."""
 
@@ -365,11 +399,13 @@ def build(
         "bytes": lambda: _Language(_byte_block, count, dtype),
         "gpt": lambda: _Language(_GptBlock, count, dtype),
         "llama": lambda: _llama(count, dtype),
-        "vit": lambda: _Vision(count, dtype),
+        "vit": lambda: _Vision(_vit_block, count, PATCHES, dtype),
+        "mixer": lambda: _Vision(_mixer_block, count, 2 * PATCHES, dtype),
     }
     model = makers[name]()
     model.train()
-    batches = _images(seed) if name == "vit" else _sequences(seed)
+    patches = {"vit": PATCHES, "mixer": 2 * PATCHES}.get(name)
+    batches = _sequences(seed) if patches is None else _images(seed, patches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     made = recipe_of(recipe, history=history)
     return Built(name, model, _blocks_of(name, count), batches, optimizer, made, precision)

@@ -1,6 +1,6 @@
 """Healthy trainings of all shapes, in which the diagnosis must find nothing.
 
-    python benchmarks/proof/silence.py [--only-record FOLDER | --replay FOLDER] [--names PART ...] [--processes 2]
+    python benchmarks/proof/silence.py [--only-record FOLDER | --replay FOLDER] [--names PART ...] [--blocks 2 24]
 
 Each warning and each error is a false alarm; notes are counted. ``--only-record`` keeps the recorded trainings, and
 ``--replay`` judges them again without training. ``--page`` writes the table into docs/proof.md. The exit code is 1 if
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from healthy import all_healthy
 from judging import as_json, silence_of, silence_table, write_into_page
+from models import BLOCK_COUNTS
 from running import Job, is_trained, parser_of, record
 
 
@@ -24,8 +25,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Gives the exit code."""
     parser = parser_of(__doc__)
     parser.add_argument("--names", nargs="+", default=[""], help="only trainings whose name contains one of these")
+    parser.add_argument("--blocks", nargs="+", type=int, default=BLOCK_COUNTS, metavar="COUNT", help="of the models")
     options = parser.parse_args(arguments)
-    trainings = [each for each in all_healthy() if any(part in each.name for part in options.names)]
+    trainings = [
+        each
+        for each in all_healthy()
+        if any(part in each.name for part in options.names) and each.count in options.blocks
+    ]
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = options.only_record or options.replay or Path(temporary)
         if options.replay is None:

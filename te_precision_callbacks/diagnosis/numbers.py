@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.statistics.names import OWN_RECIPE
-from te_precision_callbacks.statistics.series import Family, Series
+from te_precision_callbacks.statistics.series import Family, Series, family_of
 
 Places = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
@@ -81,6 +81,8 @@ class StepNumbers:
             facts: know the recipe of each layer; None leaves out statistics of named recipes.
         """
         wanted = frozenset(tensors)
+        if statistic == "cur_amax":
+            yield from self._amaxes(wanted)
         for family, column in self._columns.items():
             request = family.request
             name = family.statistic if request is None else request.statistic.name
@@ -92,6 +94,16 @@ class StepNumbers:
                 continue
             elif request.recipe == OWN_RECIPE or (facts is not None and request.e5m2 is None):
                 yield from self._quantized(column, request.recipe, facts)
+
+    def _amaxes(self, wanted: frozenset[str]) -> Iterator[Column]:
+        """The larger magnitude of max and min, of tensors without a ``cur_amax`` of their own."""
+        own = {family.tensor for family in self._columns if family.statistic == "cur_amax"}
+        for family, column in self._columns.items():
+            if family.statistic != "max" or family.tensor in own or (wanted and family.tensor not in wanted):
+                continue
+            least = self._columns.get(family_of(family.tensor, "min"))
+            if least is not None:
+                yield column._replace(values=np.maximum(np.abs(column.values), np.abs(least.at(column.layers, np.nan))))
 
     def _quantized(self, column: Column, recipe: str | None, facts: Facts | None) -> Iterator[Column]:
         """The part of a column of the layers that quantize the tensor by a recipe; nothing if there are none."""

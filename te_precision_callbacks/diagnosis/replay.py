@@ -26,6 +26,7 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row, Settings
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Verdict
 from te_precision_callbacks.diagnosis.numbers import Splitter
+from te_precision_callbacks.diagnosis.plain_logs import PlainLog, read_plain_log
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.runs import RecordedRun, open_run
@@ -218,6 +219,7 @@ class _Common:
     """What has been recorded of a run when it was read, without its numbers.
 
     Attributes:
+        plain: what its numbers show; None for a run with records.
         facts: its facts.
         rank_of_series: [series]: whose own numbers they are; ``REDUCED`` of those that are reduced over ranks.
         saved: the iterations before which a checkpoint has taken the state.
@@ -226,7 +228,8 @@ class _Common:
     """
 
     def __init__(self, run: RecordedRun) -> None:
-        self.facts = _Facts(run)
+        self.plain = read_plain_log(run) if run.lacks_in_words else None
+        self.facts = _Facts(run, self.plain)
         self.ends: list[tuple[int, Event]] = []
         self.rank_of_series = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
         events = [row for row in run.events.to_pylist() if row["iteration"] is not None]
@@ -267,6 +270,10 @@ class _Read:
         self._ranks = ranks
         wanted = [REDUCED if each is None else each for each in ranks]
         table = run.values(np.flatnonzero(np.isin(self.rank_of_series, wanted)).tolist())
+        if common.plain is not None:
+            known, values = common.plain.adapt(table["series"].to_numpy(), table["value"].to_numpy())
+            place = table.column_names.index("value")
+            table = table.set_column(place, table.schema.field(place), pa.array(values)).filter(pa.array(known))
         iterations = table["iteration"].to_numpy()
         order = np.argsort(iterations, kind="stable")  # within a step by series, as in the table
         self._iterations = iterations[order]
@@ -370,8 +377,10 @@ def _heard(data: str | None) -> _Heard | None:
 class _Facts:
     """The facts of a recorded run, as they were in each iteration."""
 
-    def __init__(self, run: RecordedRun) -> None:
+    def __init__(self, run: RecordedRun, plain: PlainLog | None) -> None:
         self._tables: dict[str, list[Row]] = {name: getattr(run, name).to_pylist() for name in (*OF_SPANS, "states")}
+        if plain is not None:
+            self._tables.update(gemms=plain.gemms, operands=plain.operands)
         rows = [row for name in OF_SPANS for row in self._tables[name]]
         self._settings = [(segment.first_iteration, Settings.from_run(segment.facts)) for segment in run.segments]
         edges = {first for first, _ in self._settings} | {row["since"] for row in rows}

@@ -11,7 +11,7 @@ from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import loses, most_overflow
 
@@ -30,8 +30,92 @@ TOO_LARGE, TOO_LARGE_STEPS, LOST = 5.0, 2, 0.5
 APART, APART_STEPS = 1.0, 2
 """Powers of two between the scales of ranks that are a warning, and due steps in a row."""
 
+UNMOVED_STEPS = 3
+"""Collection steps in which a scale has not moved although amax has."""
+
 _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 """Format of an operand -> its largest number."""
+
+
+class _UnmovedScales:
+    """The scales of a tensor that have stayed the same since the first collection step."""
+
+    def __init__(self) -> None:
+        self._layers = np.empty((0, 5))  # scale, collection steps, least and largest amax, whether it has moved
+
+    def add(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
+        """Add a collection step.
+
+        Args:
+            scales: ``scale_inv_max`` of the tensor.
+            amaxes: [layers of the column], nan where they are not known.
+            largest: [layers of the column], the largest number of the format.
+
+        Returns:
+            [layers of the column]: the number of collection steps in which the scale has been the same although it
+            should have followed amax, 0 where there is no reason to; and whether it still has the initial value 1.
+        """
+        missing = int(scales.layers.max(initial=-1)) + 1 - len(self._layers)
+        if missing > 0:
+            self._layers = np.concatenate([self._layers, np.tile([np.nan, 0.0, np.inf, 0.0, 0.0], (missing, 1))])
+        first, count, least, most, moved = self._layers[scales.layers].T
+        first = np.where(np.isnan(first), scales.values, first)
+        used = np.isfinite(amaxes) & (amaxes > 0)
+        moved = np.where(used & (scales.values != first), 1.0, moved)
+        was_above = most >= 2**TOO_SMALL * largest * first  # a history of any length would have raised the scale
+        count, least = count + used, np.where(used, np.minimum(least, amaxes), least)
+        most = np.where(used, np.maximum(most, amaxes), most)
+        self._layers[scales.layers] = np.stack([first, count, least, most, moved], axis=1)
+        unmoved = (moved == 0) & ~np.isnan(largest)
+        initial = unmoved & (first == 1)
+        return np.where(unmoved & (least < most) & (initial | was_above), count, 0.0), initial
+
+
+class ScaleNeverUpdated(Judge):
+    """A scale of delayed scaling that never follows amax."""
+
+    needed = UNMOVED_STEPS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applies = None
+        self._unmoved: dict[str, _UnmovedScales] = {}
+        self._since: dict[str, int] = {}
+
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
+        """As of :class:`Judge`."""
+        if facts.layers:
+            self.applies = facts.has_delayed_scaling
+        return ()
+
+    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        for scales in numbers.all("scale_inv_max", facts=facts):
+            tensor = scales.family.tensor
+            amax = numbers.one("cur_amax", tensor)
+            largest = _largest(numbers, facts, scales)
+            if amax is None or np.isnan(largest).all():
+                continue
+            self.saw(numbers.iteration)
+            amaxes = numbers.unbroken(amax).at(scales.layers, np.nan)
+            counts, initial = self._unmoved.setdefault(tensor, _UnmovedScales()).add(scales, amaxes, largest)
+            found = counts >= UNMOVED_STEPS
+            since = self._since.setdefault(tensor, numbers.iteration)
+            if not found.any():
+                continue
+            layers = facts.in_order(np.array(numbers.names_of(scales))[found].tolist(), tensor)
+            place = numbers.names_of(scales).index(layers[0])
+            value = "1, its initial value," if initial[place] else f"{scales.values[place]:.3g}"
+            seen = f"its scale is {value} in all {counts[place]:.0f} collection steps; amax is {amaxes[place]:.3g}"
+            remedy = _REMEDY_OF_GRADIENT if tensor == "gradient" else ""
+            yield Sighting(tuple(layers), tensor, "scale_inv_max", seen, since, remedy=remedy)
+
+
+_REMEDY_OF_GRADIENT = (
+    "Let a gradient reach the first layer that runs inside of te.autocast: Transformer Engine updates the scales of all"
+    " gradients in the backward of this layer. If a detach() follows it on purpose, run it in a te.autocast of its own,"
+    " or with te.autocast(enabled=False), or set requires_grad=False for its parameters. Or use Float8CurrentScaling"
+)
 
 
 class StaleScale(Judge):
@@ -45,6 +129,7 @@ class StaleScale(Judge):
         self._small = ColumnStreaks(TOO_SMALL_STEPS)
         self._large = ColumnStreaks(TOO_LARGE_STEPS)
         self._last: dict[str, Column] = {}
+        self._unmoved: dict[str, _UnmovedScales] = {}
         self._begins: dict[str, Column] = {}  # amax before it began to rise, of layers in which it does
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
@@ -85,6 +170,9 @@ class StaleScale(Judge):
                 overflows = loses(numbers, facts, scales, overflows=lambda lost: most_overflow(lost.family.tensor))
                 small = (above <= -FAR) | ((above <= -TOO_SMALL) & overflows)
                 large = (above >= TOO_LARGE) & (losing >= LOST)
+            counts, initial = self._unmoved.setdefault(tensor, _UnmovedScales()).add(scales, found, largest)
+            follows = ~initial & (counts < UNMOVED_STEPS)  # else the rule scale-never-updated has it
+            small, rises, large = small & follows, rises & follows, large & follows
             yield from self._small.sightings(
                 numbers,
                 facts,
@@ -181,6 +269,38 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[
 
 RULES = (
     Rule(
+        id="scale-never-updated",
+        title="the scale of delayed scaling is never updated",
+        subject="tensor",
+        needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
+        collect="LogFp8TensorStats with stats: [scale_inv_max] and LogTensorStats with stats: [cur_amax]",
+        condition=(
+            f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}, while amax varies;"
+            f" or it is the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
+        ),
+        silent=(
+            "the first step, which has no scale yet; a scale that stays where the largest amax of its history was; a"
+            " constant amax, as of frozen weights; tensors that are 0, such as those of experts without tokens"
+        ),
+        severity="warning",
+        source="NVIDIA/TransformerEngine#3456 (gradients) and #3284 (te.autocast inside of te.checkpoint)",
+        why=(
+            "with the scale 1 the format holds numbers of one fixed range, in which small gradients and weights round"
+            " to 0"
+        ),
+        disproof="amax is always the largest number of the format, for which the scale is 1",
+        remedy=(
+            "Enter te.autocast around te.checkpoint, not inside of the function that is checkpointed: a reentrant"
+            " checkpoint runs that function without gradients first, and Transformer Engine then leaves the scales as"
+            " they are. Or pass use_reentrant=False, or use Float8CurrentScaling"
+        ),
+        cost="current scaling reads each tensor once more, for its amax",
+        recipes=("fp8_delayed_scaling",),
+        judge=ScaleNeverUpdated,
+        essential=True,
+        consequence_of=("dead-gradient", "missing-gradient"),
+    ),
+    Rule(
         id="stale-scale",
         title="the scale of delayed scaling does not fit the tensor",
         subject="tensor",
@@ -194,7 +314,8 @@ RULES = (
         ),
         silent=(
             "the first step, which has no scale yet; the growth of gradients in the first steps of a healthy run, which"
-            " the scale follows a step late; steps in which the tensor has inf or nan"
+            " the scale follows a step late; steps in which the tensor has inf or nan; scales that never change, which"
+            " the rule scale-never-updated finds"
         ),
         severity="warning",
         source="arXiv 2605.26189 (a stale amax); the thresholds are ours, calibrated on planted spikes",
@@ -208,6 +329,7 @@ RULES = (
         cost="current scaling reads each tensor once more, for its amax",
         recipes=("fp8_delayed_scaling",),
         judge=StaleScale,
+        essential=True,
         consequence_of=("diverging-loss",),
     ),
     Rule(

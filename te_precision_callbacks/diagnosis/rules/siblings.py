@@ -8,13 +8,22 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, loses
+from te_precision_callbacks.diagnosis.rules.losses import (
+    LOST_NORM,
+    OVERFLOW,
+    can_overflow,
+    loses,
+    lost_norm,
+    most_overflow,
+    most_underflow,
+)
 
-LEAST_ALIKE = 6
-"""Alike layers, without the first and the last one."""
+LEAST_ALIKE, FEW = 3, 7
+"""Alike layers that can be compared, and the most that count as few, which need stronger evidence."""
 
 FAR, OF_WEIGHTS, FAR_STEPS = 12.0, 8.0, 3
 """Powers of two that need no consequence, the same of weights, which are more alike, and due steps in a row."""
@@ -22,10 +31,15 @@ FAR, OF_WEIGHTS, FAR_STEPS = 12.0, 8.0, 3
 NEAR, NEAR_STEPS, LOST = 5.0, 2, 1.0
 """Powers of two with a consequence, due steps in a row, and percent of the elements that round to 0."""
 
-SPREADS = 6.0
-"""A jump counts from so many median absolute deviations of all steps between neighbours."""
+SPREADS, FEW_SPREADS = 6.0, 3.0
+"""A jump counts from so many median absolute deviations of all steps between neighbours; with few alike layers, from so
+many times the distance between the farthest of the others."""
 
-_STATISTICS = ("std", "cur_amax")
+SHARES, TIMES, MOST_ODD = {"underflows%": 5.0, "overflows%": OVERFLOW}, 8.0, 4
+"""Percent of the elements of a layer that are lost, how many times those of the others, and one in how many alike
+layers may be so."""
+
+_STATISTICS = ("std", "cur_amax", "scale_inv_max")
 
 _FLOWS = frozenset({"activation", "gradient", "dgrad", "output"})
 """The tensors that one layer hands to the next, so that a jump lasts through the layers that follow."""
@@ -43,10 +57,18 @@ class Sibling(Judge):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
+        known: set[str] = set()
         for statistic in _STATISTICS:
-            for column in numbers.all(statistic):
+            for column in numbers.all(statistic, facts=facts):
+                if statistic == "scale_inv_max" and column.family.tensor in known:
+                    continue  # it is amax up to a constant, or the rules on delayed scaling compare both
+                known.add(column.family.tensor)
                 for sighting in self._judge(numbers, facts, column, statistic):
                     yield sighting._replace(key="")  # a tensor has one finding, whichever of its numbers shows it
+        for statistic in SHARES:
+            for column in numbers.all(statistic, facts=facts):
+                for sighting in self._judge_share(numbers, facts, column, statistic):
+                    yield sighting._replace(key="")
 
     @property
     def why_not(self) -> str:
@@ -54,22 +76,47 @@ class Sibling(Judge):
         if self.steps or not self._most_alike:
             return super().why_not
         alike = "the model has no alike layers" if self._most_alike == 1 else f"{self._most_alike} layers are alike"
-        return f"{alike}, and it needs {LEAST_ALIKE + 2}, of which the first and the last one are apart"
+        return f"{alike}, and it needs {LEAST_ALIKE}"
+
+    def _judge_share(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
+        """Layers that lose a far larger share of a tensor's elements than alike layers, but less than the rules
+        underflow and overflow take."""
+        shares = np.nan_to_num(numbers.unbroken(column).values)
+        others, odd = np.zeros(len(shares)), np.zeros(len(shares), bool)
+        for places in self._alike(numbers, facts, column):
+            self.saw(numbers.iteration)
+            ordinary = np.sort(shares[places])[: len(places) - max(1, len(places) // MOST_ODD)]
+            others[places] = np.median(ordinary)
+            odd[places] = shares[places] >= max(SHARES[statistic], TIMES * ordinary.max())
+        if statistic == "underflows%":
+            what, light = "round to 0", lost_norm(numbers, facts, column)[0] < LOST_NORM
+            odd &= shares < most_underflow(numbers, facts, column)
+        else:
+            what, light = "are above the range of the format", np.zeros(len(shares), bool)
+            odd &= can_overflow(numbers, facts, column) & (shares < most_overflow(column.family.tensor))
+        seen = f"{{:.3g}} % of the elements {what}, {{:.2g}} % in alike layers"
+        kinds: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (("warning", odd & ~light), ("note", odd & light))
+        for severity, holds in kinds:
+            yield from self._far.sightings(
+                numbers, facts, column, holds, seen, shares, others, severity=severity, key=f"share, {severity}"
+            )
 
     def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         tensor = column.family.tensor
         bits = numbers.unbroken(column).bits
         jumps = np.zeros(len(bits))
-        groups = facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
-        for places in groups:
+        of_many = np.zeros(len(bits), bool)
+        for places in self._alike(numbers, facts, column):
             known = places[np.isfinite(bits[places])]
-            if len(known) < LEAST_ALIKE + 2:
+            if len(known) < LEAST_ALIKE:
                 continue
             self.saw(numbers.iteration)
+            of_many[known] = len(known) > FEW
             if np.ptp(bits[known]) >= NEAR:
-                jumps[known] = deviations(bits[known], flows=tensor in _FLOWS)
+                compare = deviations if len(known) > FEW else few_deviations
+                jumps[known] = compare(bits[known], flows=tensor in _FLOWS)
         far, some = np.abs(jumps) >= (OF_WEIGHTS if tensor == "weight" else FAR), np.abs(jumps) >= NEAR
-        lossy = some & _loses(numbers, facts, column)
+        lossy = some & of_many & _loses(numbers, facts, column)
         of_amax_alone = tensor == "activation" and statistic == "cur_amax"
         seen = (
             f"{'amax' if statistic == 'cur_amax' else statistic} is {{:.3g}}, {{:.3g}} times {{}} than in alike layers"
@@ -82,6 +129,11 @@ class Sibling(Judge):
             )
         else:
             yield from self._far.sightings(numbers, facts, column, far & ~lossy, seen, *values)
+
+    def _alike(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
+        """The places in a column of each group of alike layers."""
+        tensor = column.family.tensor
+        return facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
 
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
         """The places in a column of layers that are alike, in the order in which the tensor passes through them."""
@@ -97,7 +149,7 @@ class Sibling(Judge):
             passed[sorted(group, key=lambda layer: facts.place(names[layer], tensor))] = np.arange(len(group))
             places = np.flatnonzero(passed[which] >= 0)
             self._most_alike = max(self._most_alike, len(places))
-            if len(places) >= LEAST_ALIKE + 2:
+            if len(places) >= LEAST_ALIKE:
                 found.append(places[np.argsort(passed[which[places]], kind="stable")])
         return found
 
@@ -139,6 +191,26 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
     return found
 
 
+def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
+    """The same for a few layers, which are too few to know their trend with depth.
+
+    A layer deviates if all others are near one another. Where the tensor flows from layer to layer, a jump that lasts
+    to the end is a deviation of the first layer behind it.
+    """
+    found = np.zeros(len(bits))
+    for place in range(len(bits)):
+        others = np.delete(bits, place)
+        away = bits[place] - np.median(others)
+        if np.abs(away) >= FEW_SPREADS * np.ptp(others):
+            found[place] = away
+    for cut in range(2, len(bits) - 1) if flows and not found.any() else ():
+        before, behind = bits[:cut], bits[cut:]
+        jump = np.median(behind) - np.median(before)
+        if np.abs(jump) >= FEW_SPREADS * max(np.ptp(before), np.ptp(behind)):
+            found[cut] = jump
+    return found
+
+
 def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
     """[layers of the column]: whether more of the tensor is lost than in most layers."""
 
@@ -160,17 +232,20 @@ RULES = (
         title="a tensor differs from that of alike layers",
         subject="group of alike layers",
         needs=(
-            f"std or cur_amax of a tensor in at least {LEAST_ALIKE + 2} alike layers, the first and the last included"
+            f"std or cur_amax of a tensor in at least {LEAST_ALIKE} alike layers, or scale_inv_max, underflows% or"
+            " overflows%"
         ),
         collect="LogTensorStats with stats: [std, cur_amax], or no config at all",
         condition=(
-            f"between layers whose names differ in numbers alone, of one class, shape and format, the tensor's"
-            f" std or amax"
-            f" jumps by 2^{FAR:g} (of weights 2^{OF_WEIGHTS:g}) in {FAR_STEPS} due steps in a row; or by"
-            f" 2^{NEAR:g} in {NEAR_STEPS} and at least"
-            f" {LOST:g} % of its elements round to 0, or {OVERFLOW:g} % overflow, four times more than in most"
-            f" layers. A"
-            f" jump counts from {SPREADS:g} median absolute deviations of the steps between neighbours"
+            "between layers whose names differ in numbers alone, of one class, shape and format, the tensor's std or"
+            f" amax jumps by 2^{FAR:g} (of weights 2^{OF_WEIGHTS:g}) in {FAR_STEPS} collection steps in a row; or by"
+            f" 2^{NEAR:g} in {NEAR_STEPS} and at least {LOST:g} % of its elements round to 0, or {OVERFLOW:g} %"
+            " overflow, four times more than in most layers. A jump counts from"
+            f" {SPREADS:g} median absolute deviations of the steps between neighbours. Of {LEAST_ALIKE} to {FEW} alike"
+            f" layers only the larger jumps count, from {FEW_SPREADS:g} times the distance between the farthest others."
+            f" Or at least {SHARES['underflows%']:g} % of its elements round to 0 with an unknown part of its norm, or"
+            f" {SHARES['overflows%']:g} % overflow, and {TIMES:g} times those of three quarters of the alike layers, in"
+            f" {FAR_STEPS} steps in a row"
         ),
         silent="trends with depth; the amax of activations alone, which is a note; fewer alike layers",
         severity="warning",

@@ -1,0 +1,131 @@
+"""Prepares logs of plain nvidia-dlfw-inspect for the rules.
+
+Such a log has four decimals, names no recipe, and has the codes of MXFP8's scales in place of the scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, logged_request
+
+Values = npt.NDArray[np.float64]
+
+_LEAST_CODE, _BIAS, _DECIMALS = 32, 127, 4
+"""The least code of E8M0 that is taken for one, the code of the scale 1, and the decimals of a log."""
+
+_COARSE = 0.002
+"""Below it, a scale of four decimals is too coarse to be compared with amax."""
+
+_SIGNED = ("min", "mean")
+
+
+class PlainLog(NamedTuple):
+    """What the numbers of a log show.
+
+    Attributes:
+        gemms, operands: rows of the tables of facts, with the recipes and formats of layers with delayed or current
+            scaling.
+        codes: the series that have codes of E8M0.
+        magnitudes: the series in which 0 means below the last decimal; empty in a log with all digits.
+    """
+
+    gemms: list[dict[str, Any]]
+    operands: list[dict[str, Any]]
+    codes: frozenset[int]
+    magnitudes: frozenset[int]
+
+    def adapt(self, series: npt.NDArray[np.int32], values: Values) -> tuple[npt.NDArray[np.bool_], Values]:
+        """Return which numbers are known, and the numbers with codes replaced by scales."""
+        known = ~((values == 0) & np.isin(series, list(self.magnitudes)))
+        is_code = np.isin(series, list(self.codes))
+        return known, np.where(is_code, np.exp2(np.where(is_code, values, 0) - _BIAS), values)
+
+
+def read_plain_log(run: RecordedRun) -> PlainLog:
+    """Find out what the numbers of a log show."""
+    table = run.values(list(range(len(run.subjects))))
+    series, values = table["series"].to_numpy(), table["value"].to_numpy()
+    iterations = table["iteration"].to_numpy()
+    finite = values[np.isfinite(values)]
+    is_rounded = bool((np.round(finite, _DECIMALS) == finite).all())
+    columns: dict[tuple[str, str], dict[str, Mapping[int, float]]] = {}
+    codes, magnitudes = set(), set()
+    quantized: dict[str, set[str | None]] = {}  # layer -> the recipes of its statistics
+    for number, subject in enumerate(run.subjects):
+        request = logged_request(subject.statistic) if subject.tensor else None
+        if request is None:
+            continue
+        if is_rounded and request.statistic.name not in _SIGNED and "the tensor" in request.statistic.unit:
+            magnitudes.add(number)
+        rows = slice(*np.searchsorted(series, (number, number + 1)).tolist())
+        if request.recipe is not None:
+            quantized.setdefault(subject.layer, set()).add(request.recipe)
+        if _is_own(request):
+            if request.statistic.name.startswith("scale_inv_m") and _are_codes(values[rows]):
+                codes.add(number)
+            known = columns.setdefault((subject.layer, subject.tensor), {})
+            known.setdefault(
+                request.statistic.name, dict(zip(iterations[rows].tolist(), values[rows].tolist(), strict=True))
+            )
+    nvfp4 = [layer for layer, recipes in quantized.items() if recipes == {"nvfp4"}]  # other layers do not log them
+    return PlainLog(*_facts(columns, nvfp4), frozenset(codes), frozenset(magnitudes))
+
+
+def _is_own(request: Request) -> bool:
+    return request.recipe in (None, OWN_RECIPE, "fp8_delayed_scaling") and not request.columnwise
+
+
+def _are_codes(values: Values) -> bool:
+    return bool(len(values) and (values >= _LEAST_CODE).all() and (values == np.round(values)).all())
+
+
+def _facts(
+    columns: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]], nvfp4: Iterable[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    found = {place: _recipe(place[1], statistics) for place, statistics in columns.items()}
+    span = {"since": None, "until": None}
+    recipes = dict.fromkeys(nvfp4, "nvfp4")
+    for (layer, _), (recipe, _) in found.items():
+        if recipe and recipes.get(layer) != "fp8_delayed_scaling":
+            recipes[layer] = recipe
+    row = {"gemm": "", "family": "", "runs": "", "calls": 1, **span}
+    operands = [
+        {"layer": layer, "tensor": tensor, "format": "NVFP4" if recipes[layer] == "nvfp4" else text, **span}
+        for (layer, tensor), (_, text) in found.items()
+        if layer in recipes
+    ]
+    return [{"layer": layer, "recipe": recipe, **row} for layer, recipe in recipes.items()], operands
+
+
+def _recipe(tensor: str, statistics: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
+    """The recipe by which a tensor is quantized, and its format; the recipe is empty if it is not known."""
+    text = "FP8 E5M2" if tensor == "gradient" else "FP8 E4M3"
+    largest, least = statistics.get("scale_inv_max", {}), statistics.get("scale_inv_min", {})
+    scales = np.array(list(largest.values()))
+    if not len(scales) or _are_codes(scales) or any(least.get(step, value) != value for step, value in largest.items()):
+        return "", text
+    amaxes = np.array([_amax(statistics, step) for step in largest])
+    ranges = np.divide(amaxes, scales, out=np.full(len(scales), np.nan), where=scales >= _COARSE)
+    ranges[scales == 1] = np.nan  # before the first update
+    known = ranges[np.isfinite(ranges)]
+    if len(known):
+        text = "FP8 E5M2" if known.max() > 4 * E4M3.max else "FP8 E4M3"
+    if scales[0] == 1:
+        return "fp8_delayed_scaling", text
+    if not len(known):
+        return "", text
+    limit = E5M2.max if text == "FP8 E5M2" else E4M3.max
+    fits = np.abs(known / limit - 1) <= _COARSE / 4 / scales[np.isfinite(ranges)] + 0.01
+    return "fp8_current_scaling" if fits.all() else "fp8_delayed_scaling", text
+
+
+def _amax(statistics: Mapping[str, Mapping[int, float]], step: int) -> float:
+    ends = [abs(statistics.get(name, {}).get(step, np.nan)) for name in ("max", "min")]
+    return statistics.get("cur_amax", {}).get(step, max(ends))
