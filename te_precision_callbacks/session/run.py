@@ -371,12 +371,12 @@ class Run:
             self.overflow.note_loss(values.get("loss"))
         return logging_step
 
-    def tell_of_checkpoint(self) -> None:
-        """Tell the sinks that a checkpoint has taken the state."""
+    def tell_of_checkpoint(self, file: str) -> None:
+        """Report to the sinks that a checkpoint has taken the state; its file is empty if it is not known."""
         iteration = self.inspector.iteration
-        self._results.diagnosis.note_checkpoint(iteration)
+        self._results.diagnosis.note_checkpoint(iteration, file)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
-        self._sinks.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint"))
+        self._sinks.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 
     def tell_of_loss(self, loss: ResumedLoss) -> None:
         """Tell of the training loss before and after a resume, on one rank; it may lie on a device.

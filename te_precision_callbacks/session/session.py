@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -358,7 +359,7 @@ class InspectSession(Results):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, all_ranks: bool = False, file: str = "") -> dict[str, Any]:
         """What a checkpoint needs to continue the run: ``iteration``; ``fingerprint``, a text, of this rank's state
         of low precision; and ``loss`` and ``loss_step``, the training loss that :meth:`log` got last. Take it together
         with the model's state, on any rank; also after :meth:`stop`.
@@ -366,6 +367,8 @@ class InspectSession(Results):
         Args:
             all_ranks: of a checkpoint that rank 0 writes for all: rank 0 gets ``fingerprints`` of all ranks that call
                 this. It waits up to 10 seconds for them; the others do not wait.
+            file: the file or folder of the checkpoint, if it is known: a finding does not name a checkpoint whose file
+                has been deleted.
 
         There is no fingerprint before :meth:`attach`, and for a model without layers of Transformer Engine.
 
@@ -373,7 +376,7 @@ class InspectSession(Results):
             ObservationError: with ``strict=True``, the fingerprint could not be taken.
         """
         state: dict[str, Any] = {"iteration": self.iteration, **self._resumed_loss.saved()}
-        self._tell_of_checkpoint()
+        self._tell_of_checkpoint(file)
         if all_ranks:
             pooled = None if self._resume_audit is None else self._resume_audit.pooled(self.iteration)
             return state if pooled is None else {**state, "fingerprints": pooled}
@@ -414,7 +417,7 @@ class InspectSession(Results):
             ObservationError: with ``strict=True``, the fingerprint could not be taken or written.
         """
         if self._resume_audit is not None:
-            self._tell_of_checkpoint()
+            self._tell_of_checkpoint(str(folder))
             self._resume_audit.save(folder, self.iteration)
 
     def load_fingerprint(self, folder: Path) -> None:
@@ -427,9 +430,9 @@ class InspectSession(Results):
         """
         self._running("load_fingerprint()").resume_audit.expect(folder)
 
-    def _tell_of_checkpoint(self) -> None:
+    def _tell_of_checkpoint(self, file: str) -> None:
         if self._run is not None and self._run.live:
-            self._run.tell_of_checkpoint()
+            self._run.tell_of_checkpoint(os.path.abspath(file) if file and "://" not in file else file)
 
     # ------------------------------------------------------------------ what front doors tell
 
