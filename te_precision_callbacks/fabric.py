@@ -142,6 +142,7 @@ class PrecisionDebugFabricCallback:
             front_door="fabric",
             trainer_steps=self._step_on == "optimizer_step",
         )
+        session.follow(fabric)
         restored, self._restored = self._restored, {}
         session.load_state_dict(restored)
 

@@ -151,6 +151,7 @@ class PrecisionDebugger:
             if self._checkpoint is not None:
                 session.load_fingerprint(self._checkpoint)
                 self._checkpoint = None
+            session.follow(self._accelerator)
             session.attach(self._model)
             if session.overflow is not None:
                 session.overflow.loss_scaled = scales_loss(self._accelerator)

@@ -85,6 +85,7 @@ class Run:
         observation: the engine, and the recorder of dumps.
         overflow: activation overflow detection.
         resume_audit: the fingerprints for checkpoints, and the audit of a resume.
+        report: receives failures of observation.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Run:
         # Not by the ranks of the run, which would keep the model as long as the results.
         leading = functools.partial(leads, options.process_group, reduce=options.reduce)
         self._failures = failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
+        self.report = failures.report
         self.ranks = ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
         self._ends: ProcessEnds | None = None
         self.inspector = inspector = Inspector(

@@ -21,6 +21,7 @@ from te_precision_callbacks.instrumentation.upstream import import_transformer_e
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
+from te_precision_callbacks.session.backward_loss import BackwardLoss
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.loop import Loop
 from te_precision_callbacks.session.results import Results, RunResults
@@ -105,6 +106,7 @@ class InspectSession(Results):
         self._notices = Notices()
         self._loop = Loop()
         self._resumed_loss = ResumedLoss()
+        self._backward_loss: BackwardLoss | None = None
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
 
     def _no_findings(self, log_dir: Path | None) -> RunResults:
@@ -281,6 +283,8 @@ class InspectSession(Results):
             logging_step = step_number("logging_step=", logging_step)
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
+        if self._backward_loss is not None:
+            self._record(self._backward_loss.take(), logging_step)
         records = run.step(logging_step)
         run.tell_of_loss(self._resumed_loss)
         return records
@@ -302,11 +306,25 @@ class InspectSession(Results):
         """
         if logging_step is not None:
             logging_step = step_number("logging_step=", logging_step)
-        if self._run is not None and self._run.live:
+        if self._backward_loss is not None:
+            self._backward_loss.note_logged(scalars)
+        self._record(scalars, logging_step)
+
+    def _record(self, scalars: Mapping[str, Any], logging_step: int | None) -> None:
+        if scalars and self._run is not None and self._run.live:
             step = self._run.log(scalars, logging_step)
             if step is not None:
                 self._resumed_loss.note(step, scalars)
                 self._run.tell_of_loss(self._resumed_loss)
+
+    def follow(self, owner: Any) -> None:
+        """Record the loss with which ``owner.backward(loss)`` is called, of an Accelerator or a Fabric, until
+        :meth:`stop`: as ``loss``, the mean over the micro-batches of a step. After :meth:`log` has got a ``loss``, only
+        that one is recorded.
+        """
+        report = self._running("follow()").report
+        if self._backward_loss is None:
+            self._backward_loss = BackwardLoss(owner, report)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and undo everything that it changed. Does nothing if the session is not running.
@@ -329,6 +347,9 @@ class InspectSession(Results):
                 self._kept = run if run.kept else None
                 self._run = None
                 self._loop.has_left = None
+                if self._backward_loss is not None:
+                    self._backward_loss.remove()
+                    self._backward_loss = None
 
     def flush(self, seconds: float = 3.0) -> bool:
         """Have the statistics log and the records written as far as they were handed over, in the steps that are
