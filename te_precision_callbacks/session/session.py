@@ -284,7 +284,7 @@ class InspectSession(Results):
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
         if self._backward_loss is not None:
-            self._record(self._backward_loss.take(), logging_step)
+            run.log(self._backward_loss.take(), logging_step)
         records = run.step(logging_step)
         run.tell_of_loss(self._resumed_loss)
         return records
@@ -308,10 +308,7 @@ class InspectSession(Results):
             logging_step = step_number("logging_step=", logging_step)
         if self._backward_loss is not None:
             self._backward_loss.note_logged(scalars)
-        self._record(scalars, logging_step)
-
-    def _record(self, scalars: Mapping[str, Any], logging_step: int | None) -> None:
-        if scalars and self._run is not None and self._run.live:
+        if self._run is not None and self._run.live:
             step = self._run.log(scalars, logging_step)
             if step is not None:
                 self._resumed_loss.note(step, scalars)
