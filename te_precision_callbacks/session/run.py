@@ -138,7 +138,9 @@ class Run:
         )
         self._forgotten = ForgottenSteps(notices, loop, model.is_trained_by, lambda: inspector.iteration)
         self._written = LogAndRecords(options, results.log_dir, model.layers.given, ranks)
-        self.resume_audit = ResumeAudit(model, results, self._written.records, failures, strict=options.strict)
+        self.resume_audit = ResumeAudit(
+            model, results, self._written.records, failures, notices, loop.front_door, strict=options.strict
+        )
         self._sinks = Sinks([*self._written.sinks, *sinks, *options.sinks], self._describe, failures)
         self.observation = Observation(engine, recorder)
         self._diagnosis = LiveDiagnosis(
