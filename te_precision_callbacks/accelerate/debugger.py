@@ -145,7 +145,13 @@ class PrecisionDebugger:
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         try:
             sink = TrackerSink(self._accelerator, select)
-            session.start(log_dir=Path(folder), sinks=[sink], counts_from=1, front_door="accelerate")
+            session.start(
+                log_dir=Path(folder),
+                sinks=[sink],
+                counts_from=1,
+                front_door="accelerate",
+                counts_batches=self._step_on == "batch",
+            )
             self._logged = LoggedNumbers(self._accelerator, self._session.log)
             self._take_up_iteration()
             if self._checkpoint is not None:

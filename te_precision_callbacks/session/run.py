@@ -136,7 +136,9 @@ class Run:
         self.model = model = ObservedModel(
             options, inspector, self.hooks, engine, results, failures, notices, loop.front_door
         )
-        self._forgotten = ForgottenSteps(notices, loop, model.is_trained_by, lambda: inspector.iteration)
+        self._forgotten = ForgottenSteps(
+            notices, loop, model.is_trained_by, model.parameters, lambda: inspector.iteration
+        )
         self._written = LogAndRecords(options, results.log_dir, model.layers.given, ranks)
         self.resume_audit = ResumeAudit(
             model, results, self._written.records, failures, notices, loop.front_door, strict=options.strict
