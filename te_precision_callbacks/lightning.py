@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from te_precision_callbacks.base.errors import MissingExtraError
+from te_precision_callbacks.base.before_calls import BeforeCalls
+from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.layers.replaced import BeforeConversion
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
@@ -41,12 +42,13 @@ try:
     from lightning.fabric.loggers.logger import Logger
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision, TransformerEnginePrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
 
-__all__ = ["PrecisionDebugCallback"]
+__all__ = ["HealthyCheckpoint", "PrecisionDebugCallback"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +115,8 @@ class PrecisionDebugCallback(Callback):
         self._step_of_batch: int | None = None
         self._numbers = TrainerNumbers()
         self._before: BeforeConversion | None = None
+        self._saving: BeforeCalls | None = None
+        self._checkpoint = ""
 
     @property
     def session(self) -> InspectSession | SessionOutcome:
@@ -150,7 +154,7 @@ class PrecisionDebugCallback(Callback):
         """Without the session, and without the methods of the model that a trainer attaches to a callback: both belong
         to this process, and a trainer that spawns others pickles the callback."""
         kept = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
-        return {**kept, "_session": None, "_outcome": None, "_before": None}
+        return {**kept, "_session": None, "_outcome": None, "_before": None, "_saving": None}
 
     # ------------------------------------------------------------------ start
 
@@ -177,6 +181,7 @@ class PrecisionDebugCallback(Callback):
             eval_mode_counts=False,  # the trainer says when it evaluates
         )
         self._session.expect_low_precision(expected)
+        self._saving = BeforeCalls(trainer, "save_checkpoint", self._before_saving)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name the layers: the model is complete here, including layers that a precision plugin has replaced."""
@@ -270,10 +275,14 @@ class PrecisionDebugCallback(Callback):
         if self._session is None:
             return {}
         return {
-            **self._session.state_dict(all_ranks=True),
+            **self._session.state_dict(all_ranks=True, file=self._checkpoint),
             "step_on": self._step_on,
             "global_step": self._last_global_step,
         }
+
+    def _before_saving(self, filepath: Any, *_: Any, **__: Any) -> None:
+        """Note the file of a checkpoint, which :meth:`state_dict` does not get."""
+        self._checkpoint = str(filepath)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the debug iteration from a checkpoint, and audit the resume.
@@ -298,6 +307,9 @@ class PrecisionDebugCallback(Callback):
         self._stop(trainer, exception)
 
     def _stop(self, trainer: Trainer, error: BaseException | None) -> None:
+        if self._saving is not None:
+            self._saving.remove()
+            self._saving = None
         if self._session is None:
             return
         was_running = self._session.running
@@ -306,6 +318,60 @@ class PrecisionDebugCallback(Callback):
         finally:
             if was_running and trainer.is_global_zero and self._mailbox.in_child:
                 self._mailbox.put(SessionOutcome.of(self._session))
+
+
+class HealthyCheckpoint(ModelCheckpoint):
+    """A ``ModelCheckpoint`` that saves and deletes nothing once the run has an error or a warning.
+
+    The checkpoints from before the finding stay, also with ``save_top_k`` and ``save_last``. A finding comes some steps
+    after its cause, so keep the last few: ``save_top_k=5, monitor="step", mode="max"``. It needs a
+    :class:`PrecisionDebugCallback` in the same trainer, and takes the arguments of ``ModelCheckpoint``.
+
+    Example::
+
+        keeping = HealthyCheckpoint(every_n_train_steps=100, monitor="step", mode="max", save_top_k=5)
+        L.Trainer(callbacks=[PrecisionDebugCallback(), keeping]).fit(model)
+
+    Raises:
+        OptionError: at the start of the fit, the trainer has no PrecisionDebugCallback.
+    """
+
+    _precision: PrecisionDebugCallback | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the callback whose findings count."""
+        callbacks = (each for each in trainer.callbacks if isinstance(each, PrecisionDebugCallback))
+        self._precision = next(callbacks, None)
+        if self._precision is None and stage == "fit":
+            raise OptionError(
+                "HealthyCheckpoint needs the findings of a PrecisionDebugCallback, and the trainer has none. Add one:"
+                " Trainer(callbacks=[PrecisionDebugCallback(), HealthyCheckpoint(...)])."
+            )
+        super().setup(trainer, pl_module, stage)
+
+    # The three methods through which ModelCheckpoint of Lightning 2.4 to 2.6 saves a checkpoint, and then deletes one.
+
+    def _save_topk_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
+        if self._all_healthy(trainer):
+            super()._save_topk_checkpoint(trainer, *arguments, **keywords)
+
+    def _save_last_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
+        if self._all_healthy(trainer):
+            super()._save_last_checkpoint(trainer, *arguments, **keywords)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save on an exception, with ``save_on_exception=True``, if nothing is wrong on this rank."""
+        if not self._has_findings:
+            super().on_exception(trainer, pl_module, exception)
+
+    @property
+    def _has_findings(self) -> bool:
+        return self._precision is not None and bool(self._precision.session.findings.wrong)
+
+    def _all_healthy(self, trainer: Trainer) -> bool:
+        """Whether no rank has found an error or a warning: a checkpoint is saved by all ranks or by none."""
+        healthy: bool = trainer.strategy.reduce_boolean_decision(not self._has_findings)
+        return healthy
 
 
 class TrainerNumbers:

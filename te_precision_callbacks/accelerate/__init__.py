@@ -21,6 +21,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.accelerate", "accelerate") from error
 
+from te_precision_callbacks.accelerate.conversion import convert_to_te
 from te_precision_callbacks.accelerate.debugger import STATE_FILE, PrecisionDebugger, scales_loss
 from te_precision_callbacks.accelerate.unconverted import unconverted_layers, warn_of_unconverted
 from te_precision_callbacks.accelerate.unheld import warn_of_unheld
@@ -28,6 +29,7 @@ from te_precision_callbacks.accelerate.unheld import warn_of_unheld
 __all__ = [
     "STATE_FILE",
     "PrecisionDebugger",
+    "convert_to_te",
     "scales_loss",
     "unconverted_layers",
     "warn_of_unconverted",

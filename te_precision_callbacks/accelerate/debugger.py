@@ -145,13 +145,20 @@ class PrecisionDebugger:
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         try:
             sink = TrackerSink(self._accelerator, select)
-            session.start(log_dir=Path(folder), sinks=[sink], counts_from=1, front_door="accelerate")
+            session.start(
+                log_dir=Path(folder),
+                sinks=[sink],
+                counts_from=1,
+                front_door="accelerate",
+                counts_batches=self._step_on == "batch",
+            )
             self._logged = LoggedNumbers(self._accelerator, self._session.log)
             self._take_up_iteration()
             if self._checkpoint is not None:
                 session.load_fingerprint(self._checkpoint)
                 self._checkpoint = None
             session.expect_low_precision(expects_low_precision(self._accelerator))
+            session.follow(self._accelerator)
             session.attach(self._model)
             if session.overflow is not None:
                 session.overflow.loss_scaled = scales_loss(self._accelerator)

@@ -11,7 +11,7 @@ import contextlib
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 
@@ -66,8 +66,7 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
         MissingExtraError: Accelerate is not installed.
         ConversionError: Accelerate cannot convert the model; on the meta device that may be the device's fault.
     """
-    import torch
-
+    from te_precision_callbacks.accelerate import convert_to_te
     from te_precision_callbacks.accelerate.unconverted import unconverted_in_words
     from te_precision_callbacks.accelerate.unheld import FREEZE_AGAIN
     from te_precision_callbacks.check.factory import failed, meta_device
@@ -80,13 +79,10 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
             " Accelerate converts the Linear and LayerNorm layers of torch beside them."
         )
     before = BeforeConversion(model)
-    places = {tensor.device for tensor in model.parameters()}
-    on_meta = torch.device("meta") in places
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
     try:
-        with torch.no_grad(), meta_device() if on_meta else contextlib.nullcontext():
-            _convert(model)
-            if len(places) == 1:
-                model.to(next(iter(places)))  # Transformer Engine makes its layers on the GPU
+        with meta_device() if on_meta else contextlib.nullcontext():
+            convert_to_te(model)
     except Exception as error:
         raise ConversionError(
             failed("Accelerate's conversion of the model failed", error)
@@ -102,22 +98,3 @@ def _has_transformer_engine(model: torch.nn.Module) -> bool:
     from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 
     return bool(named_te_modules(model) or named_operations(model))
-
-
-def _convert(model: torch.nn.Module) -> None:
-    """Call Accelerate's ``convert_model``, and let it take weights as they are.
-
-    It asks for the state of an Accelerator, whether DeepSpeed has parted the weights; making one would meet other ranks
-    where a launcher's variables are set. Read from Accelerate 1.10 to 1.15, ``utils/transformer_engine.py``.
-    """
-    from accelerate.utils import transformer_engine
-
-    def as_they_are(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    before = transformer_engine.GatheredParameters
-    transformer_engine.GatheredParameters = as_they_are
-    try:
-        transformer_engine.convert_model(model)
-    finally:
-        transformer_engine.GatheredParameters = before

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import (
@@ -47,7 +48,7 @@ class Diagnosis:
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self.has_run = False
-        self._checkpoints: set[int] = set()
+        self._checkpoints: dict[str, int] = {}  # the file, or the iteration where it is not known -> the iteration
         self._rank: int | None = None
         self._own_steps: set[int] = set()
 
@@ -111,9 +112,15 @@ class Diagnosis:
             self._findings[key] = finding
             self._found[key] = (finding.since or 0, self._places[finding.rule])
 
-    def note_checkpoint(self, iteration: int) -> None:
-        """Note that a checkpoint has taken the state before an iteration."""
-        self._checkpoints.add(iteration)
+    def note_checkpoint(self, iteration: int, file: str = "") -> None:
+        """Note that a checkpoint has taken the state before an iteration.
+
+        Args:
+            iteration: the iteration.
+            file: its file or folder, which replaces an earlier checkpoint there; empty if it is not known.
+        """
+        self._checkpoints = {place: saved for place, saved in self._checkpoints.items() if not _is_deleted(place)}
+        self._checkpoints[file or str(iteration)] = iteration
 
     @property
     def verdict(self) -> Verdict:
@@ -130,7 +137,8 @@ class Diagnosis:
                 collect = "" if why else rule.collect
                 not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", collect, rule.essential))
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
-        findings = self._ordered(self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))
+        in_order = (self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))
+        findings = self._ordered(map(self._with_checkpoint, in_order))
         return Verdict(tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank)
 
     def with_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
@@ -152,7 +160,8 @@ class Diagnosis:
                 place, known = found.get((key, bool(finding.ranks)), (own_place, None))
                 together = finding if known is None else _together(known, finding)
                 found[key, bool(finding.ranks)] = min(place, own_place), together
-        findings = self._ordered(finding for _, finding in sorted(found.values(), key=lambda each: each[0]))
+        in_order = (finding for _, finding in sorted(found.values(), key=lambda each: each[0]))
+        findings = self._ordered(map(self._with_checkpoint, in_order))
         return dataclasses.replace(
             own,
             findings=tuple(findings),
@@ -168,15 +177,15 @@ class Diagnosis:
         """A finding of a rank, with the last good step of the numbers that are of all ranks together."""
         judge = next(judge for rule, judge in self._judges if rule.id == finding.rule)
         steps = [step for step in judge.steps if step not in self._own_steps]
-        last_good, checkpoint = self._last_good(finding.since, steps)
-        return dataclasses.replace(finding, last_good=last_good, checkpoint=checkpoint)
+        return dataclasses.replace(finding, last_good=_last_good(finding.since, steps))
 
-    def _last_good(self, since: int | None, judged: Iterable[int]) -> tuple[int | None, int | None]:
-        """The last good step before one, and the last checkpoint that cannot have what began in it."""
-        last_good = max((step for step in judged if step < (-1 if since is None else since)), default=None)
-        # The next checkpoints may have it already: between two due steps nobody has looked.
-        saved = [checkpoint for checkpoint in self._checkpoints if last_good is not None and checkpoint <= last_good]
-        return last_good, max(saved, default=None)
+    def _with_checkpoint(self, finding: Finding) -> Finding:
+        """A finding with the last checkpoint that cannot have it, among those that have not been deleted. Later
+        checkpoints may have it: nothing is measured between two collection steps."""
+        good = -1 if finding.last_good is None else finding.last_good
+        before = sorted((item for item in self._checkpoints.items() if item[1] <= good), key=lambda item: -item[1])
+        checkpoint = next((saved for place, saved in before if not _is_deleted(place)), None)
+        return dataclasses.replace(finding, checkpoint=checkpoint)
 
     def _judge(
         self, iteration: int, look: Callable[[Judge], Iterable[Sighting]], rank: int | None = None
@@ -193,7 +202,7 @@ class Diagnosis:
             for sighting in sightings:
                 key, finding, is_news = self._keep((rule, judge), sighting, iteration, rank)
                 if is_news:
-                    changed[key] = finding
+                    changed[key] = self._with_checkpoint(finding)
         return worst_first(changed.values())
 
     def _keep(
@@ -217,7 +226,6 @@ class Diagnosis:
         until = None if sighting.since is None else iteration
         if known is None:
             layers = tuple(self._facts.in_order(sighting.layers, sighting.tensor))
-            last_good, checkpoint = self._last_good(sighting.since, judged)
             return (
                 Finding(
                     rule=rule.id,
@@ -228,8 +236,8 @@ class Diagnosis:
                     statistic=sighting.statistic,
                     since=sighting.since,
                     until=until,
-                    last_good=last_good,
-                    checkpoint=checkpoint,
+                    last_good=_last_good(sighting.since, judged),
+                    checkpoint=None,
                     seen=sighting.seen,
                     why=rule.why,
                     remedy=sighting.remedy or rule.remedy,
@@ -253,6 +261,17 @@ class Diagnosis:
         return dataclasses.replace(known, seen=seen, seen_at=seen_at, patch=patch), worse
 
 
+def _last_good(since: int | None, judged: Iterable[int]) -> int | None:
+    """The last of the checked steps before a finding."""
+    return max((step for step in judged if step < (-1 if since is None else since)), default=None)
+
+
+def _is_deleted(file: str) -> bool:
+    """Whether a checkpoint's file is gone although its folder can be read; False where the file is not known."""
+    path = Path(file)
+    return path.is_absolute() and path.parent.is_dir() and not path.exists()
+
+
 def _together(one: Finding, other: Finding) -> Finding:
     """A finding of several ranks: since its first step anywhere, with what the worst of them shows, else the first."""
     first, second = sorted((one, other), key=lambda each: -1 if each.since is None else each.since)
@@ -264,5 +283,4 @@ def _together(one: Finding, other: Finding) -> Finding:
         since=first.since,
         until=max((each.until for each in (one, other) if each.until is not None), default=None),
         last_good=first.last_good,
-        checkpoint=first.checkpoint,
     )

@@ -122,8 +122,8 @@ class _OfRank:
             self._begin()
         diagnosis, facts = self._diagnosis, read.facts
         diagnosis.has_run = diagnosis.has_run or bool(len(run.steps) or run.unread or run.lacks_in_words)
-        for checkpoint in read.saved:  # of those after a finding none counts
-            diagnosis.note_checkpoint(checkpoint)
+        for iteration, file in read.saved:  # a finding does not name a later one
+            diagnosis.note_checkpoint(iteration, file)
         subjects, ranks = run.subjects, read.rank_of_series
         own = np.full(len(subjects), -1, np.int32)
         for iteration, numbers, values, unscaled in read.steps(self._last):
@@ -189,7 +189,7 @@ class _Seen(NamedTuple):
     rank: int | None
     numbers: int
     facts: str
-    checkpoints: tuple[int, ...]
+    checkpoints: tuple[tuple[int, str], ...]
     logged: str
 
 
@@ -222,7 +222,7 @@ class _Common:
         plain: what its numbers show; None for a run with records.
         facts: its facts.
         rank_of_series: [series]: whose own numbers they are; ``REDUCED`` of those that are reduced over ranks.
-        saved: the iterations before which a checkpoint has taken the state.
+        saved: the checkpoints: the iteration before which each has taken the state, and its file if that is known.
         logged: what the trainer has logged, by iteration.
         ends: the ends of the last start, each with the rank that recorded it.
     """
@@ -233,7 +233,7 @@ class _Common:
         self.ends: list[tuple[int, Event]] = []
         self.rank_of_series = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
         events = [row for row in run.events.to_pylist() if row["iteration"] is not None]
-        self.saved = sorted(row["iteration"] for row in events if row["kind"] == "checkpoint_saved")
+        self.saved = [(row["iteration"], _file_of(row)) for row in events if row["kind"] == "checkpoint_saved"]
         logged: dict[int, _Logged] = {}
         for part in run.scalars.to_batches(max_chunksize=1 << 16):  # as Python's objects they are ten times as large
             columns = part["iteration"], part["name"].cast(pa.string()), part["value"]
@@ -317,7 +317,7 @@ class _Read:
             self.rank,
             self._count(last),
             self.facts.up_to(last),
-            tuple(self.saved[: bisect.bisect_right(self.saved, max(last, told))]),
+            tuple(saved for saved in self.saved if saved[0] <= max(last, told)),
             hashlib.sha256(repr(self.logged(-1, told)).encode("utf-8", "surrogatepass")).hexdigest(),
         )
 
@@ -353,6 +353,11 @@ def _event_data(row: Row) -> dict[str, Any]:
         return data if isinstance(data, dict) else {}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
+
+
+def _file_of(row: Row) -> str:
+    """The file of a checkpoint, of its event; empty if it is not known."""
+    return str(_event_data(row).get("file", ""))
 
 
 def _heard(data: str | None) -> _Heard | None:

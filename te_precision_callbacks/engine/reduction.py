@@ -7,8 +7,8 @@ message is needed to find out.
 
 The maxima also carry each rank's :class:`Stamp`, every part together with its negative, so all ranks learn from the
 same message whether the largest stamp is also the smallest. If not, the ranks are in different iterations, and the
-merged numbers are not used. Different counts of optimizer steps alone, as of ranks with different optimizers, are
-only reported.
+merged numbers are not used. The same holds for counts of optimizer steps that were equal before: a rank has missed a
+step(). Counts that differ from the start, as of ranks with different optimizers, are only reported.
 
 A rank that cannot pack its message, since the GPU has no memory left for example, sends neutral numbers of the agreed
 length and marks them: it costs the step the numbers of this rank, and nothing else. Any other failure makes the
@@ -62,7 +62,8 @@ class Stamp(NamedTuple):
         iteration: the debug iteration whose statistics are reduced.
         schedule: a hash of when statistics are due.
         optimizer_steps: how many optimizer steps the rank has done. A rank that skips a step() has done more of them
-            than the other ranks at the same iteration. Negative if unknown, which is not compared. It may differ.
+            than the other ranks at the same iteration. Negative if unknown, which is not compared. It may differ from
+            the start.
     """
 
     iteration: int
@@ -134,6 +135,7 @@ class Reduction:
         self._own_layout: _Layout | None = None
         self._own_version = -1
         self._meeting = 0
+        self._agreed_on_optimizers = 0
         self._failure: Exception | None = None
 
     def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
@@ -152,6 +154,7 @@ class Reduction:
             return self._collect_own(slots)
         if self._meeting != messages.meetings:
             self._meeting, self._agreed, self._layout = messages.meetings, {}, None
+            self._agreed_on_optimizers = 0
         try:
             layout = self._reduce(messages, slots, stamp)
         except (RanksLostError, RanksDifferError) as error:
@@ -185,16 +188,23 @@ class Reduction:
                 layout = self._layout
                 self._pack(messages, layout, slots, stamp, changed=bool(news))
                 messages.merge("statistics", why, layout.merged, layout.split)
-                if not layout.has_one_stamp():
+                if not layout.has_one_stamp() or (layout.has_other_optimizers() and self._have_agreed):
                     self._part(messages, stamp)
                 if not layout.has_changed():
                     messages.put_noted(layout.is_noted(), stops=layout.stops())
+                    self._agreed_on_optimizers += layout.has_one_optimizer_count()
                     return layout
             for entry in messages.pooled(news, "names of statistics", why):
                 known = self._agreed.get(entry.key)
                 outputs = dict.fromkeys([*(known.outputs if known else ()), *entry.outputs])
                 self._agreed[entry.key] = entry._replace(outputs=tuple(outputs))
             self._lay_out(slots)
+
+    @property
+    def _have_agreed(self) -> bool:
+        """Whether the ranks have had equal counts of optimizer steps: twice, since optimizers that step in each and in
+        each second iteration agree in the first one."""
+        return self._agreed_on_optimizers >= 2 and not self.optimizers_differ
 
     def _pack(self, messages: Messages, layout: _Layout, slots: Segments, stamp: Stamp, *, changed: bool) -> None:
         """Put the message together; a neutral one if that fails."""
@@ -377,6 +387,10 @@ class _Layout:
     def has_other_optimizers(self) -> bool:
         """Whether ranks have done different numbers of optimizer steps."""
         return not self._alike()[_PARTS_COMPARED:].all()
+
+    def has_one_optimizer_count(self) -> bool:
+        """Whether ranks have done equally many optimizer steps, and any at all."""
+        return bool(self._alike()[-1]) and self.merged[-_TRAILER:_CHANGED].reshape(2, -1)[0, -1] > 0
 
     def _alike(self) -> npt.NDArray[np.bool_]:
         """Of which parts of the stamps the largest is the smallest."""

@@ -39,3 +39,13 @@ def delayed_state(meta: Mapping[str, Any] | None, direction: str) -> Any:
     """
     state = (meta or {}).get(direction)
     return None if getattr(state, "amax_history", None) is None else state
+
+
+def is_in_checkpoints(module: torch.nn.Module) -> bool:
+    """Whether a module's ``_extra_state`` has its state of delayed scaling: not after a forward outside of FP8.
+
+    Read from Transformer Engine 2.20.2, ``pytorch/module/base.py: get_extra_state``.
+    """
+    attributes = vars(module)
+    meta = attributes.get("fp8_meta") or {}
+    return bool(meta.get("fp8_checkpoint") or attributes.get("fp8") or attributes.get("fp8_calibration"))

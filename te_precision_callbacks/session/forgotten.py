@@ -1,12 +1,12 @@
-"""Says that a training loop forgets ``step()`` or ``model.train()``, or calls ``step()`` twice: iterations would be too
-few, evaluations, or too many."""
+"""Warns of a training loop that forgets ``step()`` or ``model.train()``, or calls ``step()`` more than once for a step
+of the optimizer: iterations would be too few, evaluations, or too many."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -19,8 +19,8 @@ from te_precision_callbacks.session.loop import Loop
 
 logger = logging.getLogger(__name__)
 
-_TWICE = (True, False) * 3
-"""Whether something ran in each of the last iterations, of a loop that calls ``step()`` twice each time."""
+_ALIKE = 3
+"""The optimizer steps in a row with the same number of further iterations after which a warning comes."""
 
 MOST_OPTIMIZER_STEPS = 10
 """The number of steps of one optimizer in one debug iteration at which the loop has probably forgotten to step."""
@@ -49,6 +49,7 @@ class ForgottenSteps:
         notices: the messages of the run that have been logged once.
         loop: the front door's facts about the training loop.
         is_of_model: whether an optimizer steps a parameter of the session's model.
+        parameters: gives the parameters of the model.
         iteration: gives the debug iteration.
 
     Attributes:
@@ -60,15 +61,20 @@ class ForgottenSteps:
         notices: Notices,
         loop: Loop,
         is_of_model: Callable[[torch.optim.Optimizer], bool],
+        parameters: Callable[[], Iterable[torch.nn.Parameter]],
         iteration: Callable[[], int],
     ) -> None:
         self.has_stepped = False
         self._notices = notices
         self._loop = loop
         self._is_of_model = is_of_model
+        self._parameters = parameters
         self._iteration = iteration
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._was_busy: deque[bool] = deque(maxlen=len(_TWICE))
+        self._watched: weakref.ref[torch.nn.Parameter] | None = None
+        self._gradient: object = None
+        self._between: list[str] = []
+        self._gaps: deque[tuple[str, ...]] = deque(maxlen=_ALIKE)
 
     @property
     def has_trained(self) -> bool:
@@ -89,21 +95,41 @@ class ForgottenSteps:
                 " training, or ignore this warning if the layers are meant to stay so.",
                 in_sentence(*(named.name for named in modules), most=2),
             )
-        if not self._loop.trainer_steps and own_rank() == 0:
-            self._look_for_second_steps(is_busy=in_regions or bool(self._steps))
+        if not (self._loop.trainer_steps or self._loop.counts_batches) and own_rank() == 0:
+            self._check_further_steps(in_regions=in_regions)
         self.has_stepped = True
         self._steps.clear()
 
-    def _look_for_second_steps(self, *, is_busy: bool) -> None:
-        self._was_busy.append(is_busy)
-        if tuple(self._was_busy) == _TWICE and self._notices.first("stepped twice"):
+    def _check_further_steps(self, *, in_regions: bool) -> None:
+        """Warn if each step of the optimizer has as many iterations that hold nothing, or a backward alone."""
+        has_gradient = self._has_new_gradient(search=not self._steps)
+        if not self._steps:
+            self._between.append("backward" if has_gradient else "forward" if in_regions else "nothing")
+            return
+        self._gaps.append(tuple(self._between))
+        self._between.clear()
+        gap = self._gaps[-1]
+        if list(self._gaps) != [gap] * _ALIKE or len(set(gap)) != 1 or gap[0] == "forward":
+            return
+        if self._notices.first("further steps"):
             logger.warning(
-                "step() is called twice after each step of the optimizer: every second debug iteration holds nothing,"
-                " so iterations and schedules count double. Call it once. (%d of the last %d iterations had no"
-                " te.autocast and no step of an optimizer.)",
-                len(_TWICE) // 2,
-                len(_TWICE),
+                "step() is called %s: %d debug iterations for each step of the optimizer, so iterations and schedules"
+                " count %d times as fast. Call it once, after the optimizer's step.%s",
+                "again after each step of the optimizer" if gap[0] == "nothing" else "after each micro-batch",
+                len(gap) + 1,
+                len(gap) + 1,
+                "" if gap[0] == "nothing" else " Ignore this warning if a micro-batch is to be an iteration.",
             )
+
+    def _has_new_gradient(self, *, search: bool) -> bool:
+        """Whether a gradient of the model has changed since the last call, by one of its parameters."""
+        watched = None if self._watched is None else self._watched()
+        if watched is None and search:
+            watched = next((each for each in self._parameters() if each.grad is not None), None)
+            self._watched = None if watched is None else weakref.ref(watched)
+        before, gradient = self._gradient, None if watched is None else watched.grad
+        self._gradient = None if gradient is None else (id(gradient), gradient._version)
+        return gradient is not None and self._gradient != before
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of an optimizer, and warn at the tenth."""

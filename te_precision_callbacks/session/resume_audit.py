@@ -21,12 +21,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_precision_callbacks.base.errors import ResumeAuditError
+from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
-from te_precision_callbacks.runs.fingerprints.changes import compare, for_log
+from te_precision_callbacks.runs.fingerprints.changes import compare, for_log, unsaved_layers
 from te_precision_callbacks.runs.fingerprints.checkpoint_files import read, write
 from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, FingerprintError
 from te_precision_callbacks.runs.fingerprints.pooling import Pool, Pooled, of_rank
@@ -53,6 +54,16 @@ _REMEDY = (
 )
 
 
+_EVALUATE_IN_FP8 = (
+    "Their last forward was an evaluation outside of FP8, after which Transformer Engine saves an empty _extra_state."
+    " %s, or save before the evaluation. A resume from this checkpoint begins with scales of 1."
+)
+_OF_ACCELERATE = (
+    "Set fp8_use_autocast_during_eval: true in fp8_config of Accelerate's file, or"
+    " TERecipeKwargs(use_autocast_during_eval=True)"
+)
+
+
 class ResumeAudit:
     """Takes the fingerprints of a run, and compares a resumed run with those of its checkpoint.
 
@@ -64,6 +75,8 @@ class ResumeAudit:
         results: know how layers trained, and get the report.
         records: record the run; None if it is not recorded.
         failures: get failures of the audit.
+        notices: the messages of the run that have been logged once.
+        front_door: what has started the session.
         strict: whether results raise.
     """
 
@@ -73,6 +86,8 @@ class ResumeAudit:
         results: RunResults,
         records: RecordSink | None,
         failures: ObservationFailures,
+        notices: Notices,
+        front_door: str,
         *,
         strict: bool,
     ) -> None:
@@ -80,6 +95,8 @@ class ResumeAudit:
         self._results = results
         self._records = records
         self._failures = failures
+        self._notices = notices
+        self._converts = front_door in ("accelerate", "transformers")
         self._strict = strict
         self._run_id = new_run_id()
         self._pool = Pool()
@@ -142,7 +159,11 @@ class ResumeAudit:
         if not modules:
             return None
         try:
-            return with_recipes(self._with_layers(iteration), modules, self._results.audit.trained_in_fp8)
+            taken = with_recipes(self._with_layers(iteration), modules, self._results.audit.trained_in_fp8)
+            if (unsaved := unsaved_layers(taken)) is not None and own_rank() == 0 and self._notices.first("unsaved"):
+                remedy = _OF_ACCELERATE if self._converts else "Evaluate inside of te.autocast"
+                logger.warning("%s %s", unsaved, _EVALUATE_IN_FP8 % remedy)
+            return taken
         except Exception as error:
             self._failures.report("taking the fingerprint of", f"iteration {iteration}", error)
             return None

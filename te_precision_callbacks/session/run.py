@@ -86,6 +86,7 @@ class Run:
         observation: the engine, and the recorder of dumps.
         overflow: activation overflow detection.
         resume_audit: the fingerprints for checkpoints, and the audit of a resume.
+        report: receives failures of observation.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Run:
         # Not by the ranks of the run, which would keep the model as long as the results.
         leading = functools.partial(leads, options.process_group, reduce=options.reduce)
         self._failures = failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
+        self.report = failures.report
         self.ranks = ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
         self._ends: ProcessEnds | None = None
         self.inspector = inspector = Inspector(
@@ -135,9 +137,13 @@ class Run:
         self.model = model = ObservedModel(
             options, inspector, self.hooks, engine, results, failures, notices, loop.front_door
         )
-        self._forgotten = ForgottenSteps(notices, loop, model.is_trained_by, lambda: inspector.iteration)
+        self._forgotten = ForgottenSteps(
+            notices, loop, model.is_trained_by, model.parameters, lambda: inspector.iteration
+        )
         self._written = LogAndRecords(options, results.log_dir, model.layers.given, ranks)
-        self.resume_audit = ResumeAudit(model, results, self._written.records, failures, strict=options.strict)
+        self.resume_audit = ResumeAudit(
+            model, results, self._written.records, failures, notices, loop.front_door, strict=options.strict
+        )
         self._sinks = Sinks([*self._written.sinks, *sinks, *options.sinks], self._describe, failures)
         self.observation = Observation(engine, recorder)
         self._diagnosis = LiveDiagnosis(
@@ -377,12 +383,12 @@ class Run:
             self.overflow.note_loss(values.get("loss"))
         return logging_step
 
-    def tell_of_checkpoint(self) -> None:
-        """Tell the sinks that a checkpoint has taken the state."""
+    def tell_of_checkpoint(self, file: str) -> None:
+        """Report to the sinks that a checkpoint has taken the state; its file is empty if it is not known."""
         iteration = self.inspector.iteration
-        self._results.diagnosis.note_checkpoint(iteration)
+        self._results.diagnosis.note_checkpoint(iteration, file)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
-        self._chronicle.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint"))
+        self._chronicle.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 
     def restore_losses(self, losses: Sequence[float]) -> None:
         """Let the rules compare the first losses of a resumed run with those of its checkpoint."""

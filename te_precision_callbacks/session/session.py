@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from te_precision_callbacks.instrumentation.upstream import import_transformer_e
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
+from te_precision_callbacks.session.backward_loss import BackwardLoss
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.loop import Loop
 from te_precision_callbacks.session.results import Results, RunResults
@@ -104,6 +106,7 @@ class InspectSession(Results):
         self._notices = Notices()
         self._loop = Loop()
         self._resumed_loss = ResumedLoss()
+        self._backward_loss: BackwardLoss | None = None
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
 
     def _no_findings(self, log_dir: Path | None) -> RunResults:
@@ -192,6 +195,7 @@ class InspectSession(Results):
         counts_from: int = 0,
         front_door: str = "session",
         trainer_steps: bool = False,
+        counts_batches: bool = False,
         eval_mode_counts: bool = True,
     ) -> InspectSession:
         """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
@@ -204,6 +208,7 @@ class InspectSession(Results):
             front_door: what starts the session, for the records of the run.
             trainer_steps: whether a trainer calls :meth:`step`. If a loop calls it, a warning comes once after 100
                 training forwards of one module without a step.
+            counts_batches: whether :meth:`step` is called after each micro-batch on purpose.
             eval_mode_counts: whether modules in eval mode count as evaluation. A loop that sets :attr:`observing` may
                 turn this off.
 
@@ -230,7 +235,7 @@ class InspectSession(Results):
         self._results = self._no_findings(log_dir)
         self._results.started_at = _place_in_script()
         self._notices = Notices()
-        self._loop = Loop(trainer_steps, counts_from, front_door)
+        self._loop = Loop(trainer_steps, counts_from, front_door, counts_batches)
         self._classify.eval_mode_counts = eval_mode_counts
         self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop, self._notices)
         self._resume_audit = run.resume_audit
@@ -288,6 +293,8 @@ class InspectSession(Results):
             logging_step = step_number("logging_step=", logging_step)
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
+        if self._backward_loss is not None:
+            run.log(self._backward_loss.take(), logging_step)
         records = run.step(logging_step)
         run.tell_of_loss(self._resumed_loss)
         return records
@@ -309,12 +316,23 @@ class InspectSession(Results):
         """
         if logging_step is not None:
             logging_step = step_number("logging_step=", logging_step)
+        if self._backward_loss is not None:
+            self._backward_loss.note_logged(scalars)
         if self._run is not None and self._run.live:
             step = self._run.log(scalars, logging_step)
             if step is not None:
                 self._resumed_loss.note(step, scalars)
                 self._run.tell_of_loss(self._resumed_loss)
                 self._run.restore_losses(self._resumed_loss.take_restored(scalars))
+
+    def follow(self, owner: Any) -> None:
+        """Record the loss with which ``owner.backward(loss)`` is called, of an Accelerator or a Fabric, until
+        :meth:`stop`: as ``loss``, the mean over the micro-batches of a step. After :meth:`log` has got a ``loss``, only
+        that one is recorded.
+        """
+        report = self._running("follow()").report
+        if self._backward_loss is None:
+            self._backward_loss = BackwardLoss(owner, report)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and undo everything that it changed. Does nothing if the session is not running.
@@ -337,6 +355,9 @@ class InspectSession(Results):
                 self._kept = run if run.kept else None
                 self._run = None
                 self._loop.has_left = None
+                if self._backward_loss is not None:
+                    self._backward_loss.remove()
+                    self._backward_loss = None
 
     def flush(self, seconds: float = 3.0) -> bool:
         """Have the statistics log and the records written as far as they were handed over, in the steps that are
@@ -367,7 +388,7 @@ class InspectSession(Results):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, all_ranks: bool = False, file: str = "") -> dict[str, Any]:
         """What a checkpoint needs to continue the run: ``iteration``; ``fingerprint``, a text, of this rank's state
         of low precision; ``loss`` and ``loss_step``, the training loss that :meth:`log` got last; and ``losses``, the
         last 20. Take it together
@@ -376,6 +397,8 @@ class InspectSession(Results):
         Args:
             all_ranks: of a checkpoint that rank 0 writes for all: rank 0 gets ``fingerprints`` of all ranks that call
                 this. It waits up to 10 seconds for them; the others do not wait.
+            file: the file or folder of the checkpoint, if it is known: a finding does not name a checkpoint whose file
+                has been deleted.
 
         There is no fingerprint before :meth:`attach`, and for a model without layers of Transformer Engine.
 
@@ -383,7 +406,7 @@ class InspectSession(Results):
             ObservationError: with ``strict=True``, the fingerprint could not be taken.
         """
         state: dict[str, Any] = {"iteration": self.iteration, **self._resumed_loss.saved()}
-        self._tell_of_checkpoint()
+        self._tell_of_checkpoint(file)
         if all_ranks:
             pooled = None if self._resume_audit is None else self._resume_audit.pooled(self.iteration)
             return state if pooled is None else {**state, "fingerprints": pooled}
@@ -424,7 +447,7 @@ class InspectSession(Results):
             ObservationError: with ``strict=True``, the fingerprint could not be taken or written.
         """
         if self._resume_audit is not None:
-            self._tell_of_checkpoint()
+            self._tell_of_checkpoint(str(folder))
             self._resume_audit.save(folder, self.iteration)
 
     def load_fingerprint(self, folder: Path) -> None:
@@ -437,9 +460,9 @@ class InspectSession(Results):
         """
         self._running("load_fingerprint()").resume_audit.expect(folder)
 
-    def _tell_of_checkpoint(self) -> None:
+    def _tell_of_checkpoint(self, file: str) -> None:
         if self._run is not None and self._run.live:
-            self._run.tell_of_checkpoint()
+            self._run.tell_of_checkpoint(os.path.abspath(file) if file and "://" not in file else file)
 
     # ------------------------------------------------------------------ what front doors tell
 

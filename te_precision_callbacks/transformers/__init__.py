@@ -36,8 +36,9 @@ except ImportError as error:
     needed_by = "Transformer Engine, which PEFT imports for transformers' Trainer where both are installed,"
     raise TransformerEngineUnavailableError(cause, needed_by) from error
 
+from te_precision_callbacks.accelerate import convert_to_te
 from te_precision_callbacks.transformers.arguments import PrecisionDebugOption, TrainingArguments
 from te_precision_callbacks.transformers.callback import PrecisionDebugTrainerCallback
 from te_precision_callbacks.transformers.trainer import Trainer
 
-__all__ = ["PrecisionDebugOption", "PrecisionDebugTrainerCallback", "Trainer", "TrainingArguments"]
+__all__ = ["PrecisionDebugOption", "PrecisionDebugTrainerCallback", "Trainer", "TrainingArguments", "convert_to_te"]

@@ -11,6 +11,7 @@ import torch
 import transformer_engine.pytorch as te
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.accelerate import STATE_FILE, PrecisionDebugger
@@ -211,3 +212,23 @@ def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
     assert findings(debugger.session.resume_report) == [
         "Quantized primary weights came back with other data: they were rounded anew: all 2 layers."
     ]
+
+
+@pytest.mark.parametrize(("limit", "named"), [(None, 2), (1, None)])
+def test_a_finding_names_no_deleted_checkpoint(tmp_path: Path, limit: int | None, named: int | None) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=limit)
+    accelerator = Accelerator(project_config=project)
+    model, optimizer, loader = prepared(accelerator, Plain())
+    with PrecisionDebugger(
+        accelerator, model, statistics(stats=["nonfinite_num"]), log_dir=tmp_path / "logs"
+    ) as debugger:
+        for index, batch in enumerate(loader):
+            accelerator.backward(model(batch).pow(2).mean())
+            if index == 3:
+                model.fc1(torch.full((8, 32), float("nan")))
+            optimizer.step()
+            optimizer.zero_grad()
+            debugger.step()
+            accelerator.save_state()
+    (finding,) = debugger.session.findings.wrong
+    assert (finding.since, finding.last_good, finding.checkpoint) == (3, 2, named)

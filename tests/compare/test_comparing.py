@@ -21,7 +21,7 @@ from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.spread import bounds
 from te_precision_callbacks.views.compare.wording import (
     difference,
-    lost_losses,
+    first_lines,
     of_losses,
     times,
     what_was_compared,
@@ -555,13 +555,13 @@ def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, value: f
     for a, b, side, other in ((good, lost, "B", "A"), (lost, good, "A", "B")):
         found = compare(a, b)
         assert found.has_findings
-        assert list(lost_losses(found)) == [f"The loss of {side} is {value} {when}; that of {other} is not."]
+        assert list(first_lines(found)) == [f"The loss of {side} is {value} {when}; that of {other} is not."]
         assert found.loss is not None
         assert "inf" not in " ".join(of_losses(found.loss))
         assert found.loss.spike is None
         assert found.loss.steps == since
     both = compare(lost, lost)
-    assert len(list(lost_losses(both))) == 2
+    assert len(list(first_lines(both))) == 2
     assert not both.has_findings
     noisy = compare(good, good, noise=[lost]).loss
     assert noisy is not None
@@ -579,7 +579,7 @@ def test_a_loss_that_changes_between_inf_and_nan_departs_for_as_long(runs: Runs,
     values[20:] = np.resize(lost, STEPS - 20)
     a, b = (runs.record(name, numbers(0), scalars={"loss": loss}) for name, loss in (("a", curve), ("b", values)))
     found = compare(a, b)
-    assert list(lost_losses(found)) == [f"The loss of B is {what} from step 20 on; that of A is not."]
+    assert list(first_lines(found)) == [f"The loss of B is {what} from step 20 on; that of A is not."]
     assert found.first is not None
     assert (found.first.name, found.first.iteration) == ("loss", 20)
     assert (found.first.strongest.steps, found.first.strongest.to_the_end) == (STEPS - 20, True)
@@ -596,7 +596,7 @@ def test_a_loss_that_the_trainer_hides_is_not_compared_in_its_place(runs: Runs) 
     good = runs.record("good loss", numbers(0), scalars={"loss": curve, "loss_step": curve})
     bad = runs.record("hidden loss", numbers(0), scalars={"loss": np.nan_to_num(lost), "loss_step": lost})
     found = compare(good, bad)
-    assert list(lost_losses(found)) == ["The loss_step of B is nan from step 20 on; that of A is not."]
+    assert list(first_lines(found)) == ["The loss_step of B is nan from step 20 on; that of A is not."]
     assert found.loss is not None
     assert found.loss.name == "loss_step"
 
@@ -686,8 +686,23 @@ def test_runs_that_share_no_layer(runs: Runs) -> None:
 def test_a_run_without_statistics_is_named(runs: Runs) -> None:
     none = record(runs.folder / "none", {}, scalars={"loss": np.ones(5)})
     for pair in ((runs.a, none), (none, runs.a)):
-        with pytest.raises(ComparisonError, match=r"none has no statistics of layers, so nothing can be compared"):
+        with pytest.raises(ComparisonError, match=r"none has no statistics of layers, so no layer can be compared"):
             compare(*pair)
+
+
+def test_runs_without_a_layer_in_common_compare_the_numbers_of_the_trainer(runs: Runs) -> None:
+    losses = {"loss": np.linspace(4, 2, STEPS)}
+    a = record(runs.folder / "with", numbers(0), scalars=losses)
+    b = record(runs.folder / "without", {}, scalars={"loss": 2 * losses["loss"]})
+    other = record(runs.folder / "other", {("blocks.0", "weight", "cur_amax"): np.ones(STEPS)}, scalars=losses)
+    result = compare(a, b)
+    assert result.loss is not None
+    assert result.loss.relative == pytest.approx(1)
+    (first,) = first_lines(result)
+    assert first.startswith(f"{runs.folder / 'without'} has no statistics of layers, so no layer can be compared.")
+    assert first.endswith("Only the numbers of the trainer are compared.")
+    (first,) = first_lines(compare(a, other))
+    assert "share no layer" in first
 
 
 def test_the_types_of_what_is_kept_are_facts(runs: Runs) -> None:

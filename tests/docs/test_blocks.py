@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
@@ -181,15 +180,12 @@ def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_tr
     assert [stops(SimpleNamespace(severity="note", layers=layers)) for layers in (("head",), ())] == ["stop", None]
     found |= run(for_lightning, **found) | run(for_transformers, **found) | run(again)
     assert found["verdict"] == found["session"].findings
-    for healthy in (True, False):
-        precision = SimpleNamespace(session=SimpleNamespace(healthy=healthy))
-        keeping = run(for_lightning)["HealthyCheckpoint"](precision, dirpath=folder / str(healthy))
-        with mock.patch.object(ModelCheckpoint, "_save_checkpoint") as saving:
-            keeping._save_checkpoint(None, "x")
-        assert saving.called == healthy
+    assert isinstance(found["keeping"], ModelCheckpoint)
+    for wrong in ((), ("a finding",)):
+        precision = SimpleNamespace(session=SimpleNamespace(findings=SimpleNamespace(wrong=wrong)))
         control = transformers.TrainerControl(should_save=True)
-        run(for_transformers)["HealthyCheckpoint"](precision).on_step_end(None, None, control)
-        assert control.should_save == healthy
+        found["HealthyCheckpoint"](precision).on_step_end(None, None, control)
+        assert control.should_save == (not wrong)
 
 
 def gemm_error(folder: Path, code: str) -> None:

@@ -57,6 +57,7 @@ def main(rank: int, folder: Path) -> None:
     lost(rank, folder / "lost")
     lost(rank, folder / "lost on one rank", rank_0_too=False)
     judged(rank, folder / "judged")
+    missed(rank, folder / "missed")
     for reduce in (False, True):
         on_one_rank(rank, folder / f"on one rank {reduce}", reduce=reduce)
     died(rank, folder / "died")
@@ -306,6 +307,19 @@ def judged(rank: int, folder: Path) -> None:
             session.step()
     if rank == 0:
         (folder / "live.txt").write_text("\n".join(session.findings.judged))
+
+
+def missed(rank: int, folder: Path) -> None:
+    """Rank 1 misses the step() of the third optimizer step; all elements of an input are the number of that step."""
+    net = te.Linear(32, 32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    config = statistics(stats=["min", "max"])
+    with InspectSession(config, model=net, log_dir=folder, statistics_log="all") as session:
+        for step in range(45):
+            net(torch.full((16, 32), float(step))).sum().backward()
+            optimizer.step()
+            if (rank, step) != (1, 2):
+                session.step()
 
 
 def died(rank: int, folder: Path) -> None:

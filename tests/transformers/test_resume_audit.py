@@ -17,6 +17,7 @@ import transformers
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import PrecisionDebugTrainerCallback
+from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs.fingerprints import FILE_NAME, FingerprintError
 from te_precision_callbacks.session import ResumeAuditError
 from tests.capability import any_capability, stand_for
@@ -233,3 +234,51 @@ def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
     assert findings(callback.session.resume_report) == [
         "Quantized primary weights came back with other data: they were rounded anew: all 2 layers."
     ]
+
+
+class Breaks(Net):
+    """Its activations are NaN from a step on, which leaves the loss and the weights as they are."""
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if len(self.trained_on) >= 5:
+            self.net[0](inputs * float("nan"))
+        return super().forward(inputs, labels)
+
+
+@pytest.mark.parametrize(("limit", "named"), [(None, 4), (2, None)])
+def test_a_finding_names_no_deleted_checkpoint(tmp_path: Path, limit: int | None, named: int | None) -> None:
+    callback = PrecisionDebugTrainerCallback(statistics(stats=["nonfinite_num"]), log_dir=tmp_path / "logs")
+    args = arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=1, save_total_limit=limit)
+    trainer(args, callback, model=Breaks()).train()
+    (finding,) = callback.session.findings.wrong
+    assert (finding.since, finding.last_good, finding.checkpoint) == (5, 4, named)
+    assert diagnose(tmp_path / "logs") == callback.session.findings
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_an_evaluation_before_each_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, in_fp8: bool
+) -> None:
+    """Transformer Engine saves no state of a module whose last forward ran outside of FP8."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+    monkeypatch.setenv("ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL", str(int(in_fp8)))
+    keywords: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+    }
+    callback = PrecisionDebugTrainerCallback(statistics(), log_dir=tmp_path / "logs")
+    trainer(arguments(tmp_path, max_steps=4, **keywords), callback, model=llama(of_te=False)).train()
+    at_save = [text for text in warned(caplog) if "does not have the scales" in text]
+    assert len(at_save) == (not in_fp8)
+    assert all("all 8 layers" in text and "fp8_use_autocast_during_eval: true" in text for text in at_save)
+
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    callback = resumed(tmp_path, llama(of_te=False))
+    found = findings(callback.session.resume_report)
+    assert [text.startswith("The checkpoint has no scales and amax histories") for text in found] == [True] * (
+        not in_fp8
+    )

@@ -30,6 +30,10 @@ _WITH_STATE = frozenset({"amax_history_len", "qfactory"})
 
 
 _MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
+_UNSAVED = (
+    "The checkpoint has no scales and amax histories, since it was saved after a forward outside of FP8, such as an"
+    " evaluation: the first step runs with scales of 1"
+)
 
 
 @dataclass(frozen=True)
@@ -181,16 +185,16 @@ def _of_state(before: LayerFingerprint, now: LayerFingerprint, *, length_may_dif
     ):
         if old is None or old.is_new:
             continue
+        if new is None:
+            of_direction.setdefault(_UNSAVED if before.unsaved else _MISSING, [])
+            continue
         for what in _of_direction(old, new, length_may_differ=length_may_differ):
             of_direction.setdefault(what, []).append(direction)
     for what, directions in of_direction.items():
-        yield what if what == _MISSING else f"{what} ({' and '.join(directions)})"
+        yield f"{what} ({' and '.join(directions)})" if directions else what
 
 
-def _of_direction(old: ScalingState, new: ScalingState | None, *, length_may_differ: bool) -> Iterator[str]:
-    if new is None:
-        yield _MISSING
-        return
+def _of_direction(old: ScalingState, new: ScalingState, *, length_may_differ: bool) -> Iterator[str]:
     if new.has_unit_scales and not old.has_unit_scales:
         yield "The scales came back as 1"
     elif new.scale != old.scale:
@@ -211,6 +215,14 @@ def _of_weights(before: LayerFingerprint, now: LayerFingerprint, *, same_place: 
         return  # each rank has a part of its own
     if any(new.hashes[direction] != found for direction, found in old.hashes.items() if direction in new.hashes):
         yield "Quantized primary weights came back with other data: they were rounded anew"
+
+
+def unsaved_layers(fingerprint: Fingerprint) -> Finding | None:
+    """The layers whose scales and amax histories a checkpoint lacks; None if it has all of them."""
+    has_state = [layer for layer in fingerprint.layers if layer.forward is not None and not layer.forward.is_new]
+    lacking = tuple(layer.name for layer in has_state if layer.unsaved)
+    what = "The checkpoint does not have the scales and amax histories of these layers"
+    return Finding(what, lacking, all_layers=len(lacking) == len(has_state)) if lacking else None
 
 
 def _in_words(layers: Sequence[str], *, all_layers: bool) -> str:

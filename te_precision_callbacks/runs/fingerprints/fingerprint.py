@@ -112,6 +112,8 @@ class LayerFingerprint:
         weights: its primary weights.
         forward, backward: its state of delayed scaling; None if it has none.
         overrides: the features of the config that can change the precision of its GEMMs.
+        unsaved: whether the checkpoint lacks its state: Transformer Engine 2.20 saves an empty ``_extra_state`` after a
+            forward outside of FP8 (``pytorch/module/base.py: get_extra_state``).
     """
 
     scope: str
@@ -122,6 +124,7 @@ class LayerFingerprint:
     forward: ScalingState | None
     backward: ScalingState | None
     overrides: tuple[str, ...]
+    unsaved: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR, gemm_operand, is_quantized, scaling_mode, stored
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.layers.fp8_state import delayed_state
+from te_precision_callbacks.layers.fp8_state import delayed_state, is_in_checkpoints
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.runs.fingerprints.fingerprint import (
     HIGH_PRECISION,
@@ -50,6 +50,7 @@ def with_layers(
     for named in modules:
         of_layers = len(named.layers)
         forward, backward = (_states(named.module, key, of_layers) for key in ("scaling_fwd", "scaling_bwd"))
+        unsaved = not is_in_checkpoints(named.module)
         for number, layer in enumerate(named.layers):
             layers.append(
                 LayerFingerprint(
@@ -61,6 +62,7 @@ def with_layers(
                     forward=forward[number],
                     backward=backward[number],
                     overrides=overrides.get(layer.name, ()),
+                    unsaved=unsaved and forward[number] is not None,
                 )
             )
     return dataclasses.replace(facts, layers=tuple(layers))

@@ -61,8 +61,10 @@ def compare(
     one, other, others = _sides(a, b, noise, ranks, steps, lasting)
     theirs = set(other.subjects)
     paired = [subject for subject in one.subjects if subject in theirs]
-    for side in (other, *others):
-        _check_layers(one, side)
+    apart = _layers_apart(one, other)
+    for reason in (apart if not paired else "", *(_layers_apart(one, side) for side in others if not apart)):
+        if reason:
+            raise ComparisonError(reason)
     order = Order([a, *([] if b is None else [b])])
     sizes = Sizes(a, a if b is None else b)
     search = Search(one, other, others, lasting, sizes, None if numbers is None else numbers.taking(one, other, paired))
@@ -90,6 +92,7 @@ def compare(
         same_run,
         None if same_run else compare_ranks(a, *ranks) if ranks else None if b is None else compare_verdicts(a, b),
         steps,
+        apart and f"{apart} Only the numbers of the trainer are compared.",
     )
 
 
@@ -134,25 +137,28 @@ def _of_steps(run: RecordedRun, steps: tuple[int, int], lasting: int) -> tuple[S
     return one, other, [side_of_step(run, steps[0], lasting, behind=True)]
 
 
-def _check_layers(one: Side, other: Side) -> None:
-    """Check that there is something to compare."""
+def _layers_apart(one: Side, other: Side) -> str:
+    """Why no layer of one side can be compared with the other, and what to do; empty if one can."""
     notes = one.run.notes_in_words + other.run.notes_in_words
-    if not any(subject.layer for subject in one.series if subject in other.series):
-        for side in (one, other):
-            if not any(subject.layer for subject in side.series):
-                raise ComparisonError(
-                    f"{side.name} has no statistics of layers, so nothing can be compared. Record it with a config that"
-                    f" logs statistics, such as LogTensorStats.{notes}"
+    if any(subject.layer for subject in one.series if subject in other.series):
+        return ""
+    for side in (one, other):
+        if not any(subject.layer for subject in side.series):
+            remedy = "Record it with a config that logs statistics, such as LogTensorStats."
+            if "te" not in side.run.layers["family"].to_pylist():
+                remedy = (
+                    "It has no layer of Transformer Engine: without FP8, Accelerate and the Hugging Face Trainer"
+                    " convert none. te_precision_callbacks.accelerate.convert_to_te(model), called before the optimizer"
+                    " is made, gives it the layers of the run in FP8."
                 )
-        shown = [next(subject.layer for subject in side.series if subject.layer) for side in (one, other)]
-        if any(subject.layer in {each.layer for each in other.series} for subject in one.series if subject.layer):
-            raise ComparisonError(
-                f"{one.name} and {other.name} have layers in common, but no statistic of one: those of the tensors"
-                f" themselves, such as std and cur_amax, pair whatever the recipe.{notes}"
-            )
-        raise ComparisonError(
-            f"{one.name} and {other.name} share no layer; one has {shown[0]!r}, the other {shown[1]!r}.{notes}"
+            return f"{side.name} has no statistics of layers, so no layer can be compared. {remedy}{notes}"
+    shown = [next(subject.layer for subject in side.series if subject.layer) for side in (one, other)]
+    if any(subject.layer in {each.layer for each in other.series} for subject in one.series if subject.layer):
+        return (
+            f"{one.name} and {other.name} have layers in common, but no statistic of one: those of the tensors"
+            f" themselves, such as std and cur_amax, pair whatever the recipe.{notes}"
         )
+    return f"{one.name} and {other.name} share no layer; one has {shown[0]!r}, the other {shown[1]!r}.{notes}"
 
 
 def _span(side: Side) -> str:

@@ -24,7 +24,7 @@ from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
 from te_precision_callbacks.views.compare.result import Comparison, Departure, Parting
 from te_precision_callbacks.views.compare.wording import (
     difference,
-    lost_losses,
+    first_lines,
     number,
     of_losses,
     origin,
@@ -84,7 +84,7 @@ def _told(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[
         "a": visible(result.a),
         "b": visible(result.b),
         "floor": None if result.floor is None else [visible(side) for side in result.floor.sides],
-        "lost": [visible(sentence) for sentence in lost_losses(result)],
+        "lost": [visible(sentence) for sentence in first_lines(result)],
         "verdicts": None if result.verdicts is None else _verdicts(result.verdicts, layer_of),
         "facts": [[visible(text) for text in (fact.name, fact.a, fact.b)] for fact in result.facts],
         "what": [visible(sentence) for sentence in what_was_compared(result)],

@@ -21,7 +21,7 @@ from te_precision_callbacks.views.compare.result import Comparison, FactDifferen
 from te_precision_callbacks.views.compare.wording import (
     MOST_NAMES,
     difference,
-    lost_losses,
+    first_lines,
     number,
     of_losses,
     origin,
@@ -46,7 +46,7 @@ def show(comparison: Comparison) -> None:
     """Print a comparison: losses that are no number any more, the findings that only B has, facts, pairs, the noise
     floor, where the sides part first and then, and the losses."""
     verdicts = comparison.verdicts
-    for line in lost_losses(comparison):
+    for line in first_lines(comparison):
         terminal.show_text(line)
     if verdicts is not None:
         terminal.show_text(verdicts.summary)

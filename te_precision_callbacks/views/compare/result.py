@@ -278,6 +278,7 @@ class Comparison:
         verdicts: the findings of the rules on both sides; None for two steps of a run, or a run with itself.
         since: for two steps of a run the iterations from which on A and B are compared; None otherwise. All iterations
             of the comparison are then counted from 0: 0 is the first step of a series from there on.
+        layers_apart: why only numbers of the trainer, such as the loss, were compared, and what to do; else empty.
     """
 
     a: str
@@ -294,6 +295,7 @@ class Comparison:
     same_run: bool = False
     verdicts: ComparedVerdicts | None = None
     since: tuple[int, int] | None = None
+    layers_apart: str = ""
 
     @property
     def first(self) -> Parting | None:

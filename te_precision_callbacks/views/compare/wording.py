@@ -104,8 +104,10 @@ def _step(comparison: Comparison, iteration: int) -> str:
     return f"step {iteration}" if comparison.since is None else f"step {iteration} of the {comparison.lasting}"
 
 
-def lost_losses(comparison: Comparison) -> Iterator[str]:
-    """Which losses are no number any more, and since when: a sentence for each side, the first thing to read."""
+def first_lines(comparison: Comparison) -> Iterator[str]:
+    """The first thing to read: that no layer was compared, and which losses are no number any more, and since when."""
+    if comparison.layers_apart:
+        yield comparison.layers_apart
     loss = comparison.loss
     if loss is None:
         return

@@ -1,0 +1,71 @@
+"""The loss that a script gives accelerator.backward() is recorded, and judged, if the script logs none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from te_precision_callbacks.accelerate import PrecisionDebugger
+from te_precision_callbacks.runs import open_run
+from tests.accelerate.loops import Plain, batch_of, prepared
+from tests.conftest import statistics
+
+
+def train(folder: Path | None, *, logs: str = "", nan_at: int = -1, every: int = 2) -> tuple[Any, list[float]]:
+    """Six batches, of which ``every`` make a step: the debugger, and the parameters at the end."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = Accelerator(gradient_accumulation_steps=every)
+    own = accelerator.backward
+    model, optimizer, loader = prepared(accelerator, Plain())
+    debugger = None
+    if folder is not None:
+        debugger = PrecisionDebugger(accelerator, model, statistics(), log_dir=folder, quiet=True).start()
+    for index, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = model(batch).pow(2).mean()
+            accelerator.backward(loss * (float("nan") if index == nan_at else 1))
+            optimizer.step()
+            optimizer.zero_grad()
+        if debugger is not None:
+            debugger.step()
+        if logs and accelerator.sync_gradients:
+            accelerator.log({logs: 7.0}, step=index // every + 1)
+    if debugger is not None:
+        debugger.stop()
+    assert accelerator.backward == own
+    return debugger, [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
+def losses(folder: Path, name: str = "loss") -> list[float]:
+    return open_run(folder).metrics[name][1].tolist()
+
+
+def test_the_mean_of_a_step_is_its_loss(tmp_path: Path) -> None:
+    debugger, with_debugger = train(tmp_path)
+    _, without = train(None)
+    assert with_debugger == without
+    first = Plain()
+    expected = torch.stack([first(batch_of(index)).pow(2).mean() for index in (0, 1)]).mean().item()
+    assert losses(tmp_path)[0] == pytest.approx(expected, rel=1e-6)
+    assert len(losses(tmp_path)) == 3
+    assert "nonfinite-loss" in debugger.session.findings.judged
+
+
+@pytest.mark.parametrize("logs", ["loss", "train/other"])
+def test_a_script_that_logs_its_loss(tmp_path: Path, logs: str) -> None:
+    train(tmp_path, logs=logs)
+    own = losses(tmp_path)
+    assert losses(tmp_path, logs)[-3:] == [7.0] * 3
+    assert len(own) == (4 if logs == "loss" else 3)  # the first step ends before the script logs it
+
+
+def test_a_loss_that_is_nan_is_found(tmp_path: Path) -> None:
+    debugger, _ = train(tmp_path, nan_at=3)
+    (finding,) = (finding for finding in debugger.session.findings.wrong if finding.rule == "nonfinite-loss")
+    assert finding.since == 1
