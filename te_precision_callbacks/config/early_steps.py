@@ -23,7 +23,7 @@ from te_precision_callbacks.config.planning import Section
 EarlySteps = bool | Sequence[int] | None
 """The values of ``early_steps=``."""
 
-EARLY_STEPS = (1, 2, 5, 10)
+EARLY_STEPS = (1, 2, 5, 10, 20, 50)
 """With step 0, and every tenth step after them: the rules that need three due steps judge after step 2."""
 
 

@@ -35,14 +35,14 @@ DEFAULT_CONFIG: dict[str, Any] = {
                 "enabled": True,
                 "tensors": ["activation", "weight", "gradient"],
                 "stats": ["min", "max", "mean", "std", "cur_amax", "nonfinite_num"],
-                "freq": 10,
+                "freq": 100,
             },
             "LogFp8TensorStats": {
                 "enabled": True,
                 "tensors": ["activation", "weight", "gradient"],
                 "stats": ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max"],
                 "only_quantized": True,
-                "freq": 10,
+                "freq": 100,
             },
         },
     }
