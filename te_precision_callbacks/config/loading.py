@@ -47,8 +47,8 @@ DEFAULT_CONFIG: dict[str, Any] = {
         },
     }
 }
-"""The meaning of ``config=None``: in every tenth step, statistics of the GEMM operands of every TE layer, and of the
-quantization losses of the operands that are quantized."""
+"""The meaning of ``config=None``: statistics of the GEMM operands of every TE layer, and of the quantization losses of
+the operands that are quantized. A session adds the early steps of ``early_steps.py``."""
 
 LAYER_NAMES = "layer_names"
 """The key beside the sections that says which layer names the selectors use."""
