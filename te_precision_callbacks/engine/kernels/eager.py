@@ -275,7 +275,7 @@ def _finite_columns(
         underflows = overflows = 0.0
         remaining = quantized.abs()
         if not float(remaining.amin()) > 0:
-            underflows = _zeros(remaining) - _zeros(remaining.add_(magnitude))  # without those that were 0 before
+            underflows = _zeros(remaining) - _zeros(remaining + magnitude)  # without those that were 0 before
         if not max(-low, high) <= float(limit):
             overflows = float(_count((magnitude > limit).unsqueeze(0)))
         columns["compared"] = _numbers(count, underflows, overflows, float(torch.dot(error, error)), squares)
@@ -284,8 +284,10 @@ def _finite_columns(
     return columns
 
 
-def _zeros(values: torch.Tensor) -> float:
-    return float(_count((values == 0).unsqueeze(0)))
+def _zeros(magnitudes: torch.Tensor) -> float:
+    """How many are 0. As whole numbers, which torch compares in a fifth of the time: nan counts as one above 0."""
+    integer = torch.int64 if magnitudes.dtype == torch.float64 else torch.int32
+    return magnitudes.numel() - float(magnitudes.view(integer).clamp(max=1).sum(dtype=torch.int32))
 
 
 def _numbers(*numbers: float) -> torch.Tensor:
