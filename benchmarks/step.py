@@ -1,7 +1,7 @@
 """What debugging adds to a training step: this project's session beside Transformer Engine's own features.
 
     python benchmarks/step.py [--json] [--layers 4 --hidden 256 --sequence 256 --batch 8] [--seconds 900]
-    python benchmarks/step.py --default [--hidden 128 --sequence 64]
+    python benchmarks/step.py --default [--hidden 128 --sequence 128 --batch 4]
 
 The model of examples/byte_lm.py trains in FP8, with all of its Transformer Engine layers and all six tensors of each
 watched in every step. What is counted:
