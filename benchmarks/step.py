@@ -1,6 +1,7 @@
 """What debugging adds to a training step: this project's session beside Transformer Engine's own features.
 
     python benchmarks/step.py [--json] [--layers 4 --hidden 256 --sequence 256 --batch 8] [--seconds 900]
+    python benchmarks/step.py --default [--hidden 128 --sequence 128 --batch 4]
 
 The model of examples/byte_lm.py trains in FP8, with all of its Transformer Engine layers and all six tensors of each
 watched in every step. What is counted:
@@ -17,6 +18,11 @@ watched in every step. What is counted:
   *_processor_percent  the same by processor time.
   *_ns_per_element  what was added, over the elements of the watched high-precision tensors of a step.
 Two cases have nothing to compute: a session in which nothing is due in these steps, and one without any feature.
+
+With --default, the cost of the default config for a whole training instead. A Llama of transformers trains, converted
+by Accelerate. Statistics are computed in plain torch, as in the first steps of every process. The parts of a training
+are measured beside steps without a session: start, first step and stop together; a collection step; another step. The
+cost of 200 and of 1,000 steps is their sum.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from typing import Any
 
 import torch
 import yaml
-from in_turn import Pairs, Way, add_arguments, claimed, in_turn
+from in_turn import Interval, Pairs, Way, add_arguments, claimed, in_turn, to_within
 from measuring import (
     FP8_STATISTICS,
     MODES,
@@ -43,6 +49,7 @@ from measuring import (
     Mode,
     arguments,
     as_in_a_long_run,
+    in_plain_torch,
     machine,
     progress,
     report,
@@ -51,6 +58,9 @@ from measuring import (
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.vocabulary import Observe
+from te_precision_callbacks.config.early_steps import EARLY_STEPS
+from te_precision_callbacks.config.loading import DEFAULT_CONFIG
+from te_precision_callbacks.statistics.schedule import Schedule
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 QUANTIZED_TENSORS = TENSORS[:3]
@@ -70,11 +80,19 @@ COLUMNS = (
     "te_ns_per_element",
 )
 
+DEFAULT_COLUMNS = ("case", "none_processor_ms", "ours_processor_percent", "claim", "collection_steps", "pairs")
+
 CLAIMS = {"fused, tensor statistics": 3.0, "fused, tensor and FP8 statistics": 4.0}
 """What ours adds at most, in percent of a step without debugging."""
 
 _SHARE = 0.02
 """Half of the interval of a way without a claim, of the ratio."""
+
+DEFAULT_CLAIMS = {200: 5.0, 1000: 2.0}
+"""Steps of a training -> what the default config adds at most, in percent."""
+
+_AT_ONCE = 4
+"""Steps that are timed together where nothing is collected: a session adds less to them than one step varies."""
 
 _EXAMPLE = Path(__file__).parent.parent / "examples" / "byte_lm.py"
 
@@ -122,13 +140,11 @@ class Training:
     """
 
     def __init__(self, layers: int, hidden: int, sequence: int, batch: int, device: torch.device) -> None:
-        example = _example()
         torch.manual_seed(0)
         self.device = device
-        self.model = example.ByteLanguageModel(layers=layers, hidden=hidden, window=sequence).to(device)
-        self.model.configure_model()
-        self._optimizer = self.model.configure_optimizers()
-        data = example.StandardLibraryBytes(window=sequence, count=16 * batch)
+        self.model = self._model(layers, hidden, sequence)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        data = _example().StandardLibraryBytes(window=sequence, count=16 * batch)
         self._batches = list(torch.utils.data.DataLoader(data, batch_size=batch))
         self._next = 0
 
@@ -136,18 +152,58 @@ class Training:
         """One optimizer step, and what comes at its end."""
         batch = self._batches[self._next % len(self._batches)].to(self.device)
         self._next += 1
-        logits = self.model(batch[:, :-1])
+        logits = self._logits(batch[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
         end()
 
+    def _model(self, layers: int, hidden: int, sequence: int) -> torch.nn.Module:
+        model: Any = _example().ByteLanguageModel(layers=layers, hidden=hidden, window=sequence).to(self.device)
+        model.configure_model()
+        return model  # type: ignore[no-any-return]
+
+    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(tokens)
+        return logits
+
     @contextlib.contextmanager
-    def within(self, run: Run) -> Iterator[Callable[[], None]]:
-        """A step in a way to run."""
+    def within(self, run: Run, steps: int = 1) -> Iterator[Callable[[], None]]:
+        """Steps in a way to run."""
         with run() as end:
-            yield lambda: self.step(end)
+            yield lambda: [self.step(end) for _ in range(steps)] and None
+
+
+class LlamaTraining(Training):
+    """A Llama of transformers whose Linear layers Accelerate has replaced by Transformer Engine's."""
+
+    def _model(self, layers: int, hidden: int, sequence: int) -> torch.nn.Module:
+        from accelerate import Accelerator
+        from accelerate.utils.transformer_engine import convert_model
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        Accelerator(cpu=self.device.type == "cpu")  # the conversion needs its state
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=max(1, hidden // 64),
+            max_position_embeddings=sequence,
+            use_cache=False,
+        )
+        model: torch.nn.Module = LlamaForCausalLM(config)
+        with torch.no_grad():
+            convert_model(model)
+        return model.to(self.device)
+
+    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        import transformer_engine.pytorch as te
+
+        with te.autocast(enabled=True):
+            logits: torch.Tensor = self.model(tokens).logits
+        return logits
 
 
 def _example() -> Any:
@@ -169,13 +225,15 @@ def without() -> Iterator[EndOfStep]:
 
 
 @contextlib.contextmanager
-def with_ours(model: torch.nn.Module, path: Path, observe: Observe) -> Iterator[EndOfStep]:
+def with_ours(
+    model: torch.nn.Module, path: Path | None, observe: Observe = "auto", **keywords: Any
+) -> Iterator[EndOfStep]:
     """A session of this project."""
     from te_precision_callbacks.session import InspectSession
 
     with (
         tempfile.TemporaryDirectory() as log_dir,
-        InspectSession(path, model=model, log_dir=log_dir, observe=observe) as session,
+        InspectSession(path, model=model, log_dir=log_dir, observe=observe, quiet=True, **keywords) as session,
     ):
         yield session.step
 
@@ -266,6 +324,7 @@ def _alone(name: str, ours: Pairs, elements: int = 0) -> dict[str, Any]:
     return {
         "case": name,
         "none_ms": ours.base(),
+        "none_processor_ms": ours.base("processor"),
         "ours_added_ms": added,
         "ours_added_percent": percent,
         "ours_processor_percent": ours.ratio("processor").scaled(100, -1),
@@ -308,12 +367,59 @@ def run_all(training: Training, options: argparse.Namespace, folder: Path) -> li
     ]
 
 
+def run_default(training: Training, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """The parts of a training with the default config, and what they add to whole trainings."""
+    session = functools.partial(with_ours, training.model, None)
+
+    @contextlib.contextmanager
+    def whole() -> Iterator[Callable[[], None]]:
+        def run() -> None:
+            with session() as end:
+                training.step(end)
+
+        yield run
+
+    once: dict[str, Way] = {
+        "start, first step and stop": whole,
+        "a collection step": functools.partial(training.within, session),
+    }
+    several = functools.partial(training.within, functools.partial(session, early_steps=False), _AT_ONCE)
+    base = functools.partial(training.within, without)
+    timing: dict[str, Any] = {"seconds": options.seconds / 2, "least": options.least}
+    with in_plain_torch():
+        found = in_turn(once, base, training.device, enough=to_within(_SHARE), **timing)
+        bases = functools.partial(training.within, without, _AT_ONCE)
+        found |= in_turn({"another step": several}, bases, training.device, enough=to_within(0.002), **timing)
+    first, collection, other = (pairs.ratio("processor").scaled(100, -1) for pairs in found.values())
+    schedule = Schedule.of(
+        DEFAULT_CONFIG["default_statistics"]["transformer_engine"]["LogTensorStats"]["freq"]
+    ).with_early(EARLY_STEPS)
+    wholes = []
+    for steps, claim in DEFAULT_CLAIMS.items():
+        collected = sum(schedule.at(iteration)[0] for iteration in range(1, steps))
+        counts = ((first, 1), (collection, collected), (other, steps - 1 - collected))
+        low, high, value = (
+            sum(getattr(part, end) * count for part, count in counts) / steps for end in ("low", "high", "value")
+        )
+        added = Interval(value, low, high)
+        wholes.append(
+            {
+                "case": f"{steps} steps",
+                "ours_processor_percent": added,
+                "claim": added.beside(claim, " %"),
+                "collection_steps": collected + 1,
+            }
+        )
+    return [*(_alone(name, pairs) for name, pairs in found.items()), *wholes]
+
+
 def _options(given: list[str] | None, description: str | None, layers: int, seconds: float) -> argparse.Namespace:
     parser = arguments(description)
     parser.add_argument("--layers", type=int, default=layers, help=f"Transformer layers (default: {layers})")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64 (default: 256)")
     parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence (default: 256)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a batch (default: 8)")
+    parser.add_argument("--default", action="store_true", help="what the default config adds to a whole training")
     add_arguments(parser, seconds, "it may take")
     return parser.parse_args(given)
 
@@ -344,15 +450,21 @@ def of_training(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     described = machine(device)
     progress(described) if options.json else print(described, end="\n\n")
-    training = Training(options.layers, options.hidden, options.sequence, options.batch, device)
+    kind = LlamaTraining if options.default else Training
+    training = kind(options.layers, options.hidden, options.sequence, options.batch, device)
     with tempfile.TemporaryDirectory() as folder, as_in_a_long_run():
-        cases = cases_of(training, options, Path(folder))
+        cases = (run_default if options.default else cases_of)(training, options, Path(folder))
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "sequence", "batch")}
     return [{**case, **sizes, "machine": described} for case in cases], options.json
 
 
 def main(given: list[str] | None = None) -> None:
     cases, as_json = of_training(given, __doc__, run_all, layers=4, seconds=900)
+    if "watched_elements" not in cases[0]:
+        report(
+            cases, DEFAULT_COLUMNS, "Added: percent of a step without a session, and of the training.", as_json=as_json
+        )
+        return
     notes = (
         f"{cases[0]['watched_elements']:,} elements of watched tensors a step. Added: medians of pairs of steps, with"
         " their 95 % intervals. te: the\nfaster of its two modes."

@@ -198,7 +198,7 @@ class SessionOptions:
     """The options of a session.
 
     Attributes:
-        config: the config: a path, a mapping, or a loaded one. None: in every tenth step, and in ``early_steps``,
+        config: the config: a path, a mapping, or a loaded one. None: in every 100th step, and in ``early_steps``,
             statistics of every layer and of what quantization loses in it (docs/statistics.md#the-default-config).
         log_dir: the folder for logs. None: the trainer's folder, or the current one.
         feature_dirs: folders of a user's own features; every ``.py`` file below them is executed.
@@ -218,9 +218,9 @@ class SessionOptions:
             and attached to Weights & Biases; other loggers get its path. See docs/report.md.
         start_step: the debug iteration at start. None: 0, or the resumed step.
         early_steps: steps in which all statistics of the config are due as well, so that a verdict comes early in a
-            short run. True: the steps 1, 2, 5 and 10. A list: those steps. False: none. None: as True with the default
-            config, none with another. They lie within a statistic's first and last step, and count from the start of
-            the training, also in a resumed run. They do not change what DumpTensors writes.
+            short run. True: the steps 1, 2, 5, 10, 20 and 50. A list: those steps. False: none. None: as True with the
+            default config, none with another. They lie within a statistic's first and last step, and count from the
+            start of the training, also in a resumed run. They do not change what DumpTensors writes.
         layer_names: the names of layers, in selectors and in all output. ``"upstream"``: exactly the names and numbers
             of nvidia-dlfw-inspect's ``infer_and_assign_layer_names``, for a config that was written for those.
             ``"path"``: the paths in the module tree. None: as the config's own key ``layer_names`` says; without that

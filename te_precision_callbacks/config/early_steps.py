@@ -1,7 +1,7 @@
-"""What ``early_steps=`` takes: steps at the start of a run in which statistics are due that are otherwise due rarely.
+"""Read ``early_steps=``: further collection steps at the start of a run.
 
-read_early_steps(None, config)       # (1, 2, 5, 10) with the default config, () with one's own
-read_early_steps(True, config)       # (1, 2, 5, 10)
+read_early_steps(None, config)       # (1, 2, 5, 10, 20, 50) with the default config, () with one's own
+read_early_steps(True, config)       # (1, 2, 5, 10, 20, 50)
 read_early_steps([3, 30], config)    # (3, 30)
 with_early_steps(config, (1, 2, 5))  # the config with these steps in the schedule of each statistic
 
@@ -23,8 +23,9 @@ from te_precision_callbacks.config.planning import Section
 EarlySteps = bool | Sequence[int] | None
 """The values of ``early_steps=``."""
 
-EARLY_STEPS = (1, 2, 5, 10)
-"""With step 0, and every tenth step after them: the rules that need three due steps judge after step 2."""
+EARLY_STEPS = (1, 2, 5, 10, 20, 50)
+"""Denser at the start, where most defects begin: rules that need three collection steps are checked after step 2. The
+default config goes on with every 100th step, which keeps its cost below 2 % of a training of 1,000 steps."""
 
 
 def read_early_steps(early_steps: object, config: Config) -> tuple[int, ...]:

@@ -35,20 +35,20 @@ DEFAULT_CONFIG: dict[str, Any] = {
                 "enabled": True,
                 "tensors": ["activation", "weight", "gradient"],
                 "stats": ["min", "max", "mean", "std", "cur_amax", "nonfinite_num"],
-                "freq": 10,
+                "freq": 100,
             },
             "LogFp8TensorStats": {
                 "enabled": True,
                 "tensors": ["activation", "weight", "gradient"],
                 "stats": ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max"],
                 "only_quantized": True,
-                "freq": 10,
+                "freq": 100,
             },
         },
     }
 }
-"""The meaning of ``config=None``: in every tenth step, statistics of the GEMM operands of every TE layer, and of the
-quantization losses of the operands that are quantized."""
+"""The meaning of ``config=None``: statistics of the GEMM operands of every TE layer, and of the quantization losses of
+the operands that are quantized. A session adds the early steps of ``early_steps.py``."""
 
 LAYER_NAMES = "layer_names"
 """The key beside the sections that says which layer names the selectors use."""

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from te_precision_callbacks.runs.arrays import arrow_array
 from te_precision_callbacks.runs.bounds import writable_value
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import RUN_FILE, SEALED, overwrite, process_now, replace_whole, time_text
@@ -109,7 +110,8 @@ class FactFiles:
             OSError: the file cannot be written.
         """
         cleaned = [{key: writable_value(value) for key, value in row.items()} for row in rows]
-        table = pa.Table.from_pylist(cleaned, FACTS[name])
+        columns = [arrow_array([row.get(field.name) for row in cleaned], field.type) for field in FACTS[name]]
+        table = pa.Table.from_arrays(columns, schema=FACTS[name])
         path = self._tables / f"{name}{SEALED}"
         replace_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))
         self._bytes[name] = path.stat().st_size

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from te_precision_callbacks.runs.arrays import arrow_array
 from te_precision_callbacks.runs.run_files import AppendedFile
 from te_precision_callbacks.runs.tables import VALUES, VECTORS
 from te_precision_callbacks.runs.tails import Tail
@@ -27,7 +28,7 @@ class SeriesNumbers:
         self._numbers: dict[tuple[str | None, ...], int] = {}
         self._subjects: list[tuple[str, ...]] = []
         self._ranks: list[int | None] = []
-        self._rank_of = pa.array([], pa.int32())
+        self._rank_of = arrow_array([], pa.int32())
 
     def number(self, subject: tuple[str, ...], rank: int | None) -> int:
         """The number of a series.
@@ -47,8 +48,8 @@ class SeriesNumbers:
     def columns(self, tail: Tail, series: npt.NDArray[np.int32]) -> list[pa.Array]:
         """The columns of a tail that name the subjects of rows, and the rank."""
         if len(self._rank_of) != len(self._ranks):
-            self._rank_of = pa.array(self._ranks, pa.int32())
-        return [*tail.subject_columns(self._subjects, series), self._rank_of.take(pa.array(series))]
+            self._rank_of = arrow_array(self._ranks, pa.int32())
+        return [*tail.subject_columns(self._subjects, series), self._rank_of.take(arrow_array(series, pa.int32()))]
 
 
 class NewRows:
@@ -123,11 +124,11 @@ class NewValues(_NewNumbers):
         iterations = np.repeat([iteration for iteration, _, _, _ in self._rows], counts)
         return pa.record_batch(
             [
-                pa.array(np.full(len(series), self._segment, np.int16)),
-                pa.array(iterations, pa.int64()),
-                pa.array(series),
-                pa.array(np.concatenate([each for _, _, each, _ in self._rows]), pa.float64()),
-                pa.array(np.concatenate([each for _, _, _, each in self._rows])),
+                arrow_array(np.full(len(series), self._segment), pa.int16()),
+                arrow_array(iterations, pa.int64()),
+                arrow_array(series, pa.int32()),
+                arrow_array(np.concatenate([each for _, _, each, _ in self._rows]), pa.float64()),
+                arrow_array(np.concatenate([each for _, _, _, each in self._rows]), pa.uint8()),
                 *self._series.columns(self.tail, series),
             ],
             schema=VALUES,
@@ -146,14 +147,14 @@ class NewVectors(_NewNumbers):
 
     def _batch(self) -> pa.RecordBatch:
         series = np.array([each for _, each, _, _ in self._rows], np.int32)
-        offsets = pa.array([0, *itertools.accumulate(len(bins) for _, _, bins, _ in self._rows)], pa.int32())
-        bins = pa.array(np.concatenate([bins for _, _, bins, _ in self._rows]))
-        counts = pa.array(np.concatenate([counts for _, _, _, counts in self._rows]))
+        offsets = arrow_array([0, *itertools.accumulate(len(bins) for _, _, bins, _ in self._rows)], pa.int32())
+        bins = arrow_array(np.concatenate([bins for _, _, bins, _ in self._rows]), pa.uint16())
+        counts = arrow_array(np.concatenate([counts for _, _, _, counts in self._rows]), pa.float32())
         return pa.record_batch(
             [
-                pa.array(np.full(len(series), self._segment, np.int16)),
-                pa.array([iteration for iteration, _, _, _ in self._rows], pa.int64()),
-                pa.array(series),
+                arrow_array(np.full(len(series), self._segment), pa.int16()),
+                arrow_array([iteration for iteration, _, _, _ in self._rows], pa.int64()),
+                arrow_array(series, pa.int32()),
                 pa.ListArray.from_arrays(offsets, bins),
                 pa.ListArray.from_arrays(offsets, counts),
                 *self._series.columns(self.tail, series),

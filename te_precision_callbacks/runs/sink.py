@@ -9,7 +9,6 @@ disk is slower than the training. A process that is killed loses what was handed
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,9 +173,6 @@ class RecordSink(EventSink):
         """
         self._put(_End(error, self.last))
         self._run = None
-        with contextlib.suppress(ImportError):
-            # The first array of pyarrow imports pandas, in the thread: that time is not one of a disk that hangs.
-            importlib.import_module("pandas")
         self._thread.finish()
         self._raise_failure()
 

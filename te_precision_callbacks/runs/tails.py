@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from te_precision_callbacks.runs.arrays import arrow_array
 from te_precision_callbacks.runs.bounds import MOST_APPENDED, writable
 from te_precision_callbacks.runs.parts import SealedPart, tail_bytes, write_sealed
 from te_precision_callbacks.runs.run_files import SEALED, TAIL, AppendedFile, PartFile, part_stem
@@ -35,7 +36,7 @@ class _Names:
     def __init__(self) -> None:
         self._codes: dict[str | None, int | None] = {None: None}
         self._texts: list[str] = []
-        self._array = pa.array([], pa.string())
+        self._array = arrow_array([], pa.string())
 
     def code(self, text: str | None) -> int | None:
         code = self._codes.get(text)
@@ -46,7 +47,7 @@ class _Names:
 
     def encoded(self, codes: pa.Array) -> pa.DictionaryArray:
         if len(self._array) != len(self._texts):
-            self._array = pa.array(self._texts, pa.string())
+            self._array = arrow_array(self._texts, pa.string())
         return pa.DictionaryArray.from_arrays(codes, self._array)
 
 
@@ -110,7 +111,7 @@ class Tail:
             named = zip(_COLUMNS, subjects[number], strict=True)
             self._codes[:, number] = np.array([self._names[name].code(text) for name, text in named], np.int32)
         return [
-            self._names[name].encoded(pa.array(codes[series]))
+            self._names[name].encoded(arrow_array(codes[series], pa.int32()))
             for name, codes in zip(_COLUMNS, self._codes, strict=True)
         ]
 
@@ -121,9 +122,9 @@ class Tail:
             values = [row.get(field.name) for row in rows]
             names = self._names.get(field.name)
             if names is None:
-                arrays.append(pa.array(values, field.type))
+                arrays.append(arrow_array(values, field.type))
             else:
-                arrays.append(names.encoded(pa.array([names.code(value) for value in values], pa.int32())))
+                arrays.append(names.encoded(arrow_array([names.code(value) for value in values], pa.int32())))
         return pa.record_batch(arrays, schema=self._schema)
 
     def append(self, batch: pa.RecordBatch) -> None:

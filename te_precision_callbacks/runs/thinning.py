@@ -26,6 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from te_precision_callbacks.runs.arrays import arrow_array
 from te_precision_callbacks.runs.bounds import MOST_THINNED
 from te_precision_callbacks.runs.parts import (
     DROPPED,
@@ -271,12 +272,12 @@ class _Survey:
         first_step = (flags & STEP0) != 0
         extreme = (iterations[:, None] == self._of["at"][series]).any(1)
         kept = regular | first_step | extreme
-        table = table.filter(pa.array(kept))
+        table = table.filter(arrow_array(kept, pa.bool_()))
         if "flags" not in table.column_names:
             return table
         flags = np.where(regular | first_step, flags, flags | EXTREME)[kept].astype(np.uint8)
         place = table.schema.get_field_index("flags")
-        return table.set_column(place, table.schema.field(place), pa.array(flags))
+        return table.set_column(place, table.schema.field(place), arrow_array(flags, pa.uint8()))
 
 
 def _flags(table: pa.Table) -> npt.NDArray[np.uint8]:

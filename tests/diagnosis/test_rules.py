@@ -350,7 +350,7 @@ def test_a_dead_gradient() -> None:
 
 
 DUE = (0, 1, 2, 5, *range(10, 101, 10))
-"""The due steps of the default config."""
+"""The collection steps of a config with freq: 10 and early_steps=True."""
 
 
 @pytest.mark.parametrize("is_absent", [False, True], ids=["0", "absent"])

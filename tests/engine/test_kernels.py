@@ -329,13 +329,23 @@ def quantized(values: torch.Tensor, scale_inv: float, *, e5m2: bool = False) -> 
 @pytest.mark.parametrize(("dtype", "e5m2"), [(torch.bfloat16, False), (torch.float32, True)], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("scale_inv", [0.003, 7.5, 1e-9])
 def test_comparison(measure: Measure, assert_same: Same, dtype: torch.dtype, e5m2: bool, scale_inv: float) -> None:
-    """Nothing is lost; most underflows; most overflows."""
-    values = special(0.0, INF, NAN).to(dtype)
-    codes, factor = quantized(values, scale_inv, e5m2=e5m2)
-    expected = exact.columns(values, codes, factor, e5m2=e5m2)
-    assert_same(measure(values, codes, factor, e5m2=e5m2), expected)
-    if not e5m2:
-        assert expected["underflows"] > 0 or expected["overflows"] > 0
+    """Nothing is lost; most underflows; most overflows. With inf and nan, and without."""
+    for found in (special(0.0, INF, NAN), special(0.0), normal(PRIME)):
+        values = found.to(dtype)
+        codes, factor = quantized(values, scale_inv, e5m2=e5m2)
+        expected = exact.columns(values, codes, factor, e5m2=e5m2)
+        assert_same(measure(values, codes, factor, e5m2=e5m2), expected)
+        if not e5m2:
+            assert expected["underflows"] > 0 or expected["overflows"] > 0
+
+
+def test_comparison_with_wrong_codes(measure: Measure, assert_same: Same) -> None:
+    """A code of 0 where the value is not, one of another value where it is 0, and a value that float32 has as 0."""
+    values = torch.tensor([0.0, 3.0, 1e-60, -0.0] * 100, dtype=torch.float64)
+    codes = torch.tensor([0x38, 0, 0, 0x80] * 100, dtype=torch.uint8)
+    found = measure(values, codes, torch.tensor([0.5]))
+    assert_same(found, exact.columns(values, codes, torch.tensor([0.5])))
+    assert found["underflows"] == 200
 
 
 @pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])

@@ -84,7 +84,7 @@ def test_upstreams_end_of_minus_1_is_never() -> None:
     assert Schedule.of(start_step=0, end_step=-1).at(0) == (True, 1)
 
 
-EARLY = [(), (1, 2, 5, 10), (3,), (7, 0, 7, 200, 4)]
+EARLY = [(), (1, 2, 5, 10, 20, 50), (3,), (7, 0, 7, 200, 4)]
 
 
 @pytest.mark.parametrize("early", EARLY, ids=str)

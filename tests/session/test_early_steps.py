@@ -45,8 +45,14 @@ def due_in(folder: Path, steps: int, config: Any, **keywords: Any) -> list[int]:
 
 
 def test_the_default_config_has_them(tmp_path: Path) -> None:
-    assert due_in(tmp_path, 21, None) == [0, 1, 2, 5, 10, 20]
-    assert due_in(tmp_path, 11, None, early_steps=False) == [0, 10]
+    assert due_in(tmp_path, 301, None) == [0, 1, 2, 5, 10, 20, 50, 100, 200, 300]
+    assert due_in(tmp_path, 101, None, early_steps=False) == [0, 100]
+
+
+def test_the_default_as_yaml_of_ones_own(tmp_path: Path) -> None:
+    """The config that docs/statistics.md shows, under a name of one's own."""
+    own = {"own": DEFAULT_CONFIG["default_statistics"]}
+    assert due_in(tmp_path, 12, own, early_steps=True) == [0, 1, 2, 5, 10]
 
 
 def test_an_own_config_has_them_if_asked(tmp_path: Path) -> None:
@@ -85,7 +91,7 @@ def test_nothing_of_the_config_changes() -> None:
         for options in section.features["transformer_engine"].values():
             for each in (options, copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
                 assert {target.options.schedule.at(1)[0] for target in each.schema.targets} == {at}
-                assert dict(each)["freq"] == 10
+                assert dict(each)["freq"] == 100
 
 
 def test_a_run_says_them(tmp_path: Path) -> None:
@@ -94,7 +100,7 @@ def test_a_run_says_them(tmp_path: Path) -> None:
     train(tmp_path / "b", 1, defect=False, early_steps=False)
     a, b = (open_run(tmp_path / name).segments[0] for name in "ab")
     assert a.facts["config_hash"] == b.facts["config_hash"]
-    assert (a.facts["early_steps"], b.facts.get("early_steps")) == ([1, 2, 5, 10], None)
+    assert (a.facts["early_steps"], b.facts.get("early_steps")) == ([1, 2, 5, 10, 20, 50], None)
 
 
 @pytest.mark.parametrize("wrong", ["1, 2", [], [-1], [1.0], [True], 3, {"a": 1}], ids=str)

@@ -141,6 +141,10 @@ def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Factors of 0, which fill the padding of a tensor of scales, are left out, and so is nan.
     """
+    if scales.device.type == "cpu" and scales.numel() == 1:
+        number = float(scales)
+        if 0 < number < math.inf:
+            return _numbers(1, number, number * number), _numbers(number, -number)
     wide = scales.reshape(-1).to(torch.float64)
     real = (wide > 0) & (wide < math.inf)
     kept = torch.where(real, wide, 0.0)
@@ -222,17 +226,72 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     step = piece_size(flat)
     for start in range(0, flat.numel(), step):
-        piece = flat[start : start + step].unsqueeze(0)
-        of_piece = dict(zip(("moments", "maxima"), (part[:, 0] for part in moments(piece)), strict=True))
+        piece = flat[start : start + step]
+        quantized = limit = None
         if flat_codes is not None and scale is not None:
-            decoded = number_format.decode(flat_codes[start : start + step].unsqueeze(0))
-            of_piece["compared"] = comparison(piece, decoded * scale, number_format.max * scale)[:, 0]
+            quantized = number_format.decode(flat_codes[start : start + step]) * scale
+            limit = number_format.max * scale
+        of_piece = _finite_columns(piece, quantized, limit) if piece.device.type == "cpu" else None
+        of_piece = of_piece or _any_columns(piece.unsqueeze(0), quantized, limit)
         if places.exponents >= 0:
             of_piece["exponents"] = exponents(piece)
         found = {name: _merge(name, found[name], part) if found else part for name, part in of_piece.items()}
     if scale is not None:
         found["scales"], found["scale_maxima"] = scale_columns(scale)
     return found
+
+
+def _any_columns(
+    piece: torch.Tensor, quantized: torch.Tensor | None, limit: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The columns of a piece, of one row."""
+    sums, maxima = moments(piece)
+    columns = {"moments": sums[:, 0], "maxima": maxima[:, 0]}
+    if quantized is not None and limit is not None:
+        columns["compared"] = comparison(piece, quantized, limit)[:, 0]
+    return columns
+
+
+def _finite_columns(
+    piece: torch.Tensor, quantized: torch.Tensor | None, limit: torch.Tensor | None
+) -> dict[str, torch.Tensor] | None:
+    """As :func:`_any_columns`, in a fifth of the time: masks are needed for inf and nan alone, and on a CPU reading a
+    number costs nothing. None if the piece has inf or nan."""
+    x = widened(piece)
+    low, high = float(x.amin()), float(x.amax())
+    if not (-math.inf < low and high < math.inf):
+        return None
+    count, magnitude = x.numel(), x.abs()
+    least = float(magnitude.amin())
+    zeros = 0.0
+    if not least:
+        zeros = _zeros(magnitude)
+        least = -float(_negated_smallest_nonzero(magnitude.unsqueeze(0)))
+    wide = x.to(torch.float64, copy=True)
+    total, squares = float(wide.sum()), float(torch.dot(wide, wide))
+    columns = {}
+    if quantized is not None and limit is not None:
+        error = quantized.to(torch.float64).sub_(wide)
+        underflows = overflows = 0.0
+        remaining = quantized.abs()
+        if not float(remaining.amin()) > 0:
+            underflows = _zeros(remaining) - _zeros(remaining + magnitude)  # without those that were 0 before
+        if not max(-low, high) <= float(limit):
+            overflows = float(_count((magnitude > limit).unsqueeze(0)))
+        columns["compared"] = _numbers(count, underflows, overflows, float(torch.dot(error, error)), squares)
+    columns["moments"] = _numbers(count, 0, zeros, total, squares, float(wide.abs_().sum()))
+    columns["maxima"] = _numbers(high, -low, -least)
+    return columns
+
+
+def _zeros(magnitudes: torch.Tensor) -> float:
+    """How many are 0. As whole numbers, which torch compares in a fifth of the time: nan counts as one above 0."""
+    integer = torch.int64 if magnitudes.dtype == torch.float64 else torch.int32
+    return magnitudes.numel() - float(magnitudes.view(integer).clamp(max=1).sum(dtype=torch.int32))
+
+
+def _numbers(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _merge(name: str, kept: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
