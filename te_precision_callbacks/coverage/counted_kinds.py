@@ -88,13 +88,6 @@ class CountedKinds:
         counted = self._counted.get(kind)
         return None if counted is None else any(one.is_of_backward for one in counted.seen)
 
-    def misses(self, parts: Parts) -> bool:
-        """Whether calls of a step are of no counted kind, or have a backward that was not counted."""
-        return any(
-            kind not in self._counted or (backwards and self._counted[kind].may_lack_backward)
-            for kind, (_, backwards) in parts.items()
-        )
-
     def products(self, parts: Parts, steps: int = 1) -> tuple[Product, ...]:
         """The products of a step with these calls; of several steps the mean. What is not counted comes last."""
         weighted: list[tuple[SeenProduct, float]] = []
@@ -126,12 +119,12 @@ class CountedKinds:
         if all(kind.form == OUTSIDE for kind in parts):
             texts[NOT_CALLED] = None
         left: dict[tuple[str, str, bool], SeenProduct] = {}
-        for one, _ in weighted:
-            if one.not_counted:
-                left.setdefault((one.layer, one.not_counted, one.backward), one)
+        for seen, _ in weighted:
+            if seen.not_counted:
+                left.setdefault((seen.layer, seen.not_counted, seen.backward), seen)
         return (
-            *summed((one, times) for one, times in weighted if not one.not_counted and times),
-            *(Product.uncounted(layer, one.family, what, backward=back) for (layer, what, back), one in left.items()),
+            *summed((seen, times) for seen, times in weighted if not seen.not_counted and times),
+            *(Product.uncounted(layer, seen.family, what, backward=back) for (layer, what, back), seen in left.items()),
             *(Product.uncounted(self._root, "functional", what) for what in texts),
         )
 

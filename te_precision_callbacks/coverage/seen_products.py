@@ -93,6 +93,7 @@ class ModelProducts:
         try:
             is_first = calls.is_first
             of_step = calls.end_step()
+            parts: Parts
             if watch.failure:
                 parts = {Kind(watch.failure): (1, 1)}
                 self._kinds.put_failed(
