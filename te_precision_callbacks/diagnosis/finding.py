@@ -27,6 +27,11 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 _MOST_NAMES = 2
 
+NO_CONFIG = "or no config at all"
+"""Part of what to collect, where the default config collects it."""
+
+ADD_DEFAULT = "add the section default_statistics to the config"
+
 _MOST_REASONS = 2
 """The reasons in the first line for not having checked enough."""
 
@@ -258,22 +263,29 @@ class Verdict(Sequence[Finding]):
         notes = f", {counts[0]}" if counts else ""
         if self.healthy:
             return f"No problems found{notes} {checked}"
-        missing: dict[tuple[str, str], list[str]] = {}
+        return f"Not enough checked: {self._lacks}. No problems in the rest{notes} {checked}"
+
+    @property
+    def _lacks(self) -> str:
+        """Why enough was not checked: rules, what they lack, and what to do about it."""
+        lacking: dict[str, list[str]] = {}
         for each in self.not_judged:
             if each.essential:
-                missing.setdefault((each.why, each.collect), []).append(each.rule)
-        reasons_and_remedies = [
-            f"{', '.join(rules)}: {why}" + (f" (collect {collect})" if collect else "")
-            for (why, collect), rules in missing.items()
+                collect = ADD_DEFAULT if NO_CONFIG in each.collect else each.collect and f"collect {each.collect}"
+                lacking.setdefault(f"lack data ({collect})" if collect else each.why, []).append(each.rule)
+        reasons = [
+            f"{', '.join(rules)}{' ' if why.startswith('lack data') else ': '}{why}" for why, rules in lacking.items()
         ]
-        more = len(reasons_and_remedies) - _MOST_REASONS
-        shown = [*reasons_and_remedies[:_MOST_REASONS], *([f"{more} more"] if more > 0 else [])]
-        lacks = f": {'; '.join(shown)}" if shown else ""
-        return f"Not enough checked{lacks}. No problems in the rest{notes} {checked}"
+        more = len(reasons) - _MOST_REASONS
+        shown = [*reasons[:_MOST_REASONS], *([f"{more} more"] if more > 0 else [])]
+        return "; ".join(shown) or "a part of the run cannot be read"
 
     def __str__(self) -> str:
         first = f" First: {self.findings[0]}." if self.wrong else ""
         return self.summary + first
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
 
     def as_json(self) -> dict[str, Any]:
         """The verdict as JSON values, at the top of what ``diagnose``, ``show`` and ``report`` print with ``--json``.

@@ -142,7 +142,7 @@ def _in_words(names: Sequence[Any]) -> str:
 
 
 _NEEDS = "steps of an optimizer of torch.optim's class"
-_COLLECT = "nothing: a session checks it under any config. Call step() after each step of the optimizer"
+_COLLECT = "at least 6 steps of the optimizer, each followed by the session's step()"
 
 RULES = (
     Rule(

@@ -267,13 +267,18 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[
     return facts.once("largest number", tensor, column.layers, make)
 
 
+_COLLECT = (
+    "LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax], or no config at"
+    " all"
+)
+
 RULES = (
     Rule(
         id="scale-never-updated",
         title="the scale of delayed scaling is never updated",
         subject="tensor",
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
-        collect="LogFp8TensorStats with stats: [scale_inv_max] and LogTensorStats with stats: [cur_amax]",
+        collect=_COLLECT,
         condition=(
             f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}, while amax varies;"
             f" or it is the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
@@ -305,7 +310,7 @@ RULES = (
         title="the scale of delayed scaling does not fit the tensor",
         subject="tensor",
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
-        collect="LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax]",
+        collect=_COLLECT,
         condition=(
             f"amax is at least 2^{FAR:g} times the range of the scale in {TOO_SMALL_STEPS} due steps in a row, or"
             f" 2^{TOO_SMALL:g} times with as many overflows as the rule overflow takes; or 2^{RISING:g} times while it"
