@@ -268,8 +268,8 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[
 
 
 _COLLECT = (
-    "LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax], or no config at"
-    " all"
+    "LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax], or no config"
+    " at all"
 )
 
 RULES = (
