@@ -302,6 +302,11 @@ class Facts:
         return any(stepped or layer.low or layer.reasons or layer.forward is not None for layer in layers)
 
     @property
+    def knows_recipes(self) -> bool:
+        """Whether the recipe of a layer is known, or why it has none."""
+        return any(layer.low or layer.reasons or layer.recipe for layer in self.layers.values())
+
+    @property
     def has_delayed_scaling(self) -> bool:
         """Whether a layer runs with delayed scaling."""
         return any(layer.recipe == "fp8_delayed_scaling" for layer in self.layers.values())

@@ -95,13 +95,15 @@ def _facts(
     for (layer, _), (recipe, _) in found.items():
         if recipe and recipes.get(layer) != "fp8_delayed_scaling":
             recipes[layer] = recipe
-    row = {"gemm": "", "family": "", "runs": "", "calls": 1, **span}
+    # The log does not show whether a layer without a gradient has a weight to train.
+    row = {"gemm": "wgrad", "family": "", "runs": "never", "not_run": "not in the log", "calls": 1, **span}
     operands = [
         {"layer": layer, "tensor": tensor, "format": "NVFP4" if recipes[layer] == "nvfp4" else text, **span}
         for (layer, tensor), (_, text) in found.items()
         if layer in recipes
     ]
-    return [{"layer": layer, "recipe": recipe, **row} for layer, recipe in recipes.items()], operands
+    layers = dict.fromkeys([*recipes, *(layer for layer, _ in columns)])
+    return [{"layer": layer, "recipe": recipes.get(layer, ""), **row} for layer in layers], operands
 
 
 def _recipe(tensor: str, statistics: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:

@@ -38,9 +38,14 @@ _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 
 
 class _UnmovedScales:
-    """The scales of a tensor that have stayed the same since the first collection step."""
+    """The scales of a tensor that have stayed the same since the first collection step.
 
-    def __init__(self) -> None:
+    Args:
+        tensor: the tensor. A weight counts only if its amax varies: one that is kept in FP8 may be frozen.
+    """
+
+    def __init__(self, tensor: str) -> None:
+        self._is_weight = tensor == "weight"
         self._layers = np.empty((0, 5))  # scale, collection steps, least and largest amax, whether it has moved
 
     def add(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
@@ -68,7 +73,8 @@ class _UnmovedScales:
         self._layers[scales.layers] = np.stack([first, count, least, most, moved], axis=1)
         unmoved = (moved == 0) & ~np.isnan(largest)
         initial = unmoved & (first == 1)
-        return np.where(unmoved & (least < most) & (initial | was_above), count, 0.0), initial
+        varies = (least < most) | (not self._is_weight)
+        return np.where(unmoved & varies & (initial | was_above), count, 0.0), initial
 
 
 class ScaleNeverUpdated(Judge):
@@ -84,7 +90,7 @@ class ScaleNeverUpdated(Judge):
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         """As of :class:`Judge`."""
-        if facts.layers:
+        if facts.knows_recipes:
             self.applies = facts.has_delayed_scaling
         return ()
 
@@ -98,7 +104,7 @@ class ScaleNeverUpdated(Judge):
                 continue
             self.saw(numbers.iteration)
             amaxes = numbers.unbroken(amax).at(scales.layers, np.nan)
-            counts, initial = self._unmoved.setdefault(tensor, _UnmovedScales()).add(scales, amaxes, largest)
+            counts, initial = self._unmoved.setdefault(tensor, _UnmovedScales(tensor)).add(scales, amaxes, largest)
             found = counts >= UNMOVED_STEPS
             since = self._since.setdefault(tensor, numbers.iteration)
             if not found.any():
@@ -134,7 +140,7 @@ class StaleScale(Judge):
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         """As of :class:`Judge`."""
-        if facts.layers:
+        if facts.knows_recipes:
             self.applies = facts.has_delayed_scaling
         return ()
 
@@ -170,7 +176,7 @@ class StaleScale(Judge):
                 overflows = loses(numbers, facts, scales, overflows=lambda lost: most_overflow(lost.family.tensor))
                 small = (above <= -FAR) | ((above <= -TOO_SMALL) & overflows)
                 large = (above >= TOO_LARGE) & (losing >= LOST)
-            counts, initial = self._unmoved.setdefault(tensor, _UnmovedScales()).add(scales, found, largest)
+            counts, initial = self._unmoved.setdefault(tensor, _UnmovedScales(tensor)).add(scales, found, largest)
             follows = ~initial & (counts < UNMOVED_STEPS)  # else the rule scale-never-updated has it
             small, rises, large = small & follows, rises & follows, large & follows
             yield from self._small.sightings(
@@ -280,12 +286,11 @@ RULES = (
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect=_COLLECT,
         condition=(
-            f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}, while amax varies;"
-            f" or it is the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
+            f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}; or it is the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
         ),
         silent=(
-            "the first step, which has no scale yet; a scale that stays where the largest amax of its history was; a"
-            " constant amax, as of frozen weights; tensors that are 0, such as those of experts without tokens"
+            "the first step, which has no scale yet; a scale that stays where the largest amax of its history was;"
+            " weights with a constant amax, which may be frozen; tensors that are 0, such as those of experts without tokens"
         ),
         severity="warning",
         source="NVIDIA/TransformerEngine#3456 (gradients) and #3284 (te.autocast inside of te.checkpoint)",
@@ -295,9 +300,10 @@ RULES = (
         ),
         disproof="amax is always the largest number of the format, for which the scale is 1",
         remedy=(
-            "Enter te.autocast around te.checkpoint, not inside of the function that is checkpointed: a reentrant"
-            " checkpoint runs that function without gradients first, and Transformer Engine then leaves the scales as"
-            " they are. Or pass use_reentrant=False, or use Float8CurrentScaling"
+            "Transformer Engine updates these scales where the outermost te.autocast ends, if it is enabled and"
+            " gradients are. Enter te.autocast around te.checkpoint, not inside of the function that is checkpointed,"
+            " which a reentrant checkpoint runs without gradients; and not inside of te.autocast(enabled=False). Or use"
+            " Float8CurrentScaling"
         ),
         cost="current scaling reads each tensor once more, for its amax",
         recipes=("fp8_delayed_scaling",),

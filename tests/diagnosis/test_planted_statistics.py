@@ -1,0 +1,167 @@
+"""The rules on statistics, in real trainings of several models: planted defects, their remedies, and healthy twins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+from te_precision_callbacks.diagnosis import Finding, diagnose
+from te_precision_callbacks.session import InspectSession
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "proof"))
+
+from defects import Defect, planted  # type: ignore[import-not-found]
+from running import with_statistics_every  # type: ignore[import-not-found]
+
+
+def trained(defect: Defect, log_dir: Path, steps: int, *, healthy: bool = False) -> list[Finding]:
+    """The errors and warnings of a training, which are the same live and recorded."""
+    built = defect.build()
+    with (
+        nullcontext() if healthy else planted(defect, built),
+        InspectSession(with_statistics_every(1), model=built.model, log_dir=log_dir, quiet=True) as session,
+    ):
+        for _ in range(steps):
+            session.log({"loss": built.train_step()})
+            session.step()
+    assert list(session.findings) == list(diagnose(log_dir))
+    return list(session.findings.wrong)
+
+
+def defect(kind: Any, model: Any, recipe: Any, count: int, *, block: int | None, start: int = 0) -> Defect:
+    return Defect(kind, 1, model, recipe, "float32", count, block, start, 0, 1)
+
+
+MODELS = [("bytes", 3), ("gpt", 4), ("vit", 6), ("mixer", 8), ("llama", 4), ("bytes", 24)]
+
+
+@pytest.mark.parametrize(("model", "count"), MODELS)
+def test_a_weight_that_is_initialized_too_large(model: str, count: int, tmp_path: Path) -> None:
+    large = defect("large-weight", model, "current", count, block=1)
+    found = trained(large, tmp_path / "large", 3)
+    assert [(finding.rule, finding.tensor) for finding in found[:1]] == [("sibling", "weight")]
+    assert found[0].layers == (large.truth(large.build())["exact_layers"][0],)
+    assert not trained(large, tmp_path / "healthy", 3, healthy=True)
+
+
+def test_two_blocks_are_not_compared(tmp_path: Path) -> None:
+    trained(defect("large-weight", "bytes", "current", 2, block=1), tmp_path, 3)
+    (sibling,) = (each for each in diagnose(tmp_path).not_judged if each.rule == "sibling")
+    assert sibling.why == "2 layers are alike, and it needs 3"
+
+
+@pytest.mark.parametrize(("model", "count"), [("bytes", 2), ("gpt", 4), ("vit", 3), ("mixer", 2)])
+def test_a_gradient_that_rounds_to_0_under_a_stale_scale(model: str, count: int, tmp_path: Path) -> None:
+    squeezed = defect("squeezed-gradient", model, "delayed", count, block=1, start=3)
+    found = {finding.rule: finding for finding in trained(squeezed, tmp_path / "squeezed", 6)}
+    (mlp,) = squeezed.truth(squeezed.build())["exact_layers"]
+    assert found["underflow"].tensor == "gradient"
+    assert all(layer.startswith(mlp) for layer in found["underflow"].layers)
+    assert not trained(squeezed, tmp_path / "healthy", 6, healthy=True)
+
+
+def test_the_gradient_of_a_tied_head_loses_elements_but_nothing_of_its_norm(tmp_path: Path) -> None:
+    """A head with the weight of the embedding: most of the probabilities are tiny."""
+    torch.manual_seed(0)
+    vocabulary, width = 1024, 32
+    embedding = torch.nn.Embedding(vocabulary, width)
+    head = te.Linear(width, vocabulary, bias=False)
+    head.weight = embedding.weight
+    torch.nn.init.normal_(embedding.weight)
+    tokens = torch.arange(64)
+    with InspectSession(
+        with_statistics_every(1), model=torch.nn.ModuleList([embedding, head]), log_dir=tmp_path, quiet=True
+    ) as session:
+        for _ in range(4):
+            with te.autocast(recipe=Float8CurrentScaling()):
+                logits = head(2 * embedding(tokens))
+            torch.nn.functional.cross_entropy(logits, tokens).backward()
+            embedding.zero_grad()
+            session.step()
+    assert session.healthy, str(session.findings)
+    (note,) = (finding for finding in session.findings if finding.rule == "underflow")
+    assert (note.severity, note.tensor) == ("note", "gradient")
+
+
+class Net(torch.nn.Module):
+    """A stem and blocks; what is done with them is the defect or its remedy."""
+
+    def __init__(self, count: int, recipe: Any, stem: str, blocks: str) -> None:
+        super().__init__()
+        self.stem = te.Linear(32, 32).requires_grad_(stem != "frozen")
+        self.blocks = torch.nn.ModuleList(te.LayerNormMLP(32, 64) for _ in range(count))
+        self.recipe, self.on_stem, self.on_blocks = recipe, stem, blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.on_blocks.startswith("inner")
+        with nullcontext() if inner else te.autocast(enabled=self.on_blocks != "nested", recipe=self.recipe):
+            with te.autocast(enabled=False) if self.on_stem == "high" else nullcontext():
+                x = self.stem(x)
+            x = x if self.on_stem == "attached" else x.detach()
+            for block in self.blocks:
+                part = self._inside(block) if inner or self.on_blocks == "nested" else block
+                is_plain, reentrant = (
+                    self.on_blocks in ("plain", "nested"),
+                    not self.on_blocks.endswith("not reentrant"),
+                )
+                x = x + (part(x) if is_plain else te.checkpoint(part, x, use_reentrant=reentrant))
+        return x
+
+    def _inside(self, block: torch.nn.Module) -> Callable[[torch.Tensor], Any]:
+        def part(x: torch.Tensor) -> Any:
+            with te.autocast(recipe=self.recipe):
+                return block(x)
+
+        return part
+
+
+def rules_of(
+    log_dir: Path, count: int = 2, recipe: Any = None, *, stem: str = "attached", blocks: str = "plain"
+) -> Any:
+    """Rule and tensor of the findings of a training."""
+    torch.manual_seed(0)
+    net = Net(count, DelayedScaling(amax_history_len=16) if recipe is None else recipe, stem, blocks)
+    optimizer = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], lr=1e-3)
+    with InspectSession(with_statistics_every(1), model=net, log_dir=log_dir, quiet=True) as session:
+        for _ in range(5):
+            (net(torch.randn(64, 32)) - 1).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    assert list(session.findings) == list(diagnose(log_dir))
+    return {(finding.rule, finding.tensor) for finding in session.findings.wrong}
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_scales_that_are_never_updated(count: int, tmp_path: Path) -> None:
+    """Only the new rule fires for such a tensor, not stale-scale, whose remedies do not help."""
+    detached = rules_of(tmp_path / "detached", count, stem="detached")
+    assert detached == {("scale-never-updated", "gradient"), ("dead-gradient", "gradient")}
+    for how in ("inner", "nested"):  # inside of te.checkpoint, or of te.autocast(enabled=False)
+        found = rules_of(tmp_path / how, count, blocks=how)
+        assert found == {("scale-never-updated", "activation"), ("scale-never-updated", "weight")}, how
+
+
+REMEDIES: dict[str, dict[str, Any]] = {
+    "a frozen stem": {"stem": "frozen"},
+    "a stem in high precision": {"stem": "high"},
+    "autocast around the checkpoint": {"blocks": "outer"},
+    "not reentrant": {"blocks": "inner, not reentrant"},
+    "current scaling": {"stem": "detached", "recipe": Float8CurrentScaling()},
+    "current scaling, inner": {"blocks": "inner", "recipe": Float8CurrentScaling()},
+}
+
+
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_the_remedies_for_scales_that_are_never_updated(remedy: str, tmp_path: Path) -> None:
+    found = rules_of(tmp_path, **REMEDIES[remedy])
+    assert "scale-never-updated" not in {rule for rule, _ in found}
+    assert "stale-scale" not in {rule for rule, _ in found}
