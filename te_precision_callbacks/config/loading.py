@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -101,11 +101,13 @@ class Config:
         sections: all sections, also disabled ones, in the order of the file.
         source: the file of the config; None for a mapping and for the defaults.
         layer_names: which layer names the selectors use; None if the config does not say.
+        content: the config as it was given.
     """
 
     sections: tuple[Section, ...]
     source: Path | None
     layer_names: LayerNames | None = None
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -205,7 +207,7 @@ def _checked(data: Any, places: Places, known: _Known, source: Path | None, prob
             else:
                 sections.append(_section(str(key), body, places, known))
     problems.raise_any()
-    return Config(tuple(sections), source, layer_names)
+    return Config(tuple(sections), source, layer_names, data)
 
 
 def _layer_names(value: Any, places: Places) -> LayerNames:

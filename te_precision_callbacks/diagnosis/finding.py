@@ -275,6 +275,9 @@ class Verdict(Sequence[Finding]):
         first = f" First: {self.findings[0]}." if self.wrong else ""
         return self.summary + first
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
+
     def as_json(self) -> dict[str, Any]:
         """The verdict as JSON values, at the top of what ``diagnose``, ``show`` and ``report`` print with ``--json``.
 

@@ -158,6 +158,11 @@ class Curve(NamedTuple):
     iterations: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
 
+    def equals(self, other: Curve) -> bool:
+        """Return whether the other curve has the same numbers in the same iterations."""
+        same = np.array_equal(self.iterations, other.iterations)
+        return same and np.array_equal(self.values, other.values, equal_nan=True)
+
 
 @dataclass
 class Notes:

@@ -12,10 +12,11 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import yaml
 
 from te_precision_callbacks.base.environment import read_environment
 from te_precision_callbacks.base.environment.torch_facts import torch_facts
@@ -250,7 +251,8 @@ class RunFacts:
                 return source.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError):
                 pass  # deleted since
-        return "".join(f"{key}: {value}\n" for key, value in self._model.flat_config.items())
+        content = json.loads(json.dumps(self._options.config.content, default=_plain))
+        return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
 
     # ------------------------------------------------------------------ tables
 
@@ -431,3 +433,8 @@ def _listed(texts: Sequence[str]) -> str:
     more = len(texts) - _MOST_NAMED
     shown = "; ".join(texts[:_MOST_NAMED])
     return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def _plain(value: object) -> object:
+    """A value of a config for JSON: other mappings than dict, as of OmegaConf; else its text."""
+    return dict(value) if isinstance(value, Mapping) else str(value)

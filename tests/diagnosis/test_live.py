@@ -44,6 +44,7 @@ def test_the_block_is_found(planted: tuple[Path, InspectSession]) -> None:
     first = session.findings[0]
     assert (first.rule, first.layers, first.tensor, first.since) == ("sibling", (LAYER,), "gradient", 0)
     assert not session.healthy
+    assert repr(session.findings) == f"<Verdict: {session.findings}>"
 
 
 def test_a_replay_finds_the_same(planted: tuple[Path, InspectSession]) -> None:

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import transformer_engine.pytorch as te
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
@@ -23,6 +24,7 @@ from te_precision_callbacks import (
     PrecisionDebugTrainerCallback,
 )
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.config import load_config
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import RecordedRun, list_runs, open_run
@@ -170,6 +172,17 @@ def test_a_config_file_is_recorded_as_it_stands(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     assert run.segments[0].facts["config_text"] == text
     assert {(Path(row["file"]).name, row["line"]) for row in run.plan.to_pylist()} == {("config.yaml", 6)}
+
+
+@pytest.mark.parametrize("config", [None, {**statistics(), "off": {"enabled": False, "path": Path("a")}}])
+def test_a_config_without_a_file_is_recorded_as_yaml(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    model = net()
+    with InspectSession(config, model=model, log_dir=tmp_path) as session:
+        train(session, model, 1)
+    text = open_run(tmp_path).segments[0].facts["config_text"]
+    given = load_config(config).content
+    assert yaml.safe_load(text) == json.loads(json.dumps(given, default=str))
+    assert "    layer_types: [all]\n" in text
 
 
 def test_histograms(tmp_path: Path, keeper: Keeper) -> None:

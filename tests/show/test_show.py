@@ -197,6 +197,23 @@ def test_a_single_number_is_no_curve(tmp_path: Path) -> None:
     assert any(line.startswith("loss  0 -> 2") for line in lines)
 
 
+def test_equal_numbers_of_the_trainer_are_one_curve(tmp_path: Path) -> None:
+    loss = np.array([3.0, np.nan, 1.0])
+    scalars = {"loss": loss, "train_loss": loss, "train_loss_step": loss, "eval_loss": loss + 1}
+    record(tmp_path, values(), scalars=scalars)
+    result = show(tmp_path)
+    lines = [line.rstrip() for line in result.output.splitlines()]
+    drawn_of = [line.split()[0] for line in lines if " -> " in line]
+    assert drawn_of == ["loss", "eval_loss"]
+    assert "  equal to it: train_loss, train_loss_step" in lines
+    assert list(json.loads(show(tmp_path, "--json").output)["scalars"]) == [
+        "loss",
+        "train_loss",
+        "train_loss_step",
+        "eval_loss",
+    ]
+
+
 def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
     for path, says in ((tmp_path / "missing", "no such file"), (tmp_path, "no recorded run")):
         result = show(path)

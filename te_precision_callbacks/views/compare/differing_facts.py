@@ -16,6 +16,7 @@ from te_precision_callbacks.runs.answers import precision_shares
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.tensor_sizes import sizes_of
+from te_precision_callbacks.views.report.facts import readable
 
 _OF_EVERY_RUN = frozenset(
     {"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_namespace", "pid_started", "launch"}
@@ -34,7 +35,7 @@ _MOST_LAYERS = 3
 
 def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
     """The facts of the last segments of two runs that differ, then those of their matrix products."""
-    ours, theirs = (dict(_flat("", run.segments[-1].facts)) if run.segments else {} for run in (a, b))
+    ours, theirs = (dict(_flat("", readable(run.segments[-1].facts))) if run.segments else {} for run in (a, b))
     if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
         ours = theirs = {}
     found = [*_config(ours, theirs)]

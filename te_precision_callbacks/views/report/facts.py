@@ -14,12 +14,14 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.answers import loss_first, multiply_adds
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.views.report.subjects import layer_name
 
 _MOST_EVENTS = 2000
 _MOST_POINTS = 20_000
+_MOST_LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,24 @@ def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
 
 def segments(run: RecordedRun) -> list[dict[str, Any]]:
     """The process starts, with all that they say."""
-    return [dict(vars(one)) for one in run.segments]
+    return [{**vars(one), "facts": readable(one.facts)} for one in run.segments]
+
+
+def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a process start, with the reduction of amaxes in words instead of rows with the names of all
+    layers."""
+    settings = facts.get("settings")
+    rows = settings.get("amaxes") if isinstance(settings, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return dict(facts)
+    listed = []
+    for row in rows:
+        layers = row.get("layers")
+        names = ", ".join(folded(map(str, layers), most=_MOST_LAYERS)) if isinstance(layers, list) else ""
+        listed.append(
+            f"reduced over ranks: {row.get('ranks')}, in {names}" if row.get("reduced") else f"not reduced, in {names}"
+        )
+    return {**facts, "settings": {**settings, "amaxes": "; ".join(listed)}}
 
 
 def plan(run: RecordedRun) -> list[dict[str, Any]]:

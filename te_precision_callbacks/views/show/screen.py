@@ -51,7 +51,7 @@ class Screen:
             yield Paragraph(visible(f"{line}."))
         if view.speed:
             yield Paragraph(visible(f"Speed: {view.speed}"))
-        yield from (_scalar(name, curve, width, view.metric_names) for name, curve in view.scalars.items())
+        yield from _scalars(view.scalars, width, view.metric_names)
         for statistic, worst in view.worst.items():
             if worst:
                 yield Text()
@@ -141,6 +141,18 @@ def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[T
         names.append(f"{visible(name.upper())} {percent(share)} %  ")
     yield bar
     yield names
+
+
+def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterator[RenderableType]:
+    """A line for each curve, and one for the names of those that equal it."""
+    left = dict(scalars)
+    while left:
+        name, curve = next(iter(left.items()))
+        alike = [other for other, each in left.items() if curve.equals(each)]
+        yield _scalar(name, curve, width, names)
+        if len(alike) > 1:
+            yield Paragraph(f"  equal to it: {', '.join(alike[1:])}", "dim")
+        left = {other: each for other, each in left.items() if other not in alike}
 
 
 def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
