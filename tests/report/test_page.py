@@ -53,7 +53,7 @@ def test_the_summary_names_the_worst_and_leads_there(look: Look, report: Path) -
     assert f"{grid.values[row, column]:.4g} %" in sentence
     assert f"at step {grid.iterations[column]}" in sentence
     assert finding.locator("tbody tr").count() == 4
-    assert NOTE in look.page.locator(".note").inner_text()
+    assert NOTE in look.page.locator(".notes").inner_text()
     look.go(finding.locator("p a"))
     assert look.page.locator("h1").inner_text() == grid.layers[row]
     look.page.go_back()

@@ -13,12 +13,14 @@ then of their other statistics, then of all others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.recorded import other_steps_of_run
@@ -69,6 +71,9 @@ _FIRST = ("nonfinite_num", "overflows%", "underflows%", "sqnr_db", "saturated_sc
 """The statistics that a summary has first."""
 
 
+_OF_FINITE_ELEMENTS = frozenset({"min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"})
+
+
 @dataclass(frozen=True)
 class PageData:
     """The data of a page.
@@ -94,6 +99,7 @@ class PageData:
             ReportError: the run has no numbers at all.
         """
         subjects, verdict = nonempty(run), diagnose(run)
+        run = _with_nan(run)
         packed = Packed(most)
         chosen, columns, left_out = _fitted(run, subjects)
         steps = _exact_steps(columns) if len(columns) else []
@@ -139,6 +145,32 @@ class PageData:
             "widest": int(np.max(columns.last - columns.first) + 1) if len(columns) else 0,
         }
         return cls(told, packed.texts)
+
+
+def _with_nan(run: RecordedRun) -> RecordedRun:
+    """The run, with nan in place of 0 where a statistic of finite elements is 0 beside inf or nan: such a tensor has no
+    finite element, or none but zeros."""
+    number = {subject: place for place, subject in enumerate(run.subjects)}
+    counts = {place: number.get(subject._replace(statistic="nonfinite_num")) for subject, place in number.items()
+              if subject.statistic in _OF_FINITE_ELEMENTS}  # fmt: skip
+    table = run.values(place for place in counts.values() if place is not None)
+    bad = table.filter(pc.greater(table["value"], 0))
+    iterations: dict[int, list[int]] = {}
+    for place, iteration in zip(bad["series"].to_pylist(), bad["iteration"].to_pylist(), strict=True):
+        iterations.setdefault(place, []).append(iteration)
+    sick = {series: iterations[place] for series, place in counts.items() if place in iterations}
+
+    def read(wanted: list[int] | None) -> pa.Table:
+        table = run.read_values(wanted)
+        series, steps, values = (table[name].to_numpy() for name in ("series", "iteration", "value"))
+        values = values.copy()
+        for one in sick.keys() & set(np.unique(series).tolist()):
+            begin, end = np.searchsorted(series, (one, one + 1))
+            own = values[begin:end]
+            own[(own == 0) & np.isin(steps[begin:end], sick[one])] = np.nan
+        return table.set_column(table.schema.get_field_index("value"), "value", pa.array(values))
+
+    return replace(run, read_values=read) if sick else run
 
 
 def nonempty(run: RecordedRun) -> Subjects:

@@ -95,7 +95,7 @@ const card = (title, { about, extra = [] } = {}, ...children) =>
     ...children);
 
 const notes = (report, title = "What this run lacks") => report.notes.length > 0 &&
-  el("div", { class: "note", role: "note" }, el("strong", {}, title),
+  el("div", { class: "notes", role: "note" }, el("strong", {}, title),
     el("ul", {}, report.notes.map((note) => el("li", {}, note))));
 
 function table(columns, rows, { tall = false } = {}) {

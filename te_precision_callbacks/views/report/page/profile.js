@@ -9,13 +9,14 @@ async function profilePage(report) {
   const tensor = tensors.includes(state.now.tensor) ? state.now.tensor : tensors[0];
   const sources = sourcesOf(report, tensor);
   const steps = await stepsOf(report, sources);
-  const place = () => state.now.step === "" ? steps.length - 1 : Math.min(steps.length - 1, Math.max(0, lowerBound(steps, Number(state.now.step) + 1) - 1));
+  const last = await lastWithMagnitudes(report, sources, steps);
+  const place = () => state.now.step === "" ? last : Math.min(steps.length - 1, Math.max(0, lowerBound(steps, Number(state.now.step) + 1) - 1));
   const formats = [["", "none"], ...WINDOWS.map((name) => [name, windowTitle(name)])];
   const format = () => formats.some(([name]) => name === state.now.format) ? state.now.format : "E4M3";
   const node = plotNode(500, `Range of ${tensor} in all layers`);
   const shownStep = el("span", {});
   const slider = el("input", { type: "range", min: 0, max: steps.length - 1, value: place(), "aria-label": "Step" });
-  const badgeHolder = el("span", {});
+  const badgeHolder = el("span", {}), without = el("p", { class: "quiet" });
   let rows = [], shownRows = [], visible = null, pool = 1;
   slider.addEventListener("input", () => { state.note({ step: steps[Number(slider.value)] }); render(); });
   const ranks = [...new Set([...sources.families.flatMap((one) => one.ranks), ...(sources.histogram?.ranks ?? [])])].sort((a, b) => a - b);
@@ -32,7 +33,7 @@ async function profilePage(report) {
       : "A bar reaches from the smallest magnitude that is not 0 to the largest; a tick marks the standard deviation. Layers run from top to bottom.",
     extra: [badgeHolder, csvButton(`profile ${tensor}`, ["layer", "step", "smallest", "p1", "p50", "p99", "largest", "format smallest", "format largest", "exact"],
       () => rows.map((row) => [row.name, row.step, ...[row.least, row.low, row.middle, row.p99, row.most ?? row.high, row.limits?.bottom, row.limits?.top].map((power) => power === undefined || power === null ? null : 2 ** power), row.exact]))],
-  }, node);
+  }, without, node);
 
   async function read() {
     const step = steps[place()], chosen = state.now.rank;
@@ -68,7 +69,11 @@ async function profilePage(report) {
     shownStep.textContent = `Step ${stepText(report, steps[place()])}`;
     const now = await read();
     rows = now;
-    if (!rows.length) return;
+    const drawn = new Set(rows.map(({ index }) => index)), left = sources.layers.filter((index) => !drawn.has(index));
+    without.textContent = left.length ? `${rows.length ? "Not drawn: " : "Nothing to draw: "}${shown(left.length)} of ${shown(sources.layers.length)} layers have no finite number but 0 at this step, such as ${report.layers[left[0]].name}.`
+      + (rows.length ? "" : ` The last step with one is ${stepText(report, steps[last])}.`) : "";
+    node.hidden = !rows.length;
+    if (!rows.length) return badgeHolder.replaceChildren();
     visible ??= [-0.5, rows.length - 0.5];
     await drawRows();
   }
@@ -184,6 +189,21 @@ async function stepsOf(report, sources) {
   if (sources.histogram) return Array.from(await report.arrays.get(sources.histogram.last));
   const family = sources.amax ?? sources.max;
   return Array.from(family.ends);
+}
+
+// The place of the last step in which a layer has magnitudes: a run with nan has none from some step on.
+async function lastWithMagnitudes(report, sources, steps) {
+  const has = async (at) => {
+    for (const index of sources.layers) if (await magnitudes(report, sources, index, steps[at], state.now.rank)) return true;
+    return false;
+  };
+  let low = 0, high = steps.length - 1;
+  if (await has(high)) return high;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (await has(middle)) low = middle; else high = middle - 1;
+  }
+  return low;
 }
 
 // The magnitudes of a layer at a step as powers of two: {least, low, middle, p99, high, amax, exact, step}.

@@ -7,7 +7,7 @@ async function guarded(work) {
     return await work();
   } catch (error) {
     console.error(error);
-    document.querySelector("main").prepend(el("div", { class: "note", role: "alert" }, `This part of the report could not be drawn: ${error.message}`));
+    document.querySelector("main").prepend(el("div", { class: "notes", role: "alert" }, `This part of the report could not be drawn: ${error.message}`));
     return null;
   }
 }

@@ -63,7 +63,7 @@ function coverageCard(report) {
     marker: { color: PRECISIONS[precision] ?? "#888" },
     hovertemplate: `%{x:.2f} % of %{y}<extra>${plotText(precision.toUpperCase())}</extra>`,
   })), {
-    barmode: "stack", bargap: 0.28, margin: { l: 70, r: 28, t: 6, b: 36 },
+    showlegend: true, barmode: "stack", bargap: 0.28, margin: { l: 70, r: 28, t: 6, b: 36 },
     xaxis: { range: [0, 100], dtick: 20, ticksuffix: " %", fixedrange: true }, yaxis: { fixedrange: true, ticks: "" },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal" },
   });
