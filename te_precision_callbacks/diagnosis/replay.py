@@ -335,9 +335,9 @@ def _iteration(logged: tuple[int, _Logged]) -> int:
 
 def _event(row: Row) -> Event:
     """A recorded event; without its data, if they are damaged."""
-    subject = {name: row[name] or "" for name in ("layer", "tensor", "gemm")}
-    event = Event(row["kind"], row["text"] or "", row["iteration"], row["severity"], row["phase"], **subject)
-    return dataclasses.replace(event, data=_event_data(row), wall_time=0.0)
+    subject = [row[name] or "" for name in ("layer", "tensor", "gemm")]
+    at = row["iteration"], row["severity"], row["phase"]
+    return Event(row["kind"], row["text"] or "", *at, *subject, _event_data(row), wall_time=0.0)
 
 
 def _event_data(row: Row) -> dict[str, Any]:

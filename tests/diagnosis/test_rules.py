@@ -18,7 +18,7 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule
-from te_precision_callbacks.sinks.step_records import Row, StepRecords
+from te_precision_callbacks.sinks.step_records import Event, Row, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
 
 LAYERS = [f"h.{block}.{part}" for block in range(10) for part in ("fc1", "fc2")]
@@ -79,6 +79,8 @@ def judged(
         diagnosis.know(known, 0)
     for checkpoint in checkpoints:
         diagnosis.note_checkpoint(checkpoint)
+    checked = {"checked": ["missing-gradient", "frozen-weight"], "problems": []}
+    diagnosis.event(Event("parameters", "Parameters were checked.", 0, data=checked))
     for iteration, step in zip(range(0, 10 * len(steps), 10) if at is None else at, steps, strict=True):
         rows = [Row(layer, tensor, None, statistic, value) for (layer, tensor, statistic), value in step.items()]
         records = StepRecords.from_rows(iteration, iteration, rows, table=table)
