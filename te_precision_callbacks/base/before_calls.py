@@ -26,7 +26,7 @@ class BeforeCalls:
         self._found = vars(owner).get(name)
         self._own = getattr(owner, name)
         self._before = weakref.WeakMethod(before)
-        functools.update_wrapper(self, self._own)
+        functools.update_wrapper(self, self._own, updated=())  # it may be another BeforeCalls, with the same attributes
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:

@@ -16,6 +16,8 @@ from traceback import walk_tb
 from types import MappingProxyType, TracebackType
 from typing import Any
 
+from torch.utils.checkpoint import CheckpointError
+
 from te_precision_callbacks.base.errors import transformer_engine_error
 from te_precision_callbacks.base.numerics.gemm_shapes import Refusal, refusals
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, GEMMS, GemmName, name_of_recipe
@@ -44,11 +46,31 @@ def explain_failure(
     except Exception as failure:
         logger.error("The layer of the exception above could not be found.", exc_info=failure)
         return
-    if text and hasattr(inner, "add_note"):
-        if text not in getattr(inner, "__notes__", ()):
-            inner.add_note(text)
-    elif text:
+    if text:
+        _add_note(inner, text)
+
+
+def explain_checkpoint(error: BaseException | None, modules: Sequence[NamedModule]) -> None:
+    """Add a note to a ``CheckpointError`` of torch that layers of Transformer Engine in FP8 cause, as for a shape."""
+    while error is not None and not isinstance(error, CheckpointError):
+        error = error.__cause__ or error.__context__
+    if error is not None and any("recipe" in (vars(named.module).get("fp8_meta") or {}) for named in modules):
+        _add_note(
+            error,
+            "torch.utils.checkpoint(use_reentrant=False), the default of gradient_checkpointing in transformers,"
+            " computes a forward again outside of te.autocast, where a layer of Transformer Engine keeps other tensors"
+            " than in FP8. Use transformer_engine.pytorch.checkpoint instead. With transformers, leave out"
+            " gradient_checkpointing=True, and call model.gradient_checkpointing_enable() and"
+            " model._set_gradient_checkpointing(gradient_checkpointing_func=transformer_engine.pytorch.checkpoint)"
+            " before the training: docs/transformers.md.",
+        )
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    if not hasattr(error, "add_note"):
         logger.error("%s", text)
+    elif text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
 
 
 def _layer_of(error: Exception, modules: Sequence[NamedModule], others: Mapping[int, str]) -> str:

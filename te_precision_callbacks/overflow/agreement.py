@@ -22,6 +22,7 @@ class Find:
         headline: which tensor is bad.
         advice: what to do.
         report: the whole report.
+        step: the training step, in words; empty if it is not known.
     """
 
     path: str
@@ -34,6 +35,7 @@ class Find:
     headline: str
     advice: str
     report: str
+    step: str = ""
 
 
 @dataclass(frozen=True)

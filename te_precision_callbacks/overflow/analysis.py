@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -13,10 +13,12 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.overflow import report as text
 from te_precision_callbacks.overflow.agreement import Find
 from te_precision_callbacks.overflow.detector_options import Options
+from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.events import Event, Gradient
 from te_precision_callbacks.overflow.extreme_slots import Values
 from te_precision_callbacks.overflow.interval import History, Interval, seen
 from te_precision_callbacks.overflow.verdict import first_bad, near_limit
+from te_precision_callbacks.overflow.weights import amax_of_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +28,13 @@ class Reader:
 
     Attributes:
         loss_scaled: as in :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
+        step: gives the training step that runs, in words; empty if it is not known.
     """
 
-    def __init__(self, options: Options, notices: Notices) -> None:
+    def __init__(self, options: Options, notices: Notices, roots: Sequence[tuple[str, torch.nn.Module]]) -> None:
         self.loss_scaled = False
+        self.step: Callable[[], str] = str
+        self._roots = roots
         self._options = options
         self._history = History(options.max_frames)
         self._traced = frozenset(options.trace_batches)
@@ -88,6 +93,8 @@ class Reader:
         frames = frames[: len(frames) - after][-self._options.max_frames :]
         culprit = frames[-1]
         place = culprit.frame.place
+        weights = {} if place is None or self._options.parameters else self._weights_of(place.path)
+        step = "" if evaluation else self.step()
         return Find(
             path="" if place is None else place.path,
             class_name="" if place is None else place.class_name,
@@ -97,9 +104,18 @@ class Reader:
             rank=own_rank(),
             sequence=before + index,
             headline=text.headline(culprit),
-            advice=text.advice(culprit, events[index], loss_scale=scale),
-            report=text.report(frames, abs_min=self._options.abs_min),
+            advice=text.advice(culprit, events[index], loss_scale=scale, weights=weights),
+            report=text.report(frames, abs_min=self._options.abs_min, step=step, weights=weights),
+            step=step,
         )
+
+    def _weights_of(self, path: str) -> Mapping[str, float]:
+        """The largest magnitudes of a module's parameters; empty where they cannot be read."""
+        try:
+            return amax_of_parameters(self._roots, path)
+        except Exception as error:  # the overflow must be reported all the same
+            logger.warning("Activation overflow: the parameters of %s could not be read (%s).", path, text_of(error))
+            return {}
 
     def forget(self) -> None:
         """Leave the frames so far out of later reports."""

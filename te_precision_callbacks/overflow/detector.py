@@ -164,6 +164,10 @@ class DebugActivationOverflow:
     def abandoned(self, value: Callable[[], bool] | None) -> None:
         self._journal.abandoned = value
 
+    def count_by(self, step: Callable[[], str]) -> None:
+        """Name the training step in reports beside the batch: ``step`` gives the one that runs, in words."""
+        self._looking.reader.step = step
+
     def share(self, messages: Messages) -> None:
         """Agree with other ranks over messages that somebody else opens and closes."""
         self._looking.share(messages)

@@ -57,7 +57,7 @@ class Looking:
     """
 
     def __init__(self, roots: Sequence[tuple[str, torch.nn.Module]], options: Options, journal: Journal) -> None:
-        self.reader = Reader(options, journal.notices)
+        self.reader = Reader(options, journal.notices, roots)
         self.handles = contextlib.ExitStack()
         self.reports = 0
         self.has_looked = False
@@ -257,7 +257,7 @@ class Looking:
         self._begin_anew()
         if find.rank == own_rank():
             logger.error("%s", find.report)
-        over = f" on rank {find.rank}" if is_initialized() else ""
+        over = (f" ({find.step})" if find.step else "") + (f" on rank {find.rank}" if is_initialized() else "")
         raise ActivationOverflowError(
             f"{find.headline}, in {'evaluation ' if find.evaluation else ''}batch {find.batch}{over}. The report in the"
             f" log, and in this exception's attribute 'report', has the frames before it. {advice}",

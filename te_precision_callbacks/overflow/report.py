@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from te_precision_callbacks.overflow.events import Call, Event, Frame, Gradient, Labelled
 from te_precision_callbacks.overflow.extreme_slots import Slot, Values
 from te_precision_callbacks.overflow.interval import Seen
 from te_precision_callbacks.overflow.verdict import what
+
+_LARGE = 2.0**8
+"""The magnitude from which on a weight that is larger than what enters its module is the reason for an overflow."""
 
 
 def headline(culprit: Seen) -> str:
@@ -18,13 +21,14 @@ def headline(culprit: Seen) -> str:
     return f"{_where(culprit)} has {kind}"
 
 
-def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
+def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Mapping[str, float]) -> str:
     """The advice about an overflow.
 
     Args:
         culprit: the bad frame.
         event: the event of the frame.
         loss_scale: the number by which a GradScaler has multiplied the loss; None if none has.
+        weights: the largest magnitude of each parameter of the module.
     """
     frame = culprit.frame
     if isinstance(event, Gradient):
@@ -49,15 +53,37 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
     if isinstance(frame.measured, Slot) and culprit.values.extremes(frame.measured)[1] < math.inf:
         path = "" if frame.place is None else frame.place.path
         return f"There is only -inf: if the module makes -inf on purpose, allow it with allow_neg_inf=[{path!r}]."
+    if isinstance(event, Call) and weights:
+        entered = max((amax(slot, culprit.values) for _, slot in event.inputs if isinstance(slot, Slot)), default=0.0)
+        name, largest = max(weights.items(), key=lambda item: item[1])
+        if max(entered, _LARGE) < largest < math.inf:
+            return (
+                f"The parameter {name} of the module has an abs_max of {largest:.2e}, and what enters only one of"
+                f" {entered:.2e}: the weight is too large. Check its initialization, the loaded checkpoint, and the"
+                " optimizer's last steps."
+            )
     return (
         "Go up from the last frame to where abs_max began to grow, and run that part in a higher precision, or make its"
         " values smaller. detect_overflow() can check tensors inside a forward."
     )
 
 
-def report(frames: Sequence[Seen], *, abs_min: bool) -> str:
-    """The report whose last frame is the culprit."""
-    lines = [headline(frames[-1]), "", "", f"last {len(frames)} frames:"]
+def report(frames: Sequence[Seen], *, abs_min: bool, step: str, weights: Mapping[str, float]) -> str:
+    """The report whose last frame is the culprit.
+
+    Args:
+        frames: the frames.
+        abs_min: whether a column with the smallest magnitudes is shown.
+        step: the training step of the batch, in words; empty if it is not known.
+        weights: as for :func:`advice`.
+    """
+    culprit = frames[-1]
+    lines = [headline(culprit)]
+    lines += [f"batch {culprit.batch} is in {step}"] if step else []
+    if weights:
+        amaxes = ", ".join(f"{name} abs_max={largest:.2e}" for name, largest in weights.items())
+        lines.append(f"parameters of the module: {amaxes}")
+    lines += ["", "", f"last {len(frames)} frames:"]
     return "\n".join([*lines, *(line(frame, abs_min=abs_min) for frame in frames)])
 
 

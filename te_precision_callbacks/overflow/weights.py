@@ -7,10 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
+from te_precision_callbacks.overflow.report import amax
 from te_precision_callbacks.overflow.verdict import what
 from te_precision_callbacks.overflow.watched_modules import is_compiled, watched_modules
 
 _LISTED = 5
+
+
+def amax_of_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> dict[str, float]:
+    """The largest magnitude of each parameter of the module at ``path`` itself. The host waits for the device."""
+    slots = Slots(abs_min=False)
+    module = next((module for place, module in watched_modules(roots) if place == path), None)
+    named = () if module is None else module.named_parameters(recurse=is_compiled(module))
+    measured = {name: slots.measure(parameter) for name, parameter in named}
+    values = slots.read()
+    return {name: amax(slot, values) for name, slot in measured.items() if isinstance(slot, Slot)}
 
 
 def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> list[str]:

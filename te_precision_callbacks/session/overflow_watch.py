@@ -25,16 +25,20 @@ class OverflowWatch:
         options: the session's options.
         recorder: receives whether a step has overflowed.
         abandoned: whether the loop that started the session has ended without stopping it.
+        step: gives the training step that runs, in words.
 
     Attributes:
         detector: the detector of inf and nan; None if detection is off, and before there is a model.
     """
 
-    def __init__(self, options: SessionOptions, recorder: Recorder, abandoned: Callable[[], bool]) -> None:
+    def __init__(
+        self, options: SessionOptions, recorder: Recorder, abandoned: Callable[[], bool], step: Callable[[], str]
+    ) -> None:
         self.detector: DebugActivationOverflow | None = None
         self._options = options
         self._recorder = recorder
         self._abandoned = abandoned
+        self._step = step
         self._model: Model = ()
         self._reports = 0
 
@@ -54,6 +58,7 @@ class OverflowWatch:
         if messages is not None:
             self.detector.share(messages)
         self.detector.abandoned = self._abandoned
+        self.detector.count_by(self._step)
         self._model, self._reports = model, 0
         if former is not None:
             self.detector.loss_scaled = former.loss_scaled

@@ -22,7 +22,7 @@ from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.idle import never_due_in_words, steps_that_observe
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
-from te_precision_callbacks.coverage.shapes import explain_failure
+from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_failure
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.dumps.dump_files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
@@ -187,7 +187,7 @@ class Run:
         )
         failures.listen(self._say_failed)
         self._judgement = Judgement(options, results, ranks, self._chronicle)
-        self.overflow = OverflowWatch(options, recorder, loop.was_left)
+        self.overflow = OverflowWatch(options, recorder, loop.was_left, self._step_in_words)
         self._profiling = Profiling(
             read_profile(options.profile),
             model.named_modules,
@@ -245,6 +245,11 @@ class Run:
             self.overflow.attach(model, ranks.messages)
         ranks.settle()
         self._profiling.begin(self.inspector.iteration)
+
+    def _step_in_words(self) -> str:
+        iteration = self.inspector.iteration
+        logged = "" if self._loop.front_door == "session" else f", step {iteration + self._loop.counts_from}"
+        return f"debug iteration {iteration}{logged}"
 
     def _note_eps(self, adds: bool) -> None:
         self._results.adds_eps = adds or bool(self._results.adds_eps)
@@ -427,6 +432,7 @@ class Run:
             error, logging_step: as in ``InspectSession.stop``.
         """
         explain_failure(error or sys.exc_info()[1], self.model.layers.modules, self.model.layers.other_names)
+        explain_checkpoint(error or sys.exc_info()[1], self.model.layers.modules)
         keeps = self._options.keep_precision and self._results.changes_precision
         keeps = keeps and error is None and not self.inspector.ended
         ended_by = error or sys.exc_info()[1]

@@ -46,6 +46,9 @@ def test_the_weights_are_those_of_the_step_before(
         assert debugger.session.overflow is not None
         assert not debugger.session.overflow.loss_scaled
         overflow_at(batch, accelerator, model, optimizer, debugger)
+    step = f"debug iteration {steps_before}, step {steps_before + 1}"
+    assert f"in batch {batch} ({step})" in str(raised.value)
+    assert raised.value.report.splitlines()[1] == f"batch {batch} is in {step}"
     assert len(weights) == steps_before + 1
     assert torch.equal(model.fc1.weight, weights[-1])
     assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -59,8 +59,9 @@ _LINE = re.compile(r"abs_max=(.{9}) ([<>=]) \[(\d+)\] (?:(?:(\S+): )?(\w+): )?(.
 
 def lines_of(report: str) -> list[Line]:
     """The frames of a report, whose form is checked on the way."""
-    first, empty, also_empty, count, *frames = report.splitlines()
-    assert (empty, also_empty) == ("", "")
+    head, _, rest = report.partition("\n\n\n")
+    first, *_ = head.splitlines()
+    count, *frames = rest.splitlines()
     assert count == f"last {len(frames)} frames:"
     found = []
     for frame in frames:

@@ -150,5 +150,7 @@ def test_the_checkpoint_that_the_warning_names_recomputes_in_fp8(
 
 
 def test_another_checkpoint_fails(tmp_path: Path) -> None:
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+    with pytest.raises(torch.utils.checkpoint.CheckpointError) as raised:
         trainer(tmp_path, reentrant=False).train()
+    (note,) = raised.value.__notes__
+    assert "Use transformer_engine.pytorch.checkpoint instead" in note
