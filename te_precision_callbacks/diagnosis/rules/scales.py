@@ -286,11 +286,13 @@ RULES = (
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect=_COLLECT,
         condition=(
-            f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}; or it is the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
+            f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}; or it is"
+            f" the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
         ),
         silent=(
             "the first step, which has no scale yet; a scale that stays where the largest amax of its history was;"
-            " weights with a constant amax, which may be frozen; tensors that are 0, such as those of experts without tokens"
+            " weights with a constant amax, which may be frozen; tensors that are 0, such as those of experts"
+            " without tokens"
         ),
         severity="warning",
         source="NVIDIA/TransformerEngine#3456 (gradients) and #3284 (te.autocast inside of te.checkpoint)",
