@@ -104,6 +104,7 @@ class Settings:
         amaxes: over which ranks amaxes are reduced, rows of
             :func:`~te_precision_callbacks.coverage.recipe_arguments.amax_reductions`.
         unmeasured: why LogGemmError has measured nothing; empty if it has, or is not in the config.
+        loss_is_filtered: whether the trainer leaves inf and nan out of the loss that it logs.
         expects_low: why products are expected to run in low precision, as in "the config has LogFp8TensorStats"; empty
             if nothing asks for it.
         gpu: what ``torch.cuda.get_device_name`` says of the GPU; empty without one.
@@ -118,6 +119,7 @@ class Settings:
     amaxes: Sequence[Row] = ()
     unmeasured: str = ""
     expects_low: str = ""
+    loss_is_filtered: bool = False
     gpu: str = ""
 
     @classmethod

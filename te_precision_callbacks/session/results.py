@@ -32,6 +32,7 @@ class RunResults:
         iterations: those that have run.
         layers: every layer of the model that can be observed, and what the config does with it, and did.
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
+        filters_loss: whether the trainer leaves inf and nan out of the loss that it logs.
         expects_low: why a trainer's settings let products be expected in low precision; empty if they do not.
         not_measured: what LogGemmError does not measure: (layer, GEMM) -> why.
         never_due: which features of the config the whole run has not reached, in words; empty before its end.
@@ -54,6 +55,7 @@ class RunResults:
     layers: LayerHistory = field(init=False)
     unconverted: Mapping[str, str] = field(default_factory=dict)
     expects_low: str = ""
+    filters_loss: bool = False
     not_measured: Mapping[tuple[str, str], str] = field(default_factory=dict)
     never_due: str = ""
     changes_precision: bool = False

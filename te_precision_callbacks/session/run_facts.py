@@ -188,6 +188,7 @@ class RunFacts:
             "ignored": ignored_arguments(recipes_of(found), uses_of(found, self._model.roots)),
             "amaxes": amax_reductions(found),
             "unmeasured": self._unmeasured,
+            "loss_is_filtered": self._results.filters_loss,
             "expects_low": self._results.expects_low or self._expected_by_script(),
         }
 

@@ -184,6 +184,10 @@ class InspectSession(Results):
         """
         self._results.expects_low = why
 
+    def note_filtered_loss(self) -> None:
+        """Note that the trainer leaves inf and nan out of the loss that it logs."""
+        self._results.filters_loss = True
+
     # ------------------------------------------------------------------ the life of a session
 
     def start(

@@ -178,6 +178,8 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                     session.overflow.follow(loop.accelerator)
             history = HistorySummary(self._options.prefix)
             self._training = Training(session, reporting, history, loop, model)
+            if args.logging_nan_inf_filter:
+                session.note_filtered_loss()
             if loop is not None and loop.accelerator is not None and args.logging_nan_inf_filter:
                 self._training.follow(loop.accelerator)
         except BaseException as error:

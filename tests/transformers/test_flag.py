@@ -21,6 +21,7 @@ from transformers.debug_utils import DebugOption
 from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.debug_options import UnknownDebugOptionError
+from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.options import read_statistics_log
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import open_run
@@ -248,7 +249,7 @@ def test_a_loss_that_the_trainer_does_not_log_is_found(tmp_path: Path, filters: 
     args = arguments(tmp_path, TrainingArguments, learning_rate=0.0, **keywords)
     made = trainer(args, model=Lost(), kind=Trainer, te_precision_config=statistics())
     made.train()
-    findings = made.debug_session.findings  # type: ignore[attr-defined]
+    findings = made.debug_session.findings.wrong  # type: ignore[attr-defined]
     until = 2 if filters else 3  # the Trainer's sum of losses stays nan
     assert [(finding.rule, finding.since, finding.until) for finding in findings] == [("nonfinite-loss", 2, until)]
     logged = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
@@ -259,6 +260,25 @@ def test_a_loss_that_the_trainer_does_not_log_is_found(tmp_path: Path, filters: 
     assert [of_steps[step] for step in of_steps if step != 2] == pytest.approx(
         [logged[step] for step in of_steps if step != 2], rel=1e-3
     )
+
+
+class OwnBackward(transformers.Trainer):
+    """Calls backward() itself, so the unfiltered loss cannot be had."""
+
+    def training_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_a_filtered_loss_is_not_checked_for_nan(tmp_path: Path, filters: bool) -> None:
+    callback = PrecisionDebugTrainerCallback(statistics())
+    trainer(arguments(tmp_path, logging_nan_inf_filter=filters), callback, kind=OwnBackward).train()
+    for verdict in (callback.session.findings, diagnose(tmp_path)):
+        reasons = {each.rule: each.why for each in verdict.not_judged}
+        assert ("logging_nan_inf_filter=False" in reasons.get("nonfinite-loss", "")) == filters
+        assert not (filters and verdict.healthy)
 
 
 @pytest.mark.parametrize("how", ["arguments", "both", "trainer"])

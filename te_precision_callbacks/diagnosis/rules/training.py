@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.runs.answers import is_loss, is_loss_of_training, loss_first, words_of
@@ -37,6 +38,10 @@ def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
     return name, values.get(name, math.nan)
 
 
+UNFILTERED = "loss_step"
+"""The loss of a step as the backward gets it, from a trainer that leaves inf and nan out of what it logs."""
+
+
 class _Point(NamedTuple):
     """Means over some logged steps.
 
@@ -59,10 +64,16 @@ class NonfiniteLoss(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._others: dict[str, None] = {}
+        self._is_filtered = self._has_unfiltered = False
 
     @property
     def why_not(self) -> str:
         """As of :class:`Judge`."""
+        if self._is_filtered:
+            return (
+                "the Trainer leaves inf and nan out of the loss that it logs: set logging_nan_inf_filter=False in its"
+                " TrainingArguments"
+            )
         names = list(self._others)
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         return (
@@ -72,11 +83,20 @@ class NonfiniteLoss(Judge):
             else ""
         )
 
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if facts.settings is not None:
+            self._is_filtered = facts.settings.loss_is_filtered
+            self.judged &= self._has_unfiltered or not self._is_filtered
+        yield from ()
+
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         losses = [name for name in values if is_loss_of_training(name)]
+        self._has_unfiltered |= UNFILTERED in values
         if losses:
             self.saw(iteration)
+            self.judged &= self._has_unfiltered or not self._is_filtered
         elif not self.judged:
             others = (name for name in values if is_loss(name) and words_of(name).isdisjoint(_OF_EVALUATION))
             self._others.update(dict.fromkeys(others))
