@@ -247,6 +247,8 @@ class ContractKeeper:
         offenders = _offenders(coverage)
         if offenders:
             message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
+        if coverage.is_estimate:
+            message += f"\nNot counted: {'; '.join(left_out_in_words(coverage))}."
         return self._say(message, coverage, raises=raises)
 
     def _say(self, message: str, coverage: Coverage, *, raises: bool) -> str:
