@@ -48,12 +48,6 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
     return Replay().verdict(run if isinstance(run, RecordedRun) else open_run(run))
 
 
-def diagnose_rank(run: RecordedRun, rank: int) -> Verdict:
-    """Judge a rank's own numbers by the rules that look at statistics."""
-    found = _OfRank(_ON_NUMBERS).judge(run, _Read(run, _Common(run), (rank,), rank)).verdict
-    return dataclasses.replace(found, is_partial=bool(run.unread))
-
-
 class Replay:
     """The verdict on a run that may still be written: each step goes into the rules once, on each rank.
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.runs import RunWriter
-from tests.compare.recorded import Values, append, record
+from tests.compare.recorded import Values, record
 
 STEPS = 20
 EVIL = 'fc<script>"/../\x1b[31m[bold]'
@@ -115,16 +115,12 @@ def test_csv_has_a_row_for_each_departure(folder: Path) -> None:
     assert "cannot be written" in refusal(folder / "a", folder / "b", "--csv", folder / "none" / "found.csv")
 
 
-def test_a_page_of_ranks_and_of_steps(folder: Path) -> None:
-    with RunWriter.begin(folder / "ranks", world=2) as run:
-        append(run, values(), rank=0)
-        append(run, values(4.0), rank=1)
+def test_a_page_of_steps(folder: Path) -> None:
     page = folder / "compare.html"
-    for arguments in ([folder / "ranks", "--ranks", 0, 1], [folder / "b", "--steps", 0, 12, "--lasting", 3]):
-        result = compare(*arguments, "-o", page)
-        assert f"{page}: " in " ".join(result.output.split())
-        assert page.stat().st_size > 1_000_000
-        page.unlink()
+    result = compare(folder / "b", "--steps", 0, 12, "--lasting", 3, "-o", page)
+    assert f"{page}: " in " ".join(result.output.split())
+    assert page.stat().st_size > 1_000_000
+    page.unlink()
     assert json.loads(compare(folder / "a", folder / "b", "--report", page, "--json").output)["findings"] is True
     assert page.exists()
     (folder / "folder.html").mkdir()
@@ -133,11 +129,7 @@ def test_a_page_of_ranks_and_of_steps(folder: Path) -> None:
     assert "Name it" in refusal(folder / "a", folder / "b", "--report", folder / "compare.png")
 
 
-def test_ranks_and_steps(folder: Path) -> None:
-    with RunWriter.begin(folder / "ranks", world=2) as run:
-        append(run, values(), rank=0)
-        append(run, values(4.0), rank=1)
-    assert compare(folder / "ranks", "--ranks", 0, 1).exit_code == 1
+def test_steps(folder: Path) -> None:
     record(folder / "steps", values(2.0**12))
     assert compare(folder / "steps", "--steps", 0, 12, "--lasting", 3).exit_code == 1
     assert compare(folder / "a", "--steps", 4, 9).exit_code == 0
@@ -189,6 +181,5 @@ def test_what_cannot_be_compared_is_told(folder: Path, make: Any, says: str) -> 
 
 def test_wrong_use_is_told(folder: Path) -> None:
     assert "Nothing to compare with" in refusal(folder / "a")
-    assert "reduced over ranks" in refusal(folder / "a", "--ranks", 0, 1)
     assert "from step 99 on" in refusal(folder / "a", "--steps", 0, 99)
     assert "lasting= must be 1 step or more, not 0" in refusal(folder / "a", folder / "b", "--lasting", 0)

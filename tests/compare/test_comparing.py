@@ -28,7 +28,7 @@ from te_precision_callbacks.views.compare.wording import (
     where_first,
 )
 from te_precision_callbacks.views.report import facts as report_facts
-from tests.compare.recorded import Subject, Values, append, layers, record
+from tests.compare.recorded import Subject, Values, layers, record
 
 Floats = npt.NDArray[np.float64]
 LAYERS = layers(6)
@@ -646,23 +646,7 @@ def test_a_spike_of_the_loss_is_told_though_its_running_median_is_not(runs: Runs
     assert same.spike is None
 
 
-# ---------------------------------------------------------------------- ranks and steps of a run
-
-
-def test_a_rank_against_another_with_the_others_as_noise(tmp_path: Path) -> None:
-    with RunWriter.begin(tmp_path, world=4) as run:
-        for rank in range(4):
-            values = changed(numbers(rank), {(LAYERS[3], "weight"): 16.0} if rank == 1 else {})
-            append(run, values, rank=rank)
-    result = compare(open_run(tmp_path), ranks=(0, 1))
-    assert (result.a, result.b) == ("rank 0", "rank 1")
-    assert result.floor is not None
-    assert result.floor.sides == ("rank 2", "rank 3")
-    assert [(parting.name, parting.iteration) for parting in result.parted] == [(f"{LAYERS[3]} weight", 30)]
-    with pytest.raises(ComparisonError, match=r"no numbers of rank 7 alone; it has those of 0, 1, 2, 3"):
-        compare(open_run(tmp_path), ranks=(0, 7))
-    with pytest.raises(ComparisonError, match="compared with itself"):
-        compare(open_run(tmp_path), ranks=(1, 1))
+# ---------------------------------------------------------------------- steps of a run
 
 
 def test_a_step_against_another(runs: Runs) -> None:
@@ -678,11 +662,6 @@ def test_a_step_against_another(runs: Runs) -> None:
     assert not compare(run, steps=(5, 20)).has_findings
     with pytest.raises(ComparisonError, match="no numbers from step 900 on; its last one is 59"):
         compare(run, steps=(10, 900))
-
-
-def test_ranks_of_a_reduced_run_say_how_to_get_them(runs: Runs) -> None:
-    with pytest.raises(ComparisonError, match="its statistics are reduced over ranks"):
-        compare(runs.a, ranks=(0, 1))
 
 
 # ---------------------------------------------------------------------- what cannot be compared

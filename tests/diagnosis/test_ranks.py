@@ -11,7 +11,6 @@ import pytest
 from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.diagnosis.replay import Replay
 from te_precision_callbacks.runs import RunWriter, open_run
-from te_precision_callbacks.views.compare import compare
 from tests.compare.recorded import append
 
 STEPS = 6
@@ -78,13 +77,3 @@ def test_a_run_that_is_followed_has_the_same_verdict(tmp_path: Path, others: tup
     found = replay.verdict(open_run(tmp_path))
     assert [each.ranks for each in found] == [(others[-1],)]
     assert found == diagnose(tmp_path)
-
-
-def test_two_ranks_are_compared_by_what_is_found_on_each(tmp_path: Path) -> None:
-    """An inf in the last due step lasts for no step more, and statistics leave it out."""
-    recorded(tmp_path, {0: {}, 1: {"fc2": STEPS - 1}}, world=2)
-    found = compare(open_run(tmp_path), ranks=(0, 1)).verdicts
-    assert found is not None
-    assert found.summary == "B has 1 finding that A has not."
-    assert [(each.rule, each.ranks) for each in found.only_b] == [("nonfinite", (1,))]
-    assert (found.b.rank, found.a.wrong, bool(found.b.wrong)) == (1, (), True)

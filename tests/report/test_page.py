@@ -265,6 +265,39 @@ def test_a_layer_known_to_be_outside_is_orange(look: Look, tmp_path: Path) -> No
         assert [name for name, colour in zip(OUTSIDE, colours, strict=True) if colour == "#d55e00"] == outside
 
 
+def with_nan(folder: Path) -> Path:
+    """The report of a run whose weights are nan from step 3 on, and whose products ran in one precision."""
+    finite = np.array([1.0, 2.0, 3.0, 0.0, 0.0])
+    numbers = {("fc1", "weight", name): finite for name in ("cur_amax", "max", "min", "mean")}
+    numbers["fc1", "weight", "nonfinite_num"] = np.array([0.0, 0.0, 0.0, 16.0, 16.0])
+    products = [{"gemm_id": 0, "layer": "fc1", "gemm": "fprop", "precision": "fp8", "macs": 10, "backward": False}]
+    return write_report(record(folder, numbers, gemms=products), folder / "report.html")
+
+
+def test_the_profile_of_a_run_with_nan_is_of_the_last_step_with_numbers(look: Look, tmp_path: Path) -> None:
+    report = with_nan(tmp_path)
+    look.open(report, "page=profile")
+    assert look.plot("plot.data[3].x") == [pytest.approx(np.log2(3.0))]
+    assert "Step 2" in look.page.locator(".controls").inner_text()
+    look.turn("page=profile&step=4")
+    assert "Nothing to draw: 1 of 1 layers" in look.page.locator(".card").inner_text()
+    assert not look.page.locator(".plot").is_visible()
+    assert look.page.locator(".badge").count() == 0
+
+
+def test_a_tensor_without_a_finite_element_has_no_extremes(look: Look, tmp_path: Path) -> None:
+    look.open(with_nan(tmp_path), "page=heatmap&statistic=max&tensor=weight")
+    _, *rows = look.saved(look.page.locator("button.csv"))
+    assert [value for *_, value, _ in rows] == ["1", "2", "3", "NaN", "NaN"]
+
+
+def test_one_precision_has_a_legend(look: Look, tmp_path: Path) -> None:
+    look.open(with_nan(tmp_path))
+    card = look.page.locator(".card", has_text="Coverage").first
+    card.locator(".legendtext").wait_for()
+    assert card.locator(".legendtext").all_text_contents() == ["FP8"]
+
+
 ESM2 = [f"model.esm.encoder.layers.{n}.self_attention.{part}" for n in range(3) for part in ("layernorm_qkv", "proj")]
 TORCH = {"allow_bf16_reduced_precision_reduction": True, "cudnn": {"allow_tf32": False}}
 

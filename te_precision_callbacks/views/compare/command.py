@@ -4,7 +4,6 @@ Usage::
 
     te-precision compare bf16 fp8 --noise bf16_again
     te-precision compare bf16 fp8 --noise bf16_again --report compare.html
-    te-precision compare run --ranks 0 1
     te-precision compare run --steps 10 500
     te-precision compare logs --run 20261122-130144 --run 20261122-151210
 
@@ -34,9 +33,6 @@ def compare_command(
             help="A run that differs from A ordinarily, such as in the seed alone. It gives each statistic its ordinary"
             " spread, and only what leaves it counts. May be given several times.",
         ),
-    ] = None,
-    ranks: Annotated[
-        tuple[int, int] | None, typer.Option(metavar="RANK RANK", help="Compare two ranks of A instead.")
     ] = None,
     steps: Annotated[
         tuple[int, int] | None, typer.Option(metavar="STEP STEP", help="Compare two steps of A instead.")
@@ -84,7 +80,6 @@ def compare_command(
         opened[0],
         None if b is None else opened[1],
         noise=opened[1 if b is None else 2 :],
-        ranks=ranks,
         steps=steps,
         lasting=lasting,
         numbers=numbers,

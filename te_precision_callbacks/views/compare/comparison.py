@@ -13,11 +13,11 @@ from te_precision_callbacks.views.compare.departures import Search
 from te_precision_callbacks.views.compare.differing_facts import facts_that_differ
 from te_precision_callbacks.views.compare.errors import ComparisonError
 from te_precision_callbacks.views.compare.loss import compare_losses
-from te_precision_callbacks.views.compare.new_findings import compare_ranks, compare_verdicts
+from te_precision_callbacks.views.compare.new_findings import compare_verdicts
 from te_precision_callbacks.views.compare.order import Order
 from te_precision_callbacks.views.compare.origins import partings
 from te_precision_callbacks.views.compare.result import Comparison, Floor, Pairing
-from te_precision_callbacks.views.compare.sides import Side, ranks_of, side_of_rank, side_of_run, side_of_step
+from te_precision_callbacks.views.compare.sides import Side, side_of_run, side_of_step
 from te_precision_callbacks.views.compare.tensor_sizes import Sizes
 
 LASTING = 5
@@ -29,28 +29,26 @@ def compare(
     b: RecordedRun | None = None,
     *,
     noise: Sequence[RecordedRun] = (),
-    ranks: tuple[int, int] | None = None,
     steps: tuple[int, int] | None = None,
     lasting: int = LASTING,
     numbers: ComparedNumbers | None = None,
 ) -> Comparison:
-    """Compare two runs; or of one run two ranks, or two steps.
+    """Compare two runs, or two steps of one run.
 
     Numbers pair by scope, layer, tensor, statistic and step. Statistics of the quantized tensors of different recipes
     do not pair; those of the tensors themselves do.
 
     Args:
         a: the reference.
-        b: the other run; None with ``ranks`` or ``steps``.
+        b: the other run; None with ``steps``.
         noise: runs that differ from a ordinarily, such as in the seed alone: they say how much each statistic does.
-        ranks: two ranks of ``a`` with local numbers, the reference first. The other ranks are the noise.
         steps: two iterations of ``a``: the ``lasting`` steps from each on are compared. What changes between the first
             stretch and the one right behind it is the noise.
         lasting: the steps for which a difference must last to count.
         numbers: keeps what is compared, for :func:`te_precision_callbacks.views.compare.write_comparison`.
 
     Raises:
-        ComparisonError: a run has no numbers, nothing pairs, or there is no such rank or step.
+        ComparisonError: a run has no numbers, nothing pairs, or there is no such step.
     """
     if lasting < 1:
         raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")
@@ -58,7 +56,7 @@ def compare(
     if b is not None:
         (b, note), *more = (align(a, run) for run in (b, *noise))
         noise, renamed = [run for run, _ in more], [text for text in (note, *(text for _, text in more)) if text]
-    one, other, others = _sides(a, b, noise, ranks, steps, lasting)
+    one, other, others = _sides(a, b, noise, steps, lasting)
     theirs = set(other.subjects)
     paired = [subject for subject in one.subjects if subject in theirs]
     apart = _layers_apart(one, other)
@@ -90,7 +88,7 @@ def compare(
         compare_losses(one, other, others, shares) if steps is None else None,
         (*renamed, *_notes(a, b, noise)),
         same_run,
-        None if same_run else compare_ranks(a, *ranks) if ranks else None if b is None else compare_verdicts(a, b),
+        None if same_run or b is None else compare_verdicts(a, b),
         steps,
         apart and f"{apart} Only the numbers of the trainer are compared.",
     )
@@ -106,27 +104,19 @@ def _sides(
     a: RecordedRun,
     b: RecordedRun | None,
     noise: Sequence[RecordedRun],
-    ranks: tuple[int, int] | None,
     steps: tuple[int, int] | None,
     lasting: int,
 ) -> tuple[Side, Side, list[Side]]:
     """The two sides, and those of the noise."""
-    if b is not None and ranks is None and steps is None:
+    if b is not None and steps is None:
         runs = (a, b, *noise)
         one, other, *others = (side_of_run(run, _name(run, runs)) for run in runs)
         return one, other, others
-    if b is not None or noise or (ranks is not None and steps is not None):
-        raise ComparisonError(
-            "Two ranks or steps are those of one run, which is compared without another one or noise."
-        )
-    if steps is not None:
-        return _of_steps(a, steps, lasting)
-    if ranks is None:
-        raise ComparisonError("Nothing to compare with: give a second run, or two ranks or steps of this one.")
-    if ranks[0] == ranks[1]:
-        raise ComparisonError(f"Rank {ranks[0]} is compared with itself; give two ranks.")
-    one, other = (side_of_rank(a, rank) for rank in ranks)
-    return one, other, [side_of_rank(a, rank) for rank in ranks_of(a) if rank not in ranks]
+    if b is not None or noise:
+        raise ComparisonError("Two steps are those of one run, which is compared without another one or noise.")
+    if steps is None:
+        raise ComparisonError("Nothing to compare with: give a second run, or two steps of this one.")
+    return _of_steps(a, steps, lasting)
 
 
 def _of_steps(run: RecordedRun, steps: tuple[int, int], lasting: int) -> tuple[Side, Side, list[Side]]:

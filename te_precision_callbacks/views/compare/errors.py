@@ -6,4 +6,4 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 
 
 class ComparisonError(PrecisionDebugError, ValueError):
-    """Runs, ranks or steps that cannot be compared: nothing pairs, or there is no such rank or step."""
+    """Runs or steps that cannot be compared: nothing pairs, or there is no such step."""

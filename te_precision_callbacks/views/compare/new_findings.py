@@ -14,13 +14,13 @@ from typing import Any
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
-from te_precision_callbacks.diagnosis.replay import diagnose, diagnose_rank
+from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs import RecordedRun
 
 
 @dataclass(frozen=True)
 class ComparedVerdicts:
-    """The verdicts of two runs, or of two ranks of a run.
+    """The verdicts of two runs.
 
     Attributes:
         a, b: the verdicts.
@@ -66,11 +66,6 @@ class ComparedVerdicts:
 def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
     """Judge two runs, whose layers have the same names, and compare the findings."""
     return _compared(diagnose(a), diagnose(b))
-
-
-def compare_ranks(run: RecordedRun, a: int, b: int) -> ComparedVerdicts:
-    """Judge the own numbers of two ranks of a run, and compare the findings."""
-    return _compared(diagnose_rank(run, a), diagnose_rank(run, b))
 
 
 def _compared(one: Verdict, other: Verdict) -> ComparedVerdicts:

@@ -261,7 +261,7 @@ class LossComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two runs differ, two ranks of a run, or two steps.
+    """How two runs differ, or two steps of a run.
 
     Attributes:
         a, b: what the sides are.

@@ -133,32 +133,6 @@ def side_of_run(run: RecordedRun, name: str) -> Side:
     return Side(run, name, series, scalars)
 
 
-def side_of_rank(run: RecordedRun, rank: int) -> Side:
-    """A rank's own numbers.
-
-    Raises:
-        ComparisonError: the run has none of this rank.
-    """
-    series = {each._replace(rank=None): number for number, each in _subjects(run) if each.rank == rank}
-    if not series:
-        raise ComparisonError(
-            f"{run.path} has no numbers of rank {rank} alone; {_ranks_in_words(run)}.{run.notes_in_words}"
-        )
-    return Side(run, f"rank {rank}", series)
-
-
-def _ranks_in_words(run: RecordedRun) -> str:
-    ranks = ranks_of(run)
-    if not ranks:
-        return "its statistics are reduced over ranks (reduce=False keeps those of each rank)"
-    return f"it has those of {', '.join(map(str, ranks))}"
-
-
-def ranks_of(run: RecordedRun) -> list[int]:
-    """The ranks that have local numbers."""
-    return sorted({subject.rank for subject in run.subjects if subject.rank is not None})
-
-
 def side_of_step(run: RecordedRun, since: int, steps: int, *, behind: bool = False) -> Side:
     """The first steps from one on; or those right behind them.
 
