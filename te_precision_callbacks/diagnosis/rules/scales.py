@@ -41,7 +41,8 @@ class _UnmovedScales:
     """The scales of a tensor that have stayed the same since the first collection step.
 
     Args:
-        tensor: the tensor. A weight counts only if its amax varies: one that is kept in FP8 may be frozen.
+        tensor: the tensor. A weight with the scale 1 counts only if its amax varies: one that is kept in FP8 may be
+            frozen.
     """
 
     def __init__(self, tensor: str) -> None:
@@ -73,8 +74,9 @@ class _UnmovedScales:
         self._layers[scales.layers] = np.stack([first, count, least, most, moved], axis=1)
         unmoved = (moved == 0) & ~np.isnan(largest)
         initial = unmoved & (first == 1)
-        varies = (least < most) | (not self._is_weight)
-        return np.where(unmoved & varies & (initial | was_above), count, 0.0), initial
+        varies = least < most
+        stays = (initial & (varies | (not self._is_weight))) | (unmoved & was_above & varies)
+        return np.where(stays, count, 0.0), initial
 
 
 class ScaleNeverUpdated(Judge):
@@ -281,11 +283,13 @@ RULES = (
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect="LogFp8TensorStats with stats: [scale_inv_max] and LogTensorStats with stats: [cur_amax]",
         condition=(
-            f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}; or it is the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
+            f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}; or it is"
+            f" the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
         ),
         silent=(
             "the first step, which has no scale yet; a scale that stays where the largest amax of its history was;"
-            " weights with a constant amax, which may be frozen; tensors that are 0, such as those of experts without tokens"
+            " weights with a constant amax, which may be frozen; tensors that are 0, such as those of experts"
+            " without tokens"
         ),
         severity="warning",
         source="NVIDIA/TransformerEngine#3456 (gradients) and #3284 (te.autocast inside of te.checkpoint)",
