@@ -45,8 +45,8 @@ REMEDIES: Mapping[Reason, str] = {
     Reason.NOT_CONVERTED: "convert it by hand: te.Linear in place of the layer",
     Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
     Reason.RECOMPUTED: "checkpoint it with transformer_engine.pytorch.checkpoint, called inside of te.autocast; or keep"
-    " torch's checkpoint, and enter te.autocast inside of what is checkpointed. Do not do both: with delayed scaling"
-    " the scales would never be updated",
+    " torch's checkpoint, and enter te.autocast inside of what is checkpointed. With delayed scaling, doing both would"
+    " leave the scales at 1",
     Reason.RECIPE_EXCEPTION: "use a recipe that quantizes all of its tensors",
     Reason.BACKWARD_OVERRIDE: "leave backward_override out of the recipe, and NVTE_BACKWARD_OVERRIDE unset",
     Reason.ENVIRONMENT: "unset the variable",

@@ -305,8 +305,9 @@ class Facts:
 
     @property
     def knows_recipes(self) -> bool:
-        """Whether the recipe of a layer is known, or why it has none."""
-        return any(layer.low or layer.reasons or layer.recipe for layer in self.layers.values())
+        """Whether it is known which recipes run: always in a session, and in a plain log if its numbers show it."""
+        shown = any(layer.low or layer.reasons or layer.recipe for layer in self.layers.values())
+        return shown or bool(self.layers and self.settings is not None)
 
     @property
     def has_delayed_scaling(self) -> bool:

@@ -99,8 +99,12 @@ def test_a_run_without_numbers_and_a_plain_log(tmp_path: Path) -> None:
     assert (result.exit_code, result.output.splitlines()[0][:18]) == (3, "Not enough checked")
     log = tmp_path / "plain" / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
     log.parent.mkdir(parents=True)
-    line = "2026-11-22 13:01:44,718 - INFO - net.fc1_gradient_cur_amax \t\t\t\t iteration={:06d} \t\t\t\t value=0.0000"
-    log.write_text("".join(f"{line.format(10 * step)}\n" for step in range(4)))
+    line = "2026-11-22 13:01:44,718 - INFO - net.fc1_{}_cur_amax \t\t\t\t iteration={:06d} \t\t\t\t value={}"
+    text = "".join(f"{line.format('gradient', 10 * step, '0.0000')}\n" for step in range(4))
+    log.write_text(text)
+    result = called("diagnose", log.parents[1])
+    assert result.exit_code == 3, "with four decimals it may be a small number"
+    log.write_text(f"{text}{line.format('activation', 30, '1.23456789')}\n")
     result = called("diagnose", log.parents[1])
     assert result.exit_code == 1
     assert "gradient of net.fc1: at step 20, all elements are 0" in result.output

@@ -41,7 +41,8 @@ class _UnmovedScales:
     """The scales of a tensor that have stayed the same since the first collection step.
 
     Args:
-        tensor: the tensor. A weight counts only if its amax varies: one that is kept in FP8 may be frozen.
+        tensor: the tensor. A weight with the scale 1 counts only if its amax varies: one that is kept in FP8 may be
+            frozen.
     """
 
     def __init__(self, tensor: str) -> None:
@@ -73,8 +74,9 @@ class _UnmovedScales:
         self._layers[scales.layers] = np.stack([first, count, least, most, moved], axis=1)
         unmoved = (moved == 0) & ~np.isnan(largest)
         initial = unmoved & (first == 1)
-        varies = (least < most) | (not self._is_weight)
-        return np.where(unmoved & varies & (initial | was_above), count, 0.0), initial
+        varies = least < most
+        stays = (initial & (varies | (not self._is_weight))) | (unmoved & was_above & varies)
+        return np.where(stays, count, 0.0), initial
 
 
 class ScaleNeverUpdated(Judge):
