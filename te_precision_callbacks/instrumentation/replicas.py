@@ -115,7 +115,9 @@ class Replicas:
             differs = merged[:, 2] + merged[:, 3] > allowed
         varies = merged[:, 4] > 0
         is_parallel = self._is_data_parallel()
-        replicas = ~differed if is_parallel or not differed[varies].any() else ~differed & varies
+        replicas = np.isfinite(merged[:, 0]) & ~differed  # what had no first step may be anything
+        if differed[varies].any():
+            replicas &= varies
         replicas |= is_parallel
         if replicas.any() or not len(merged):
             self.checked |= {"replicas-differ", "no-reduction"}

@@ -79,8 +79,9 @@ def judged(
         diagnosis.know(known, 0)
     for checkpoint in checkpoints:
         diagnosis.note_checkpoint(checkpoint)
-    checked = {"checked": ["missing-gradient", "frozen-weight"], "problems": []}
-    diagnosis.event(Event("parameters", "Parameters were checked.", 0, data=checked))
+    if steps:
+        checked = {"checked": ["missing-gradient", "frozen-weight"], "problems": []}
+        diagnosis.event(Event("parameters", "Parameters were checked.", 0, data=checked))
     for iteration, step in zip(range(0, 10 * len(steps), 10) if at is None else at, steps, strict=True):
         rows = [Row(layer, tensor, None, statistic, value) for (layer, tensor, statistic), value in step.items()]
         records = StepRecords.from_rows(iteration, iteration, rows, table=table)
