@@ -18,7 +18,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 import torch
-from models import BLOCK_COUNTS, HELD_BACK, MODELS, RECIPES, Built, ModelName, Precision, RecipeName, build
+from models import (
+    BLOCK_COUNTS,
+    FLOAT32_NORMS,
+    HELD_BACK,
+    MODELS,
+    RECIPES,
+    Built,
+    ModelName,
+    Precision,
+    RecipeName,
+    build,
+)
 
 Kind = Literal[
     "growing-activation",
@@ -190,7 +201,7 @@ class Defect:
         if kind == "nan":  # in a step with statistics, as otherwise all weights are nan before the next
             start = 10 * round(start / 10)
         precision: Precision = "autocast" if recipe == "nvfp4" or draw.random() < 0.5 else "float32"
-        if kind == "lost-updates" or (model, recipe) == ("llama", "nvfp4"):  # whose norms give float32 under autocast
+        if kind == "lost-updates" or (model in FLOAT32_NORMS and recipe == "nvfp4"):
             precision = "bfloat16"
         count = draw.choice(counts)
         first, end = (1, count - 1) if table.inner and count > 2 else (0, count)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from models import BLOCK_COUNTS, BLOCKS, MODELS, RECIPES, Built, ModelName, Precision, RecipeName, build
+from models import BLOCK_COUNTS, BLOCKS, FLOAT32_NORMS, MODELS, RECIPES, Built, ModelName, Precision, RecipeName, build
 from running import with_statistics_every
 
 from te_precision_callbacks.session import InspectSession
@@ -94,8 +94,8 @@ def all_healthy() -> Sequence[Healthy]:
 
 
 def _precision(model: ModelName, recipe: RecipeName, turn: int) -> Precision:
-    if (model, recipe) == ("llama", "nvfp4"):
-        return "bfloat16"  # the norms of transformers give float32 under autocast, which NVFP4 does not take
+    if model in FLOAT32_NORMS and recipe == "nvfp4":
+        return "bfloat16"
     return "autocast" if recipe == "nvfp4" or turn % 2 else "float32"
 
 

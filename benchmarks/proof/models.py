@@ -25,6 +25,9 @@ MODELS: tuple[ModelName, ...] = get_args(ModelName)
 HELD_BACK: tuple[ModelName, ...] = ("mixer",)
 """Models by which no threshold was chosen."""
 
+FLOAT32_NORMS: tuple[ModelName, ...] = ("llama", "mixer")
+"""Models whose norms give float32 under autocast, which NVFP4 does not take."""
+
 RECIPES: tuple[RecipeName, ...] = ("delayed", "current", "blocks", "mxfp8", "nvfp4")
 
 HIDDEN, HEADS, BLOCKS = 64, 4, 8

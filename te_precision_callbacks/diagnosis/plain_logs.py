@@ -6,12 +6,13 @@ Such a log has four decimals, names no recipe, and has the codes of MXFP8's scal
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
+from te_precision_callbacks.diagnosis.facts import Row
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, logged_request
 
@@ -36,8 +37,8 @@ class PlainLog(NamedTuple):
         magnitudes: the series in which 0 means below the last decimal; empty in a log with all digits.
     """
 
-    gemms: list[dict[str, Any]]
-    operands: list[dict[str, Any]]
+    gemms: list[Row]
+    operands: list[Row]
     codes: frozenset[int]
     magnitudes: frozenset[int]
 
@@ -88,7 +89,7 @@ def _are_codes(values: Values) -> bool:
 
 def _facts(
     columns: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]], nvfp4: Iterable[str]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[list[Row], list[Row]]:
     found = {place: _recipe(place[1], statistics) for place, statistics in columns.items()}
     span = {"since": None, "until": None}
     recipes = dict.fromkeys(nvfp4, "nvfp4")
@@ -97,13 +98,14 @@ def _facts(
             recipes[layer] = recipe
     # The log does not show whether a layer without a gradient has a weight to train.
     row = {"gemm": "wgrad", "family": "", "runs": "never", "not_run": "not in the log", "calls": 1, **span}
-    operands = [
+    operands: list[Row] = [
         {"layer": layer, "tensor": tensor, "format": "NVFP4" if recipes[layer] == "nvfp4" else text, **span}
         for (layer, tensor), (_, text) in found.items()
         if layer in recipes
     ]
     layers = dict.fromkeys([*recipes, *(layer for layer, _ in columns)])
-    return [{"layer": layer, "recipe": recipes.get(layer, ""), **row} for layer in layers], operands
+    gemms: list[Row] = [{"layer": layer, "recipe": recipes.get(layer, ""), **row} for layer in layers]
+    return gemms, operands
 
 
 def _recipe(tensor: str, statistics: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
