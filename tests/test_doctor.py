@@ -126,7 +126,7 @@ def test_a_machine_where_everything_is_wrong(without_engine: Path, tmp_path: Pat
     assert first.startswith("1. (stops a run) neither the compiled Transformer Engine nor the reference backend")
     assert "No module named 'transformer_engine'" in first
     assert "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'" in shown
-    assert "pip install 'te-precision-callbacks[reference]'" in shown
+    assert "pip install -e '.[reference]'" in shown
     assert "no attention kernel is left" in second
     assert third.startswith("3. (stops a run)")
     assert str(tmp_path / "file") in third
@@ -172,7 +172,7 @@ def test_the_ranges_are_those_of_the_project() -> None:
         (Package("torch", "2.5", ">=2.6,<3", "", "outside"), "pip install 'torch>=2.6,<3'"),
         (
             Package("wandb", None, ">=0.20", "trackers", "missing"),
-            "if you use it: pip install 'te-precision-callbacks[trackers]'",
+            "if you use it: pip install -e '.[trackers]' in a checkout of te-precision-callbacks",
         ),
         (Package("python", "3.9.1", ">=3.10,<3.14", "", "outside"), "use Python >=3.10,<3.14"),
     ],

@@ -108,7 +108,7 @@ except ImportError as error:
     print(isinstance(error, PrecisionDebugError), error)"""
     text = python(code)
     assert text.startswith("True")
-    assert "pip install 'te-precision-callbacks[lightning]'" in text
+    assert "pip install -e '.[lightning]' in a checkout of te-precision-callbacks" in text
 
 
 def test_a_session_without_a_usable_transformer_engine_says_what_to_do() -> None:
@@ -181,7 +181,7 @@ for needs_a_session in (debugger.start, lambda: by_trainer(Net(), "te_precision"
         f"{name} > [0] last:" for name in ("by_hand", "by_flag", "by_trainer")
     ]
     assert len(lines) == 5
-    assert all("'te-precision-callbacks[reference]'" in line and "debug_utils" in line for line in lines[3:])
+    assert all("pip install -e '.[reference]'" in line and "debug_utils" in line for line in lines[3:])
 
 
 def test_a_trainer_whose_peft_finds_no_usable_transformer_engine_says_what_to_do(tmp_path: Path) -> None:

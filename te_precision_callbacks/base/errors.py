@@ -86,6 +86,11 @@ class FeatureError(PrecisionDebugError, RuntimeError):
         return self.feature, self.call, self.failure
 
 
+def install_line(extra: str) -> str:
+    """The command that installs an extra: from a checkout, since no package index has this package yet."""
+    return f"pip install -e '.[{extra}]' in a checkout of te-precision-callbacks"
+
+
 class MissingExtraError(PrecisionDebugError, ImportError):
     """A module was imported whose optional dependency is not installed.
 
@@ -95,10 +100,7 @@ class MissingExtraError(PrecisionDebugError, ImportError):
     """
 
     def __init__(self, module: str, extra: str) -> None:
-        super().__init__(
-            f"{module} needs a package that is not installed. Install it with:"
-            f" pip install 'te-precision-callbacks[{extra}]'"
-        )
+        super().__init__(f"{module} needs a package that is not installed. Install it with: {install_line(extra)}")
 
 
 class SessionError(PrecisionDebugError, RuntimeError):
@@ -116,9 +118,9 @@ class TransformerEngineUnavailableError(SessionError, ImportError):
     def __init__(self, error: BaseException, subject: str = "Transformer Engine") -> None:
         super().__init__(
             f"{subject} cannot be imported. On a machine with a GPU install the compiled build: pip install"
-            " --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'. Without a GPU install"
-            " 'te-precision-callbacks[reference]', and call te_precision_callbacks.reference.install_where_needed()"
-            " before anything imports Transformer Engine, or start the script with 'te-precision run SCRIPT'. Overflow"
+            " --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'. Without a GPU:"
+            f" {install_line('reference')}; then call te_precision_callbacks.reference.install_where_needed() before"
+            " anything imports Transformer Engine, or start the script with 'te-precision run SCRIPT'. Overflow"
             " detection alone (te_precision_callbacks.debug_utils) needs no Transformer Engine. What happened:"
             f" {type(error).__name__}: {error}"
         )

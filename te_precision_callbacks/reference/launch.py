@@ -29,7 +29,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import PrecisionDebugError, install_line
 from te_precision_callbacks.reference import compiled_extension, inherited, target, versions
 from te_precision_callbacks.reference.errors import InstallError, TransformerEngineVersionError
 
@@ -75,7 +75,7 @@ def plan_launch(backend: Backend) -> Launch:
     """
     if importlib.util.find_spec("transformer_engine") is None:
         raise TransformerEngineVersionError(
-            f'No Transformer Engine is installed. Its Python part is enough here: pip install "{versions.EXTRA}"'
+            f"No Transformer Engine is installed. Its Python part is enough here: {install_line('reference')}"
         )
     has_gpu = backend is not Backend.TE and _has_gpu()
     if backend is Backend.TE or (backend is Backend.AUTO and has_gpu):  # as install_where_needed() decides

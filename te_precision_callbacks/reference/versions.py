@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 
+from te_precision_callbacks.base.errors import install_line
 from te_precision_callbacks.reference.errors import InstallError, TransformerEngineVersionError
 
 SUPPORTED = ">=2.20,<2.21"
 REQUIREMENT = f"transformer-engine{SUPPORTED}"
-EXTRA = "te-precision-callbacks[reference]"
 IMPORTED = ("einops", "importlib_metadata", "onnx", "onnxscript", "packaging", "pydantic")
 """Packages that Transformer Engine's Python imports, but that only its compiled packages require in pip."""
 
@@ -29,7 +29,7 @@ def checked_version() -> str:
     except metadata.PackageNotFoundError:
         raise TransformerEngineVersionError(
             "No Transformer Engine is installed. The reference backend runs the Python of Transformer Engine 2.20.x: "
-            f'pip install "{EXTRA}"'
+            f"{install_line('reference')}"
         ) from None
     if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
         raise TransformerEngineVersionError(
@@ -39,6 +39,7 @@ def checked_version() -> str:
     missing = [name for name in IMPORTED if importlib.util.find_spec(name) is None]
     if missing:
         raise InstallError(
-            f'Transformer Engine\'s Python imports {", ".join(missing)}, which is not installed: pip install "{EXTRA}"'
+            f"Transformer Engine's Python imports {', '.join(missing)}, which is not installed:"
+            f" {install_line('reference')}"
         )
     return version

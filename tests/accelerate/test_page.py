@@ -58,7 +58,7 @@ def test_every_block_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_command_runs_the_script_in_two_processes(folder: Path) -> None:
-    (command,) = blocks(PAGE, "bash")
+    command = next(block for block in blocks(PAGE, "bash") if block.startswith("accelerate launch --multi_gpu"))
     program = [executable(whole=True), "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     on_cpu = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
     environment = {**os.environ, **on_cpu, "OMP_NUM_THREADS": "1"}

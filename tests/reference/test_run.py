@@ -301,7 +301,7 @@ def test_without_transformer_engine(script: Path) -> None:
     done = python(code.format(script=str(script)))
     assert done.returncode == 2
     assert "No Transformer Engine is installed" in done.stderr
-    assert 'pip install "te-precision-callbacks[reference]"' in done.stderr
+    assert "pip install -e '.[reference]'" in done.stderr
 
 
 def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

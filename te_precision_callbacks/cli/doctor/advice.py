@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from te_precision_callbacks.base.environment.torch_facts import Torch
+from te_precision_callbacks.base.errors import install_line
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.doctor.examination import Examination, Failed
 from te_precision_callbacks.cli.doctor.log_folder import LogFolder
-from te_precision_callbacks.cli.doctor.packages import DISTRIBUTION, Package
+from te_precision_callbacks.cli.doctor.packages import Package
 from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine
 
 Severity = Literal["stops a run", "changes a run", "misleads"]
@@ -87,8 +88,8 @@ def _of_engine(engine: TransformerEngine, compiled_build: str, *, with_gpu: bool
             "stops a run",
             "neither the compiled Transformer Engine nor the reference backend can be used. Compiled:"
             f" {engine.why_not_compiled}. Reference backend: {engine.why_no_reference}",
-            f"With a GPU: {compiled_build}. Without a GPU: pip install '{DISTRIBUTION}[reference]'. Overflow detection"
-            " needs neither.",
+            f"With a GPU: {compiled_build}. Without a GPU: {install_line('reference')}. Overflow"
+            " detection needs neither.",
         )
     elif engine.backend == "reference" and (with_gpu or len(engine.installed) > 1):
         yield Finding(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Literal
 
+from te_precision_callbacks.base.errors import install_line
 from te_precision_callbacks.base.installed import installed_version
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Package:
         if self.name == "python":
             return f"use Python {self.wanted}"
         if self.extra and self.state == "missing":
-            return f"if you use it: pip install '{DISTRIBUTION}[{self.extra}]'"
+            return f"if you use it: {install_line(self.extra)}"
         return f"pip install '{self.name}{self.wanted}'"
 
 
