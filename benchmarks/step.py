@@ -53,6 +53,7 @@ from measuring import (
     machine,
     progress,
     report,
+    spent,
     upstream_functions,
 )
 
@@ -91,8 +92,8 @@ _SHARE = 0.02
 DEFAULT_CLAIMS = {200: 5.0, 1000: 2.0}
 """Steps of a training -> what the default config adds at most, in percent."""
 
-_AT_ONCE = 4
-"""Steps that are timed together where nothing is collected: a session adds less to them than one step varies."""
+_STEPS = 20
+"""Other steps that are timed in one session, each alone."""
 
 _EXAMPLE = Path(__file__).parent.parent / "examples" / "byte_lm.py"
 
@@ -169,10 +170,10 @@ class Training:
         return logits
 
     @contextlib.contextmanager
-    def within(self, run: Run, steps: int = 1) -> Iterator[Callable[[], None]]:
-        """Steps in a way to run."""
+    def within(self, run: Run) -> Iterator[Callable[[], None]]:
+        """A step in a way to run."""
         with run() as end:
-            yield lambda: [self.step(end) for _ in range(steps)] and None
+            yield lambda: self.step(end)
 
 
 class LlamaTraining(Training):
@@ -383,14 +384,18 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
         "start, first step and stop": whole,
         "a collection step": functools.partial(training.within, session),
     }
-    several = functools.partial(training.within, functools.partial(session, early_steps=False), _AT_ONCE)
-    base = functools.partial(training.within, without)
-    timing: dict[str, Any] = {"seconds": options.seconds / 2, "least": options.least}
+    base, others = functools.partial(training.within, without), Pairs()
     with in_plain_torch():
-        found = in_turn(once, base, training.device, enough=to_within(_SHARE), **timing)
-        bases = functools.partial(training.within, without, _AT_ONCE)
-        found |= in_turn({"another step": several}, bases, training.device, enough=to_within(0.002), **timing)
-    first, collection, other = (pairs.ratio("processor").scaled(100, -1) for pairs in found.values())
+        found = in_turn(
+            once, base, training.device, enough=to_within(_SHARE), seconds=options.seconds, least=options.least
+        )
+        for _ in range(-(-options.least // 4)):
+            for times, run in ((others.ways, functools.partial(session, early_steps=False)), (others.bases, without)):
+                with training.within(run) as step:
+                    step()
+                    times += [spent(step, training.device) for _ in range(_STEPS)]
+    found["another step"] = others
+    first, collection, other = (pairs.fastest_ratio("processor").scaled(100, -1) for pairs in found.values())
     schedule = Schedule.of(
         DEFAULT_CONFIG["default_statistics"]["transformer_engine"]["LogTensorStats"]["freq"]
     ).with_early(EARLY_STEPS)
@@ -410,7 +415,8 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
                 "collection_steps": collected + 1,
             }
         )
-    return [*(_alone(name, pairs) for name, pairs in found.items()), *wholes]
+    parts = zip(found.items(), (first, collection, other), strict=True)
+    return [*(_alone(name, pairs) | {"ours_processor_percent": part} for (name, pairs), part in parts), *wholes]
 
 
 def _options(given: list[str] | None, description: str | None, layers: int, seconds: float) -> argparse.Namespace:
