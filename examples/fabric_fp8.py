@@ -1,6 +1,6 @@
 """A byte-level language model of Transformer Engine layers, trained with Fabric in FP8 under precision debugging.
 
-    python examples/fabric_fp8.py [--steps 20] [--config examples/config.yaml]
+    python examples/fabric_fp8.py [--steps 20] [--config examples/demo.yaml]
 
 It learns from the source files of Python's standard library, which are on every machine. With CUDA and a compiled
 Transformer Engine it uses those; otherwise the reference backend of this project.
@@ -61,7 +61,7 @@ class ByteLanguageModel(torch.nn.Module):
 def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    parser.add_argument("--config", type=Path, default=HERE / "config.yaml", help="the debug config")
+    parser.add_argument("--config", type=Path, default=HERE / "demo.yaml", help="the debug config")
     parser.add_argument("--log-dir", type=Path, default=Path("runs/fabric_fp8"), help="where everything is written")
     options = parser.parse_args(arguments)
     reference.install_where_needed()

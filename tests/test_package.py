@@ -290,7 +290,8 @@ def test_the_demo_runs_and_shows_what_came_out(
     )
     assert "FP8 in " in formats
     assert high.count("DisableFP8GEMM in ") == 2
-    assert shown.count("  activation ") == 3
+    assert shown.count("  activation ") >= 3
+    assert "No problems found" in shown
     assert "l1_norm" in shown
     assert list(tmp_path.rglob("events.out.tfevents*"))
     for folder in ("nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs"):

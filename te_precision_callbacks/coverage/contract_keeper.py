@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import own_rank
@@ -18,6 +18,7 @@ from te_precision_callbacks.config.problems import ConfigError, suggestion
 from te_precision_callbacks.coverage.coverage import (
     MOST_WITHOUT_BACKWARD,
     NOTHING,
+    REMEDIES,
     Coverage,
     Product,
     Reason,
@@ -38,21 +39,6 @@ _MOST_INCOMPLETE = 16
 
 ASKING = 10
 """Every so many steps the ranks ask one another whether precision has changed, if no statistics are due."""
-
-REMEDIES: Mapping[Reason, str] = {
-    Reason.SECTION: "take the GEMM or the layer out of that section",
-    Reason.NOT_TE: "make it a layer of Transformer Engine, or leave it out of what the contract demands",
-    Reason.NOT_CONVERTED: "convert it by hand: te.Linear in place of the layer",
-    Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
-    Reason.RECOMPUTED: "checkpoint it with transformer_engine.pytorch.checkpoint, called inside of te.autocast; or keep"
-    " torch's checkpoint, and enter te.autocast inside of what is checkpointed. With delayed scaling, doing both would"
-    " leave the scales at 1",
-    Reason.RECIPE_EXCEPTION: "use a recipe that quantizes all of its tensors",
-    Reason.BACKWARD_OVERRIDE: "leave backward_override out of the recipe, and NVTE_BACKWARD_OVERRIDE unset",
-    Reason.ENVIRONMENT: "unset the variable",
-    Reason.ATTENTION: "give the recipe fp8_dpa=True, on a GPU whose fused attention has FP8",
-}
-"""Reason -> what makes the product run in low precision."""
 
 _COUNTERPARTS = {name: f"te.{name}" for name in ("Linear", "MultiheadAttention")}
 _WITHOUT_COUNTERPART = re.compile(r"(?:(?:Lazy)?Conv\w*d|(?:RNN|LSTM|GRU)(?:Cell)?|Bilinear)")

@@ -48,6 +48,21 @@ class Reason(enum.Enum):
     UNKNOWN = "for a reason that is not known"
 
 
+REMEDIES: Mapping[Reason, str] = {
+    Reason.SECTION: "take the GEMM or the layer out of that section",
+    Reason.NOT_TE: "make it a layer of Transformer Engine, or leave it out of what the contract demands",
+    Reason.NOT_CONVERTED: "convert it by hand: te.Linear in place of the layer",
+    Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
+    Reason.RECOMPUTED: "checkpoint it with transformer_engine.pytorch.checkpoint, called inside of te.autocast; or keep"
+    " torch's checkpoint, and enter te.autocast inside of what is checkpointed. With delayed scaling, doing both would"
+    " leave the scales at 1",
+    Reason.RECIPE_EXCEPTION: "use a recipe that quantizes all of its tensors",
+    Reason.BACKWARD_OVERRIDE: "leave backward_override out of the recipe, and NVTE_BACKWARD_OVERRIDE unset",
+    Reason.ENVIRONMENT: "unset the variable",
+    Reason.ATTENTION: "give the recipe fp8_dpa=True, on a GPU whose fused attention has FP8",
+}
+"""Reason -> what makes the product run in low precision."""
+
 _WITH_VALUE = (Reason.NOT_TE, Reason.NOT_CONVERTED)
 """The reasons that say more than what exactly it is."""
 

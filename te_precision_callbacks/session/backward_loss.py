@@ -29,6 +29,7 @@ class BackwardLoss:
         self._report = report
         self._sum: torch.Tensor | None = None
         self._count = 0
+        self._of_last_step: dict[str, torch.Tensor] = {}
         self._script_logs = False
         self.remove = BeforeCalls(owner, "backward", self._note).remove
 
@@ -36,11 +37,15 @@ class BackwardLoss:
         """Leave the loss to a script that logs it under the same name."""
         self._script_logs |= "loss" in scalars
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """The mean since the last call, as ``loss``; empty without a loss."""
-        total, count = self._sum, self._count
+    def end_step(self) -> None:
+        """Keep the mean of the step that ends."""
+        self._of_last_step = {} if self._sum is None else {"loss": self._sum / self._count}
         self._sum, self._count = None, 0
-        return {} if total is None or self._script_logs else {"loss": total / count}
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """The mean of the step that has ended last, as ``loss``, once; empty where the script logs the loss."""
+        loss, self._of_last_step = self._of_last_step, {}
+        return {} if self._script_logs else loss
 
     @outside_of_dynamo
     def _note(self, *losses: Any, **keywords: Any) -> None:

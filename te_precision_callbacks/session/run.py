@@ -374,6 +374,11 @@ class Run:
         """As ``InspectSession.flush``."""
         return all_within(seconds, [*self._written.hurry(), self.inspector.events.hurry()])
 
+    @property
+    def last_logging_step(self) -> int | None:
+        """The step under which the last iteration was logged; None before its end."""
+        return self._delivery.last_logging_step
+
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         """As ``InspectSession.log``; the step under which they are logged, None in a forked process."""
         if self.is_forked:

@@ -297,9 +297,10 @@ class InspectSession(Results):
             logging_step = step_number("logging_step=", logging_step)
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
-        if self._backward_loss is not None:
-            run.log(self._backward_loss.take(), logging_step)
+        self._log_backward_loss(run)  # of the step before, whose own loss a script may log after it
         records = run.step(logging_step)
+        if self._backward_loss is not None:
+            self._backward_loss.end_step()
         run.tell_of_loss(self._resumed_loss)
         return records
 
@@ -329,6 +330,10 @@ class InspectSession(Results):
                 self._run.tell_of_loss(self._resumed_loss)
                 self._run.restore_losses(self._resumed_loss.take_restored(scalars))
 
+    def _log_backward_loss(self, run: Run) -> None:
+        if self._backward_loss is not None and (loss := self._backward_loss.take()):
+            run.log(loss, run.last_logging_step)
+
     def follow(self, owner: Any) -> None:
         """Record the loss with which ``owner.backward(loss)`` is called, of an Accelerator or a Fabric, until
         :meth:`stop`: as ``loss``, the mean over the micro-batches of a step. After :meth:`log` has got a ``loss``, only
@@ -353,6 +358,7 @@ class InspectSession(Results):
         if run is None or not run.live or run.is_forked:
             return
         try:
+            self._log_backward_loss(run)
             run.stop(error, logging_step)
         finally:
             if not self.running:  # else Ctrl-C came before anything was undone, and stop() may be called again

@@ -49,7 +49,7 @@ def train(session: InspectSession, model: torch.nn.Module, steps: int, recipe: A
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             loss = model(torch.randn(16, 32)).pow(2).mean()
         loss.backward()
-        session.log({"train_loss": loss})
+        session.log({"loss": loss})
         session.step()
 
 
@@ -114,7 +114,7 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     assert facts["mesh"] == {}
     assert run.steps["observe_seconds"].null_count == 0
     assert run.steps["step_seconds"].to_pylist()[0] is None
-    assert kinds(run) == ["segment_started", "segment_ended"]
+    assert kinds(run) == ["segment_started", "parameters", "segment_ended"]
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ def test_a_checkpoint_after_an_evaluation_in_high_precision(tmp_path: Path) -> N
         with torch.no_grad():
             model(torch.ones(32, 64, dtype=torch.bfloat16))
         state = {"model": model.state_dict(), "session": session.state_dict()}
-    assert findings(resumed(tmp_path, state, DELAYED)) == [f"{MISSING}: all 5 layers."]
+    (finding,) = findings(resumed(tmp_path, state, DELAYED))
+    assert "it was saved after a forward outside of FP8, such as an evaluation" in finding
 
 
 def test_a_part_of_the_layers(tmp_path: Path) -> None:

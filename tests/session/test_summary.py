@@ -196,7 +196,7 @@ def test_each_run_in_a_folder_adds_its_summary(tmp_path: Path) -> None:
     written = (tmp_path / "precision_summary.txt").read_text()
     assert written.count("Precision that really ran") == 2
     assert "at iteration 3" in written.splitlines()[0]
-    assert written.index("No problems found") < written.index("at iteration 1")
+    assert written.index("Not enough checked") < written.index("at iteration 1")
 
 
 def test_a_full_disk_leaves_the_summary_of_the_run_before(tmp_path: Path) -> None:

@@ -442,8 +442,8 @@ def test_the_verdict_is_the_first_line(tmp_path: Path) -> None:
     assert lines[1].endswith("(sibling, since step 0)")
     assert lines[2].strip() == f"{verdict[0].remedy}."
     assert lines[3] == f"more: te-precision diagnose {tmp_path}"
-    assert lines[4] == "Not checked: " + ", ".join(each.rule for each in verdict.not_judged) + "."
-    assert [line for line in lines if line.startswith("Not checked")] == [lines[4]], "in one line"
+    missing = "Not checked: " + ", ".join(each.rule for each in verdict.not_judged) + "."
+    assert " ".join(lines[4:]).startswith(missing)
 
 
 def test_a_healthy_run_says_so_first_and_lists_no_magnitude_as_the_worst(tmp_path: Path) -> None:

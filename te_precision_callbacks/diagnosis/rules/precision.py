@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.coverage.contract_keeper import REMEDIES
-from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
