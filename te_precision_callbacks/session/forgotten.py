@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 _ALIKE = 3
 """The optimizer steps in a row with the same number of further iterations after which a warning comes."""
 
+_AGAIN = "step() is called again after each step of the optimizer"
+_IN_MICRO_BATCHES = "step() is called after each micro-batch"
+
 MOST_OPTIMIZER_STEPS = 10
 """The number of steps of one optimizer in one debug iteration at which the loop has probably forgotten to step."""
 
@@ -112,13 +115,14 @@ class ForgottenSteps:
         if list(self._gaps) != [gap] * _ALIKE or len(set(gap)) != 1 or gap[0] == "forward":
             return
         if self._notices.first("further steps"):
+            nothing = gap[0] == "nothing"
             logger.warning(
-                "step() is called %s: %d debug iterations for each step of the optimizer, so iterations and schedules"
-                " count %d times as fast. Call it once, after the optimizer's step.%s",
-                "again after each step of the optimizer" if gap[0] == "nothing" else "after each micro-batch",
+                "%s: %d debug iterations for each step of the optimizer, so iterations and schedules count %d times as"
+                " fast. Call it once, after the optimizer's step.%s",
+                _AGAIN if nothing else _IN_MICRO_BATCHES,
                 len(gap) + 1,
                 len(gap) + 1,
-                "" if gap[0] == "nothing" else " Ignore this warning if a micro-batch is to be an iteration.",
+                "" if nothing else " Ignore this warning if a micro-batch is to be an iteration.",
             )
 
     def _has_new_gradient(self, *, search: bool) -> bool:
