@@ -41,26 +41,16 @@ class Benchmark:
     Attributes:
         script: beside this one.
         environment: variables that it runs with.
-        arguments: of the command line.
     """
 
     script: str
     environment: Mapping[str, str]
-    arguments: Sequence[str] = ()
 
-
-_512_TOKENS = ("--sequence=128", "--batch=4")
 
 BENCHMARKS = {
     "stats": Benchmark("stats.py", {}),
     "stats-avx2": Benchmark("stats.py", {"ATEN_CPU_CAPABILITY": "avx2"}),
     **{name: Benchmark(f"{name}.py", {}) for name in ("step", "overflow", "dumps", "backend")},
-    **{
-        f"default-{hidden}": Benchmark(
-            "step.py", {"OMP_NUM_THREADS": "1"}, ("--default", f"--hidden={hidden}", *_512_TOKENS)
-        )
-        for hidden in (128, 1024)
-    },
 }
 """With the policy of threads that everybody has: where they wait passively, each operation of torch wakes them up."""
 
@@ -92,7 +82,7 @@ def measured(name: str) -> None:
     benchmark = BENCHMARKS[name]
     progress(f"{name}: {benchmark.script}")
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(benchmark.script)), "--json", *benchmark.arguments],
+        [sys.executable, str(Path(__file__).with_name(benchmark.script)), "--json"],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -151,25 +141,6 @@ def readme() -> str:
     ]
     header = ("added to a step", "here", "the same in Transformer Engine 2.20 or transformers")
     return _table(header, rows) + _below(step, overflow)
-
-
-def default() -> str:
-    """What the default config adds to a training."""
-    found = [kept(f"default-{hidden}") for hidden in (128, 1024)]
-    rows = [
-        (
-            f"{one.cases[0]['layers']} blocks, hidden size {one.cases[0]['hidden']},"
-            f" {one.cases[0]['batch'] * one.cases[0]['sequence']} tokens",
-            *(f"{one.case(name)['ours_processor_percent'].value:.0f} %" for name in DEFAULT_PARTS),
-            *(_percent(one.case(f"{steps} steps")["ours_processor_percent"]) for steps in (200, 1000)),
-        )
-        for one in found
-    ]
-    header = ("Llama", *DEFAULT_PARTS, "200 steps", "1,000 steps")
-    return _table(header, rows) + _below(*found)
-
-
-DEFAULT_PARTS = ("start, first step and stop", "a collection step")
 
 
 def stats() -> str:
@@ -264,7 +235,6 @@ def backend() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
-    "default": default,
     "stats": stats,
     "step": step,
     "overflow": overflow,

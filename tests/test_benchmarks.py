@@ -60,6 +60,16 @@ def test_gemm_error() -> None:
     assert all(case["worst"] > 1 for name, case in cases.items() if name.startswith("fault"))
 
 
+def test_the_default_config() -> None:
+    sizes = ("--layers=1", "--hidden=64", "--sequence=32", "--batch=2")
+    cases = cases_of("step.py", "--default", *sizes, *SHORTEST)
+    first, collection, other, *wholes = (case["ours_processor_percent"]["value"] for case in cases.values())
+    assert [case.get("collection_steps") for case in cases.values()] == [None, None, None, 8, 16]
+    assert wholes == pytest.approx(
+        [(first + 7 * collection + 192 * other) / 200, (first + 15 * collection + 984 * other) / 1000]
+    )
+
+
 def test_step() -> None:
     sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
     cases = cases_of("step.py", *(f"--{name}={size}" for name, size in sizes.items()), *SHORTEST)
