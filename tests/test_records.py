@@ -410,7 +410,7 @@ def test_numbers_of_one_rank_are_no_points_of_the_reduced_series() -> None:
     select = MetricSelection("te")
     assert list(select(local)) == ["te.local/findings", "te.local.a/activation/max"]
     assert list(select.histograms(local)) == ["te.local.a/activation/exponent_histogram"]
-    assert list(MetricSelection("")(local)) == ["local.a/activation/max"]
+    assert list(MetricSelection("")(local)) == ["local/findings", "local.a/activation/max"]
 
 
 def test_processes_that_start_together_lose_no_file(tmp_path: Path) -> None:

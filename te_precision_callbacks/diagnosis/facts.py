@@ -105,7 +105,7 @@ class Settings:
             :func:`~te_precision_callbacks.coverage.recipe_arguments.amax_reductions`.
         unmeasured: why LogGemmError has measured nothing; empty if it has, or is not in the config.
         loss_is_filtered: whether the trainer leaves inf and nan out of the loss that it logs.
-        expects_low: why products are expected to run in low precision, as in "the config has LogFp8TensorStats"; empty
+        expects_low: why products are expected in low precision: "Accelerate's mixed_precision is 'fp8'", say; empty
             if nothing asks for it.
         gpu: what ``torch.cuda.get_device_name`` says of the GPU; empty without one.
     """

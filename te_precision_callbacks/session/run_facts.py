@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import re
 import sys
 import time
 from collections import defaultdict
@@ -59,9 +58,6 @@ _TRAINERS = ("lightning", "accelerate", "transformers", "megatron-core", "peft")
 """Packages whose version is recorded if they are in use."""
 
 _MOST_NAMED = 3
-
-_OF_LOW_PRECISION = re.compile("fp8|fp4|scaling|quant|gemmerror", re.IGNORECASE)
-"""Parts of the names of features that are about products in low precision."""
 
 # Read once in a process: reading takes a few milliseconds, and each start of a session asks.
 _version_of_trainer = functools.cache(installed_version)
@@ -189,19 +185,9 @@ class RunFacts:
             "amaxes": amax_reductions(found),
             "unmeasured": self._unmeasured,
             "loss_is_filtered": self._results.filters_loss,
-            "expects_low": self._results.expects_low or self._expected_by_script(),
+            "expects_low": self._results.expects_low
+            or ("the script enters te.autocast(enabled=True)" if self._model.enters_autocast else ""),
         }
-
-    def _expected_by_script(self) -> str:
-        """Why the script lets products be expected in low precision; empty if nothing does."""
-        if self._model.enters_autocast:
-            return "the script enters te.autocast(enabled=True)"
-        sections = self._options.config.enabled_sections
-        features = {name for section in sections for names in section.features.values() for name in names}
-        of_low_precision = sorted(filter(_OF_LOW_PRECISION.search, features))
-        if of_low_precision and not self._options.config.is_default:
-            return f"the config has {of_low_precision[0]}"
-        return ""
 
     @property
     def _unmeasured(self) -> str:

@@ -211,8 +211,8 @@ RULES = (
         collect=_COLLECT,
         condition=(
             f"no product runs in low precision in the first {LEAST_STEPS} collection steps or by the end. A warning if"
-            " low precision is expected: by the trainer's settings, by a recipe that the script has made, or by"
-            " features of the config; else a note"
+            " low precision is expected: by the trainer's settings, or by a region of te.autocast(enabled=True) that no"
+            " layer runs in; else a note"
         ),
         silent="models without Transformer Engine layers, unless the trainer was to convert them",
         severity="warning",
