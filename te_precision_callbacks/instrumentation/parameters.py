@@ -280,14 +280,14 @@ class ParameterWatch:
         try:
             if not self._optimizer_steps:
                 self._check_without_optimizer()
-            was_due = self._is_due
+            is_complete = self._has_sampled or self.is_due
             if self._has_sampled:
                 if self._expected or self._compared:
                     self._read()
                 self._is_due = self._has_sampled = False
             if self.is_due:
                 self._refresh()
-            if was_due or self._without:
+            if is_complete or self._without:
                 problems = self._new_problems()
         except Exception as error:
             self._report("checking", "the parameters", error)
@@ -368,7 +368,8 @@ class ParameterWatch:
                 what = "no_gradient" if parameter.weight.requires_grad else "frozen_held"
                 yield Problem(what, parameter.name, parameter.since, parameter.without)
         for parameter in self._parameters.values():
-            yield from _of_weight(parameter)
+            if parameter.checks or parameter.moves:
+                yield from _of_weight(parameter)
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
             yield from self._not_held()
 
@@ -482,18 +483,20 @@ def _apart(weight: WeightSample, master: torch.Tensor) -> torch.Tensor:
 
 
 def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """The names of the weights with inf or nan, with one copy from each device."""
-    plain: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    """The names of the weights with inf or nan, with one copy for each type on each device."""
+    plain: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, weight in weights:
-        codes: torch.Tensor | None = raw(weight)
-        if codes is not None and is_quantized(weight):  # with a nan in it, it has the code of nan
+        codes = weight
+        if type(weight) is not torch.Tensor and is_quantized(weight):  # with a nan in it, it has the code of nan
+            if not hasattr(weight, "_fp8_dtype"):
+                continue
             least = 0x7C if "E5M2" in str(getattr(weight, "_fp8_dtype", "")) else 0x7F
-            codes = torch.where((codes & 0x7F) >= least, torch.nan, 0.0) if hasattr(weight, "_fp8_dtype") else None
-        if codes is not None and codes.numel() and codes.is_floating_point():
-            plain.setdefault(codes.device, []).append((name, codes))
+            codes = torch.where((raw(weight) & 0x7F) >= least, torch.nan, 0.0)
+        if codes.numel() and codes.is_floating_point():
+            plain.setdefault((codes.device, codes.dtype), []).append((name, codes))
     broken: list[str] = []
     for found in plain.values():
         largest = torch._foreach_norm([each for _, each in found], float("inf"))
-        finite = torch.stack([each.float() for each in largest]).isfinite().tolist()
+        finite = torch.stack(largest).isfinite().tolist()
         broken += [name for (name, _), holds in zip(found, finite, strict=True) if not holds]
     return broken

@@ -96,6 +96,11 @@ class Replicas:
             self._news, new_names = [], False
         return pooled + list(self._compare(merged[3:].reshape(-1, _COLUMNS), iteration))
 
+    def take_news(self) -> list[Problem]:
+        """This rank's problems that were not exchanged."""
+        news, self._news = self._news, []
+        return news
+
     def _message(self, iteration: int, start: Sums, now: Sums, *, has_news: bool) -> npt.NDArray[np.float64]:
         message = np.full(3 + _COLUMNS * len(self._agreed), -np.inf)
         message[:3] = has_news, iteration, -iteration

@@ -94,9 +94,10 @@ class Chronicle:
 
     # ------------------------------------------------------------------ what happens
 
-    def tell(self, event: Event) -> None:
-        """Send an event to the sinks, and to the rules."""
-        self._sinks.tell(event)
+    def tell(self, event: Event, is_recorded: bool = True) -> None:
+        """Send an event to the rules, and to the sinks if this rank records it."""
+        if is_recorded:
+            self._sinks.tell(event)
         self._diagnosis.event(event)
 
     def tell_end(self, error: BaseException | None, iteration: int) -> None:

@@ -23,7 +23,7 @@ class ParameterChecks:
         model: the model.
         ranks: those that reduce together.
         iteration: gives the debug iteration.
-        tell: receives events.
+        tell: receives events, and whether this rank records them.
         report: receives failures.
     """
 
@@ -32,7 +32,7 @@ class ParameterChecks:
         model: ObservedModel,
         ranks: Ranks,
         iteration: Callable[[], int],
-        tell: Callable[[Event], None],
+        tell: Callable[[Event, bool], None],
         report: Callable[[str, str, Exception], None],
     ) -> None:
         self._replicas = Replicas(model.named_parameters, lambda: model.roots, ranks)
@@ -52,7 +52,7 @@ class ParameterChecks:
             self._ranks.leave(error)
             self._report("comparing", "the parameters of the ranks", error)
         self._watch.begin_step()
-        self._send(problems, iteration)
+        self._send(problems, iteration, of_all=self._ranks.are_together)
 
     def end(self, iteration: int, *, pools: bool) -> None:
         """Report what is left at the end of a run, and check all parameters for inf and nan.
@@ -61,12 +61,12 @@ class ParameterChecks:
             iteration: the last one.
             pools: whether the other ranks come to the end, too.
         """
-        problems = self._watch.end()
+        problems = self._replicas.take_news() + self._watch.end()
         if pools:
             problems = self._ranks.pool(problems, "problems of parameters")
-        self._send(problems, iteration)
+        self._send(problems, iteration, of_all=pools and self._ranks.are_together)
 
-    def _send(self, problems: list[Problem], iteration: int) -> None:
+    def _send(self, problems: list[Problem], iteration: int, *, of_all: bool) -> None:
         checked = self._watch.checked | self._replicas.checked
         if not problems and checked <= self._checked:
             return
@@ -83,7 +83,8 @@ class ParameterChecks:
             }
             for what, found in of_kind.items()
         ]
-        data = {"checked": sorted(checked), "problems": rows, "of_all": self._ranks.are_together}
+        data = {"checked": sorted(checked), "problems": rows, "of_all": of_all}
         text = f"{many(len(problems), 'problem')} in parameters" if problems else "Parameters were checked"
         severity: Severity = "warning" if problems else "info"
-        self._tell(Event("parameters", f"{text}.", iteration, severity, phase="step", data=data))
+        is_recorded = self._ranks.leads or bool(problems and not of_all)
+        self._tell(Event("parameters", f"{text}.", iteration, severity, phase="step", data=data), is_recorded)

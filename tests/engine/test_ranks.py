@@ -19,6 +19,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.coverage.parallel import placements
 from te_precision_callbacks.engine.engine import Placement
+from te_precision_callbacks.instrumentation.parameters import is_due
 from te_precision_callbacks.layers.naming import Layer, NamedModule
 from tests.conftest import feature
 from tests.engine import ranks_script
@@ -327,11 +328,16 @@ def test_a_single_process_needs_no_collective_and_copies_once(tmp_path: Path, fp
             assert (at_end.kinds, dict(at_end.waits)) == ({}, {"copy_": 1})
 
 
+def plain(step: int, *, statistics: bool = True) -> dict[str, int]:
+    """The messages of a step of a strict session; in few steps the ranks compare their parameters."""
+    wanted = {"statistics": statistics, "parameters": is_due(step), "agreement": True}
+    return {kind: 1 for kind, sent in wanted.items() if sent}
+
+
 def test_names_are_exchanged_when_a_layer_comes_up_and_only_then(two: Ranks) -> None:
-    plain = {"statistics": 1, "agreement": 1}  # the session is strict
     for rank in two:
         for name, found in rank["programs"].items():
-            exchanges = [step for step, counts in enumerate(found["collectives"]) if counts != plain]
+            exchanges = [step for step, counts in enumerate(found["collectives"]) if counts != plain(step)]
             assert exchanges == ([0, 3] if name == "a layer comes up late" else [0]), name
 
 
@@ -339,14 +345,14 @@ def test_ranks_meet_in_the_steps_in_which_a_statistic_is_due_on_any(two: Ranks) 
     for rank in two:
         steps_with = [step for step, counts in enumerate(rank["schedules"]) if "statistics" in counts]
         assert steps_with == [0, 2, 3, 4]
-        assert [rank["schedules"][step] for step in (2, 3, 4)] == [{"statistics": 1, "agreement": 1}] * 3
-        assert [rank["schedules"][step] for step in (1, 5)] == [{"agreement": 1}] * 2
+        for step in range(1, 6):
+            assert rank["schedules"][step] == plain(step, statistics=step in (2, 3, 4))
 
 
 def test_messages_do_not_grow_with_the_ranks(two: Ranks, four: Ranks) -> None:
     for rank in (*two, *four):
         assert rank["messages"] == two[0]["messages"]
-    assert [kind for kind, _ in two[0]["messages"][2]] == ["statistics", "agreement"]
+    assert [kind for kind, _ in two[0]["messages"][2]] == ["statistics", "parameters", "agreement"]
 
 
 # ---------------------------------------------------------------------- what goes wrong
@@ -392,7 +398,8 @@ def test_other_counts_of_optimizer_steps_alone_are_only_told(two: Ranks, alone: 
     told = [line for line in first["said"] if "different numbers of optimizer steps" in line]
     assert len(told) == 1
     assert not [line for line in second["said"] if "optimizer steps" in line]
-    assert [line for line in first["said"] if "rank 1 has ended its session" in line.lower()]
+    at_the_end = "rank 0 and rank 1 are at different places"  # rank 1 shares what it has found in the parameters
+    assert [line for line in first["said"] if at_the_end in line.lower()], first["said"]
 
 
 def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -> None:
