@@ -95,4 +95,4 @@ def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkey
     assert found.only_b[0].seen_in_words == f"at step {one.seen_at}, {one.seen} in x, where A has it too"
     assert [(each.rule, each.layers) for each in found.only_a] == [("sibling", ("y",))]
     assert found.not_judged_in_a == ("other",)
-    assert [" A was not judged by this rule." in text for text in found.in_words()] == [False, False, True]
+    assert [" This rule was not checked in A." in text for text in found.in_words()] == [False, False, True]

@@ -117,7 +117,7 @@ def calls_in(path: Path, coverage: Coverage) -> dict[float, Call]:
 @pytest.mark.parametrize(("micro_batches", "again"), [(2, False), (1, True)], ids=["plain", "checkpointed"])
 def test_what_is_inferred_is_what_the_ranges_say(micro_batches: int, again: bool, tmp_path: Path) -> None:
     model, step = byte_lm(micro_batches, layers=2, again=again)
-    coverage = trained(tmp_path, step, model, 2, profile="1")
+    coverage = trained(tmp_path, step, model, 4, profile="3")
     path = only_trace(tmp_path)
     said, inferred = calls_in(path, coverage), calls_in(without_ranges(path), coverage)
     assert said.keys() == inferred.keys()
@@ -136,11 +136,11 @@ def test_what_is_inferred_is_what_the_ranges_say(micro_batches: int, again: bool
 
 def test_a_profile_is_the_iterations_that_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, step = byte_lm()
-    coverage = trained(tmp_path, step, model, profile="2-3")
+    coverage = trained(tmp_path, step, model, 8, profile="6-7")
     path = only_trace(tmp_path)
-    assert path.name == "seg-000.rank-00000.iterations-000002-000003.json.gz"
+    assert path.name == "seg-000.rank-00000.iterations-000006-000007.json.gz"
     step_ = measure(read_trace(path), coverage)
-    assert step_.iterations == (2, 3)
+    assert step_.iterations == (6, 7)
     assert step_.without_layer_share == 0
     gemms = {(row.layer, row.gemm): row for row in step_.products if row.gemm and row.of_pass != "recompute"}
     expected = {(p.layer, p.gemm) for p in coverage if p.macs and p.gemm != "lookup"}
@@ -184,7 +184,7 @@ def test_other_layers_have_their_gemms_too(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    coverage = trained(tmp_path, step, model, profile="1-2")
+    coverage = trained(tmp_path, step, model, 5, profile="3-4")
     measured = measure(read_trace(only_trace(tmp_path)), coverage)
     found = {(row.layer, row.gemm): row.format for row in measured.products if row.kind == "gemm"}
     layers = ("operations.0", "operations.2", "experts.gemm_0", "experts.gemm_1", "late")

@@ -192,8 +192,8 @@ def test_a_trace_of_a_cpu_says_which_gemms_are_quantized(tmp_path: Path, capsys:
     coverages, traces = [], []
     for low in (True, False):
         folder = tmp_path / str(low)
-        with InspectSession(None, model=model, log_dir=folder, quiet=True, profile=1) as session:
-            for _ in range(2):
+        with InspectSession(None, model=model, log_dir=folder, quiet=True, profile=3) as session:
+            for _ in range(4):
                 with te.autocast(enabled=low):
                     model(torch.randn(32, 32)).sum().backward()
                 session.step()
