@@ -292,5 +292,5 @@ def test_an_error_of_what_a_damaged_run_lacks_names_what_cannot_be_read(tmp_path
     part.write_bytes(part.read_bytes()[:40])
     with pytest.raises(PrecisionDebugError, match=part.name):
         look(open_run(tmp_path / "bad"), ["amax"])
-    with pytest.raises(PrecisionDebugError, match=part.name):
-        compare(open_run(tmp_path / "bad"), open_run(tmp_path / "good"))
+    compared = compare(open_run(tmp_path / "bad"), open_run(tmp_path / "good"))  # of the loss, which both have
+    assert any(part.name in note for note in compared.notes)

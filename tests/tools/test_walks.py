@@ -32,6 +32,7 @@ def test_only_transformer_engine_is_between_two_entries_of_instrumentation() -> 
     ways = [way.split(", ") for row in rows for way in row.split("; or ")]
     assert len(ways) > 15
     for way in ways:
+        way = way[1:] if way[0] == "coverage" else way  # its call around each module of the model
         entries = [place for place, room in enumerate(way) if room == INSTRUMENTATION]
         assert all(way[first + 1 : second] == [ENGINE] for first, second in pairwise(entries)), way
         others = [room for room in way if room not in (ENGINE, INSTRUMENTATION)]
