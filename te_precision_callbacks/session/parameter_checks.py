@@ -63,7 +63,7 @@ class ParameterChecks:
         """
         problems = self._replicas.take_news() + self._watch.end()
         if pools:
-            problems = self._ranks.pool(problems, "problems of parameters")
+            problems = self._ranks.pool(problems, "problems of parameters", at_the_end=True)
         self._send(problems, iteration, of_all=pools and self._ranks.are_together)
 
     def _send(self, problems: list[Problem], iteration: int, *, of_all: bool) -> None:

@@ -53,8 +53,7 @@ def test_with_the_default_config_each_rank_writes_its_numbers_of_the_optimizers_
 
 def test_a_rank_that_fails_writes_what_it_alone_has(runs: Path) -> None:
     found = made(runs, "failure")
-    own = [(runs / "failure" / "run" / path).read_text() for path in found[2] + found[3] if path.endswith("jsonl")]
-    assert found[2] == found[3] == [], own
+    assert found[2] == found[3] == []
     files = {path for path in found[1] if Path(path).suffix}
     in_records = {path for path in files if "/seg-000/rank-00001/" in path}
     assert files - in_records == {"nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-1.log"}
