@@ -5,6 +5,7 @@ A run that ends before its first judgement, or with a change that was not judged
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import re
@@ -159,10 +160,10 @@ class ContractKeeper:
         if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
             self._judged = -1  # there is nothing but forwards yet: a later step is judged
             return None
-        if coverage.is_incomplete:  # what was not counted may be in the next steps
-            self._judged = -1
+        if coverage.is_incomplete and not _is_broken_for_certain(self._contract, coverage):
+            self._judged = -1  # what was not counted may be in the next steps
             if len(self._incomplete) < _MOST_INCOMPLETE:
-                self._incomplete[iteration] = None
+                self._incomplete[judges if ranks.several else iteration] = None
             return None
         self._judged_until = self._judged
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
@@ -259,6 +260,14 @@ def left_out(contract: Contract, coverage: Coverage) -> str:
 def broken_clauses(contract: Contract, coverage: Coverage) -> list[str]:
     """What products, seen or planned, do not hold of a contract, in sentences; but for what is kept in which type."""
     return [*_broken_shares(contract, coverage), *_broken_layers(contract, coverage)]
+
+
+def _is_broken_for_certain(contract: Contract, coverage: Coverage) -> bool:
+    """Whether a contract is broken whatever the products are that were not counted."""
+    whole = tuple(share for share in contract.shares if share.number >= 1 and share.comparison in (">", ">="))
+    return any(_broken_shares(dataclasses.replace(contract, shares=whole), coverage)) or any(
+        _broken_layers(contract, coverage)
+    )
 
 
 def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
