@@ -137,7 +137,7 @@ class ParameterWatch:
         self._compared: list[_Compared] = []
         self._expected: list[tuple[_Parameter, int, torch.Tensor]] = []
         self._told: set[tuple[str, str]] = set()
-        self._steps = 0
+        self._first = self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._is_due = True
         self._has_sampled = False
@@ -146,6 +146,7 @@ class ParameterWatch:
     def begin(self) -> None:
         """Begin to check, if that was not done yet."""
         if self._hook is None:
+            self._first = self._iteration()
             self._hook = register_optimizer_step_pre_hook(_pre_hook(weakref.ref(self)))
 
     def remove(self) -> None:
@@ -274,9 +275,10 @@ class ParameterWatch:
     # ------------------------------------------------------------------ after a debug iteration
 
     @torch.no_grad()
-    def end_step(self) -> list[Problem]:
+    def end_step(self, iteration: int) -> list[Problem]:
         """The problems that are new after a debug iteration."""
         problems: list[Problem] = []
+        self._ended = iteration
         try:
             if not self._optimizer_steps:
                 self._check_without_optimizer()
@@ -295,13 +297,12 @@ class ParameterWatch:
 
     def begin_step(self) -> None:
         """Begin the next debug iteration."""
-        self._steps += 1
-        self._is_due |= self.is_due
+        self._is_due |= is_due(self._iteration() - self._first)
 
     @property
     def is_due(self) -> bool:
-        """Whether ranks compare parameters after this debug iteration; the same on all ranks."""
-        return is_due(self._steps)
+        """Whether ranks compare parameters after the iteration that has ended; the same on all ranks."""
+        return is_due(self._ended - self._first)
 
     def _check_without_optimizer(self) -> None:
         """Count steps where no optimizer of torch's is known to step the model."""

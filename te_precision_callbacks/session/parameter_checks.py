@@ -45,7 +45,7 @@ class ParameterChecks:
 
     def end_step(self, iteration: int) -> None:
         """Report what a debug iteration has shown; on all ranks alike."""
-        problems = self._watch.end_step()
+        problems = self._watch.end_step(iteration)
         try:
             problems = self._replicas.exchange(problems, iteration, is_due=self._watch.is_due)
         except Exception as error:
