@@ -261,21 +261,15 @@ class Ranks:
 
     # ------------------------------------------------------------------ what they tell one another
 
-    def pool(self, entries: Iterable[Entry], kind: str, *, at_the_end: bool = False) -> list[Entry]:
+    def pool(self, entries: Iterable[Entry], kind: str) -> list[Entry]:
         """The entries of all ranks, each once; as they are where this rank is alone.
 
         Args:
             entries: this rank's.
             kind: what they are, equal on all ranks.
-            at_the_end: whether the run has ended, where a rank that has left before is no failure of this one.
         """
         own = list(entries)
         why = f"to tell them: {kind}"
-        if at_the_end and self.messages is not None and self.messages.is_open:
-            try:
-                return self.messages.pooled(own, kind, why)
-            except RanksLostError:
-                return own
         return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:

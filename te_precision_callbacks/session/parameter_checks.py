@@ -54,17 +54,13 @@ class ParameterChecks:
         self._watch.begin_step()
         self._send(problems, iteration, of_all=self._ranks.are_together)
 
-    def end(self, iteration: int, *, pools: bool) -> None:
-        """Report what is left at the end of a run, and check all parameters for inf and nan.
+    def end(self, iteration: int) -> None:
+        """Report what is left on this rank at the end of a run, and check all its parameters for inf and nan.
 
         Args:
             iteration: the last one.
-            pools: whether the other ranks come to the end, too.
         """
-        problems = self._replicas.take_news() + self._watch.end()
-        if pools:
-            problems = self._ranks.pool(problems, "problems of parameters", at_the_end=True)
-        self._send(problems, iteration, of_all=pools and self._ranks.are_together)
+        self._send(self._replicas.take_news() + self._watch.end(), iteration, of_all=False)
 
     def _send(self, problems: list[Problem], iteration: int, *, of_all: bool) -> None:
         checked = self._watch.checked | self._replicas.checked

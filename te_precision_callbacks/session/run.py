@@ -472,7 +472,7 @@ class Run:
                 then("stopping", "the run", self._diagnosis.stop_at_the_end)
             then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
             if self.model.attached and not self._hurries and not self.inspector.ended:
-                then("checking", "the parameters", lambda: self._check_at_the_end(ended_by))
+                then("checking", "the parameters", self._check_at_the_end)
             if self.model.attached:
                 then("handing over", "the last statistics", lambda: self._hand_over_rest(error, logging_step, guard))
             then("ending", "the profile", lambda: self._profiling.close(self.inspector.iteration))
@@ -510,11 +510,11 @@ class Run:
         for ever."""
         return not (self._hurries and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
-    def _check_at_the_end(self, error: BaseException | None) -> None:
+    def _check_at_the_end(self) -> None:
         """Check the parameters as the last step has left them."""
         last = self._results.iterations.last
         if last is not None:
-            self._parameters.end(last, pools=error is None and self.ranks.several)
+            self._parameters.end(last)
 
     def _tell_the_end(self, error: BaseException | None) -> None:
         """Hand the sinks the events that they do not have yet."""

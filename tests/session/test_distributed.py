@@ -273,7 +273,7 @@ def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
     assert (found.rule, found.ranks, found.since, found.last_good) == ("nonfinite", (1,), 2, 1)
     assert str(found).endswith("(nonfinite, since step 2, on rank 1)")
     live = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
-    assert [text.count("Error: ") for text in live] == [0, 1]
+    assert [text.count("\nError: ") for text in live] == [0, 1]
     assert "(nonfinite, since step 2, on rank 1). What to do: " in live[1]
     said = live[0].splitlines()[0]
     assert said.startswith("Problems found: 1 error" if reduce else "Not enough checked: ")
