@@ -340,7 +340,8 @@ class HealthyCheckpoint(ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the callback whose findings count."""
-        callbacks = (each for each in trainer.callbacks if isinstance(each, PrecisionDebugCallback))
+        given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = (each for each in given if isinstance(each, PrecisionDebugCallback))
         self._precision = next(callbacks, None)
         if self._precision is None and stage == "fit":
             raise OptionError(

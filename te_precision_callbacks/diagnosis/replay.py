@@ -329,9 +329,9 @@ def _iteration(logged: tuple[int, _Logged]) -> int:
 
 def _event(row: Row) -> Event:
     """A recorded event; without its data, if they are damaged."""
-    subject = [row[name] or "" for name in ("layer", "tensor", "gemm")]
-    at = row["iteration"], row["severity"], row["phase"]
-    return Event(row["kind"], row["text"] or "", *at, *subject, _event_data(row), wall_time=0.0)
+    layer, tensor, gemm = (row[name] or "" for name in ("layer", "tensor", "gemm"))
+    iteration, severity, phase, data = row["iteration"], row["severity"], row["phase"], _event_data(row)
+    return Event(row["kind"], row["text"] or "", iteration, severity, phase, layer, tensor, gemm, data, wall_time=0.0)
 
 
 def _event_data(row: Row) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def arrow_array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> 
     return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(data)])
 
 
-def _bits(values: Sequence[Any]) -> pa.Buffer:
+def _bits(values: Sequence[Any] | npt.NDArray[Any]) -> pa.Buffer:
     return pa.py_buffer(np.packbits(np.array(values, np.bool_), bitorder="little"))
 
 

@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -302,11 +302,11 @@ class _Reader:
                 f"{path}: its schema is {schema!r}, and this te-precision-callbacks reads up to {SCHEMA_VERSION}."
                 " Read the run with the version that has written it, or a later one."
             )
-        if status == "running" and has_ended(path, facts):
-            status = "unknown" if facts.get("not_written") else "killed"
         if facts.get("not_written"):
             self.said.add(f"Segment {number} is not recorded to its end: {facts['not_written']}")
-        known: Status = status if status in ("running", "ended", "failed", "killed") else "unknown"
+        known = cast("Status", status) if status in ("running", "ended", "failed", "killed") else "unknown"
+        if known == "running" and has_ended(path, facts):
+            known = "unknown" if facts.get("not_written") else "killed"
         return Segment(
             number=number,
             status=known,

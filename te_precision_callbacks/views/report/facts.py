@@ -216,7 +216,7 @@ def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
     layers."""
     settings = facts.get("settings")
     rows = settings.get("amaxes") if isinstance(settings, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if settings is None or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return dict(facts)
     listed = []
     for row in rows:
