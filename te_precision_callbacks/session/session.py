@@ -297,7 +297,8 @@ class InspectSession(Results):
             logging_step = step_number("logging_step=", logging_step)
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
-        self._log_backward_loss(run)  # of the step before, whose own loss a script may log after it
+        if self._backward_loss is not None:
+            self._log_backward_loss(run)  # of the step before, whose own loss a script may log after it
         records = run.step(logging_step)
         if self._backward_loss is not None:
             self._backward_loss.end_step()
@@ -358,7 +359,8 @@ class InspectSession(Results):
         if run is None or not run.live or run.is_forked:
             return
         try:
-            self._log_backward_loss(run)
+            if self._backward_loss is not None:
+                self._log_backward_loss(run)
             run.stop(error, logging_step)
         finally:
             if not self.running:  # else Ctrl-C came before anything was undone, and stop() may be called again
