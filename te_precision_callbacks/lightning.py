@@ -234,9 +234,9 @@ class PrecisionDebugCallback(Callback):
             self._live.log(self._numbers.take(trainer), self._step_of_batch)
             self._live.step(self._step_of_batch)
             # The loggers have it already; Lightning's own callbacks, such as EarlyStopping, get it here.
-            name, count = overall_name(self._options.prefix, "findings"), len(self._live.findings.wrong)
+            name = overall_name(self._options.prefix, "findings")
             self._numbers.leave_out(name)
-            pl_module.log(name, float(count), logger=False)
+            pl_module.log(name, float(self._live._results.diagnosis.problems.total()), logger=False)
 
     def _logging_step(self, trainer: Trainer) -> int:
         """The step at which the trainer logs the metrics of the current batch. With ``step_on="batch"`` the count of

@@ -10,6 +10,7 @@ diagnosis.verdict                               # all of it
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -121,6 +122,11 @@ class Diagnosis:
         """
         self._checkpoints = {place: saved for place, saved in self._checkpoints.items() if not _is_deleted(place)}
         self._checkpoints[file or str(iteration)] = iteration
+
+    @property
+    def problems(self) -> Counter[str]:
+        """Rule -> the number of its errors and warnings so far; without the work of a verdict, for each step."""
+        return Counter(finding.rule for finding in self._findings.values() if finding.severity != "note")
 
     @property
     def verdict(self) -> Verdict:

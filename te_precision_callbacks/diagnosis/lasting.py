@@ -90,3 +90,26 @@ class ColumnStreaks:
         place = numbers.names_of(column).index(layers[0])
         text = seen.format(*(each[place] for each in values))
         yield Sighting(tuple(layers), tensor, column.family.statistic, text, since, severity, key=key)
+
+    def graded(
+        self,
+        numbers: StepNumbers,
+        facts: Facts,
+        column: Column,
+        warnings: npt.NDArray[np.bool_],
+        notes: npt.NDArray[np.bool_],
+        seen: str,
+        *values: npt.NDArray[np.generic],
+        key: str = "",
+    ) -> Iterator[Sighting]:
+        """As :meth:`sightings`, of what is a warning in some layers, and a note in others.
+
+        Args:
+            warnings, notes: [layers of the column]: in which it holds now.
+            numbers, facts, column, seen, values, key: as there; the severity is added to the key.
+        """
+        severities: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (("warning", warnings), ("note", notes))
+        for severity, holds in severities:
+            yield from self.sightings(
+                numbers, facts, column, holds, seen, *values, severity=severity, key=f"{key}{severity}"
+            )

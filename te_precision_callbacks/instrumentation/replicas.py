@@ -183,7 +183,7 @@ def _sharded(module: Any) -> Iterator[torch.nn.Parameter]:
     if type(module).__name__ == "FullyShardedDataParallel" and strategy != "NO_SHARD":
         yield from module.parameters()
     is_split = getattr(module, "tp_size", getattr(module, "tensor_parallel_size", 2)) > 1
-    for weight in filter(None.__ne__, module._parameters.values()):
+    for weight in (each for each in module._parameters.values() if each is not None):
         is_shard = not all(each.is_replicate() for each in getattr(weight, "placements", ()))
         is_shard |= is_split and getattr(weight, "tensor_model_parallel", False)
         is_experts = getattr(weight, "allreduce", True) is False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -75,7 +74,7 @@ class LiveDiagnosis:
         rank = own_rank() if world_size() > 1 and all(records.own) else None
         numbers = self._splitter.step(records.iteration, records.series, values, records.unscaled, rank)
         self._react(self._diagnosis.step(numbers), records.iteration)
-        counts = Counter(finding.rule for finding in self._diagnosis.verdict.wrong)
+        counts = self._diagnosis.problems
         return replace(records, findings=counts) if counts else records
 
     def stop_if_wanted(self) -> None:

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -160,20 +159,17 @@ class Growth(Judge):
                 underflows=lambda lost: most_underflow(numbers, facts, lost) / 2,
                 overflows=lambda lost: OVERFLOW,
             )
-            kinds: tuple[tuple[npt.NDArray[np.bool_], Severity], ...] = ((hurts, "warning"), (holds & ~hurts, "note"))
-            for mask, severity in kinds:
-                for sighting in self._streaks.sightings(
-                    numbers,
-                    facts,
-                    column,
-                    mask,
-                    "amax is {:.3g} times what it was at the start",
-                    np.exp2(grown),
-                    severity=severity,
-                    key=severity,
-                ):
-                    patch = keep_high(sighting.layers[0]) if severity == "warning" else ""
-                    yield sighting._replace(patch=patch, key="")  # one subject has one finding, of its worst severity
+            for sighting in self._streaks.graded(
+                numbers,
+                facts,
+                column,
+                hurts,
+                holds & ~hurts,
+                "amax is {:.3g} times what it was at the start",
+                np.exp2(grown),
+            ):
+                patch = keep_high(sighting.layers[0]) if sighting.severity == "warning" else ""
+                yield sighting._replace(patch=patch, key="")  # one subject has one finding, of its worst severity
             begin.add(column.layers, now)
 
 

@@ -11,7 +11,6 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import ONE_SCALE
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -176,25 +175,22 @@ class Underflow(_OfQuantized):
         for column in numbers.all("underflows%", facts=facts):
             self.saw(numbers.iteration)
             values = numbers.unbroken(column).values
-            many = values >= most_underflow(numbers, facts, column)
+            are_many = values >= most_underflow(numbers, facts, column)
             lost, is_tight = lost_norm(numbers, facts, column)
             with np.errstate(invalid="ignore"):
-                heavy = np.where(np.isnan(lost), many, (lost >= LOST_NORM) & (many | is_tight) & (values > 0))
-            kinds: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (("warning", heavy), ("note", many & ~heavy))
-            for severity, holds in kinds:
-                for sighting in self._streaks.sightings(
-                    numbers,
-                    facts,
-                    column,
-                    holds,
-                    "{:.3g} % of the elements round to 0, with {} of the tensor's norm",
-                    values,
-                    np.array([_in_words(share) for share in lost], object),
-                    severity=severity,
-                    key=severity,
-                ):
-                    patch = keep_high(sighting.layers[0]) if severity == "warning" else ""
-                    yield sighting._replace(patch=patch, key="")
+                heavy = np.where(np.isnan(lost), are_many, (lost >= LOST_NORM) & (are_many | is_tight) & (values > 0))
+            for sighting in self._streaks.graded(
+                numbers,
+                facts,
+                column,
+                heavy,
+                are_many & ~heavy,
+                "{:.3g} % of the elements round to 0, with {} of the tensor's norm",
+                values,
+                np.array([_in_words(share) for share in lost], object),
+            ):
+                patch = keep_high(sighting.layers[0]) if sighting.severity == "warning" else ""
+                yield sighting._replace(patch=patch, key="")
 
 
 def lost_norm(

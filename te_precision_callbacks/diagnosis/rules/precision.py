@@ -76,6 +76,8 @@ class NoLowPrecision(Judge):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
+        if self._has_low:
+            return
         self._steps += any(layer.low or layer.reasons for layer in facts.layers.values())
         if self._steps >= LEAST_STEPS:
             self.judged = True
@@ -100,10 +102,13 @@ class NoLowPrecision(Judge):
         though = f", although {expected}" if expected else ""
         layers = many(len(of_te), "Transformer Engine layer") if of_te else "no Transformer Engine layer"
         seen = f"no product runs in low precision{though}; {layers}: {why}"
-        remedy = REMEDIES.get(reason, "")
-        yield Sighting(
-            (), "", "", seen, None, "warning" if expected else "note", remedy=remedy[:1].upper() + remedy[1:]
-        )
+        yield Sighting((), "", "", seen, None, "warning" if expected else "note", remedy=_remedy(reason))
+
+
+def _remedy(reason: Reason) -> str:
+    """What makes products run in low precision, as a sentence; empty where that is not known."""
+    text = REMEDIES.get(reason, "")
+    return text[:1].upper() + text[1:]
 
 
 class Recomputed(Judge):
@@ -235,7 +240,7 @@ RULES = (
         source="torch.utils.checkpoint restores torch's autocast and not Transformer Engine's",
         why="two of three products run in high precision, and the scales of delayed scaling are not updated by them",
         disproof="the backward is meant to run in high precision",
-        remedy=REMEDIES[Reason.RECOMPUTED][:1].upper() + REMEDIES[Reason.RECOMPUTED][1:],
+        remedy=_remedy(Reason.RECOMPUTED),
         judge=Recomputed,
     ),
     Rule(

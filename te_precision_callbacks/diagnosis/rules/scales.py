@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -79,16 +78,13 @@ class _UnmovedScales:
         return np.where(stays, count, 0.0), initial
 
 
-class ScaleNeverUpdated(Judge):
-    """A scale of delayed scaling that never follows amax."""
-
-    needed = UNMOVED_STEPS
+class _OfScaleAndAmax(Judge):
+    """A rule that compares a scale of delayed scaling with the amax of the same step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.applies = None
         self._unmoved: dict[str, _UnmovedScales] = {}
-        self._since: dict[str, int] = {}
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         """As of :class:`Judge`."""
@@ -96,17 +92,37 @@ class ScaleNeverUpdated(Judge):
             self.applies = facts.has_delayed_scaling
         return ()
 
+    def _tensors(self, numbers: StepNumbers, facts: Facts) -> Iterator[tuple[Column, Column, Values]]:
+        """The tensors with both: ``scale_inv_max``; ``cur_amax``, nan where the tensor has inf or nan, which its scale
+        may follow; and [layers of the scales] the largest number of the format."""
+        for scales in numbers.all("scale_inv_max", facts=facts):
+            amax = numbers.one("cur_amax", scales.family.tensor)
+            largest = _largest(numbers, facts, scales)
+            if amax is not None and not np.isnan(largest).all():
+                yield scales, numbers.unbroken(amax), largest
+
+    def _count_unmoved(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
+        """As :meth:`_UnmovedScales.add`."""
+        tensor = scales.family.tensor
+        return self._unmoved.setdefault(tensor, _UnmovedScales(tensor)).add(scales, amaxes, largest)
+
+
+class ScaleNeverUpdated(_OfScaleAndAmax):
+    """A scale of delayed scaling that never follows amax."""
+
+    needed = UNMOVED_STEPS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since: dict[str, int] = {}
+
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        for scales in numbers.all("scale_inv_max", facts=facts):
+        for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
-            amax = numbers.one("cur_amax", tensor)
-            largest = _largest(numbers, facts, scales)
-            if amax is None or np.isnan(largest).all():
-                continue
             self.saw(numbers.iteration)
-            amaxes = numbers.unbroken(amax).at(scales.layers, np.nan)
-            counts, initial = self._unmoved.setdefault(tensor, _UnmovedScales(tensor)).add(scales, amaxes, largest)
+            amaxes = amax.at(scales.layers, np.nan)
+            counts, initial = self._count_unmoved(scales, amaxes, largest)
             found = counts >= UNMOVED_STEPS
             since = self._since.setdefault(tensor, numbers.iteration)
             if not found.any():
@@ -126,37 +142,22 @@ _REMEDY_OF_GRADIENT = (
 )
 
 
-class StaleScale(Judge):
+class StaleScale(_OfScaleAndAmax):
     """The range of a scale of delayed scaling, compared with the amax of the same step."""
 
     needed = TOO_SMALL_STEPS
 
     def __init__(self) -> None:
         super().__init__()
-        self.applies = None
         self._small = ColumnStreaks(TOO_SMALL_STEPS)
         self._large = ColumnStreaks(TOO_LARGE_STEPS)
         self._last: dict[str, Column] = {}
-        self._unmoved: dict[str, _UnmovedScales] = {}
         self._begins: dict[str, Column] = {}  # amax before it began to rise, of layers in which it does
-
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
-        """As of :class:`Judge`."""
-        if facts.knows_recipes:
-            self.applies = facts.has_delayed_scaling
-        return ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        for scales in numbers.all("scale_inv_max", facts=facts):
+        for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
-            amax = numbers.one("cur_amax", tensor)
-            if amax is None:
-                continue
-            amax = numbers.unbroken(amax)  # the scale may follow an inf
-            largest = _largest(numbers, facts, scales)
-            if np.isnan(largest).all():
-                continue
             found = amax.at(scales.layers, np.nan)
             before = self._last.get(tensor, amax).at(scales.layers, np.inf)  # the same at first: it does not rise
             self._last[tensor] = amax
@@ -178,7 +179,7 @@ class StaleScale(Judge):
                 overflows = loses(numbers, facts, scales, overflows=lambda lost: most_overflow(lost.family.tensor))
                 small = (above <= -FAR) | ((above <= -TOO_SMALL) & overflows)
                 large = (above >= TOO_LARGE) & (losing >= LOST)
-            counts, initial = self._unmoved.setdefault(tensor, _UnmovedScales(tensor)).add(scales, found, largest)
+            counts, initial = self._count_unmoved(scales, found, largest)
             follows = ~initial & (counts < UNMOVED_STEPS)  # else the rule scale-never-updated has it
             small, rises, large = small & follows, rises & follows, large & follows
             yield from self._small.sightings(
@@ -243,21 +244,15 @@ class ScalesDiffer(Judge):
                 apart = np.log2(largest.values / least.at(largest.layers, np.nan))
             apart = np.where(known & np.isfinite(apart), apart, 0.0)
             far = apart >= APART
-            kinds: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (
-                ("warning", far),
-                ("note", (apart > 0) & ~far),
+            yield from self._streaks.graded(
+                numbers,
+                facts,
+                largest,
+                far,
+                (apart > 0) & ~far,
+                "the largest scale of a rank is {:.4g} times the least of another",
+                np.exp2(apart),
             )
-            for severity, mask in kinds:
-                yield from self._streaks.sightings(
-                    numbers,
-                    facts,
-                    largest,
-                    mask,
-                    "the largest scale of a rank is {:.4g} times the least of another",
-                    np.exp2(apart),
-                    severity=severity,
-                    key=severity,
-                )
 
 
 def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -95,11 +94,9 @@ class Sibling(Judge):
             what, light = "are above the range of the format", np.zeros(len(shares), bool)
             odd &= can_overflow(numbers, facts, column) & (shares < most_overflow(column.family.tensor))
         seen = f"{{:.3g}} % of the elements {what}, {{:.2g}} % in alike layers"
-        kinds: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (("warning", odd & ~light), ("note", odd & light))
-        for severity, holds in kinds:
-            yield from self._far.sightings(
-                numbers, facts, column, holds, seen, shares, others, severity=severity, key=f"share, {severity}"
-            )
+        yield from self._far.graded(
+            numbers, facts, column, odd & ~light, odd & light, seen, shares, others, key="share, "
+        )
 
     def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         tensor = column.family.tensor
