@@ -89,11 +89,12 @@ PARTS = (
     Part("launches", "gpu_parts.launches", 40),
     Part("front_doors", "gpu_parts.front_doors", 45),
     Part("dumps", "gpu_parts.dumps", 30),
+    Part("verdicts", "gpu_parts.verdicts", 240),
     Part("overflow", "gpu_parts.overflow", 25, needs_transformer_engine=False),
     Part("memory", "gpu_parts.memory", 40),
     Part("bandwidth", "gpu_parts.bandwidth", 75),
     Part("speed", "gpu_parts.speed", 60),
-    Part("overhead", "gpu_parts.overhead", 100),
+    Part("overhead", "gpu_parts.overhead", 150),
 )
 """What must be right comes before what it costs, for which no time may be left."""
 
@@ -227,7 +228,7 @@ class Check:
 def _environment(device: str, gpus: int = 1) -> dict[str, str]:
     """Of the parts: they find these modules, and see so many GPUs, as far as there are any."""
     found = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
-    path = [str(BENCHMARKS), *filter(None, [found.get("PYTHONPATH")])]
+    path = [str(BENCHMARKS), str(BENCHMARKS / "proof"), *filter(None, [found.get("PYTHONPATH")])]
     all_gpus = found.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")  # what comes after one that is not there is ignored
     seen = ",".join(all_gpus[:gpus]) if device == "cuda" else ""
     return found | {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": seen}

@@ -1,5 +1,5 @@
 """What a session adds to the time of a training step: statistics of all tensors, and of FP8, in every step and in every
-tenth.
+tenth; and beside them Transformer Engine's own features with the same statistics in every step.
 
 Ways to run alternate in blocks. A block is a few steps, timed together, after steps that warm up; what is told is the
 median over the blocks.
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import functools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
-from measuring import as_in_a_long_run, progress
+import yaml
+from measuring import MODES, as_in_a_long_run, progress
+from step import with_upstream
 
 from gpu_parts.rows import Rows, Settings, run_part
 from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
@@ -25,7 +29,7 @@ Way = Callable[[], AbstractContextManager[EndOfStep]]
 PATHS: tuple[Observe, ...] = ("fused", "debug")
 EVERY_10TH = 10
 _ROUNDS = 5
-_SECONDS = 40.0
+_SECONDS = 70.0
 """After this time no further block begins."""
 _ROOMY = 40 * 2**30
 """Bytes of free memory with which a GPU holds the large model, its optimizer and what the backward needs."""
@@ -70,7 +74,12 @@ def check(settings: Settings, rows: Rows) -> None:
             sections = statistics_of_all(path, fp8=True, freq=freq)
             every = "every step" if freq == 1 else f"every {freq}th step"
             ways[f"{path}, {every}"] = functools.partial(watched, training.model, sections, path), steps
-    with as_in_a_long_run():
+    with as_in_a_long_run(), tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "statistics.yaml")
+        config.write_text(yaml.safe_dump(statistics_of_all("debug", fp8=True)))
+        for mode in MODES:
+            upstream: Way = functools.partial(with_upstream, training.model, config, mode)
+            ways[f"Transformer Engine's own ({mode}), every step"] = upstream, 3
         times = measure(training, ways, settings)
     size = f"{layers} layers, hidden {hidden}, {2 * sequence} tokens"
     alone = statistics.median(times["without"])

@@ -219,11 +219,20 @@ class Defect:
         longer = self.table.steps_of_default if self.freq is None else None
         return longer or self.table.steps
 
-    def build(self) -> Built:
+    def build(self, device: str = "cpu") -> Built:
         """The training in which it is planted."""
         rate = 3e-7 if self.kind == "lost-updates" else 1e-3
         history = 1024 if self.kind in ("spike", "squeezed-gradient") else None
-        built = build(self.model, self.recipe, self.precision, self.seed, rate=rate, count=self.count, history=history)
+        built = build(
+            self.model,
+            self.recipe,
+            self.precision,
+            self.seed,
+            rate=rate,
+            count=self.count,
+            history=history,
+            device=device,
+        )
         if self.kind == "squeezed-gradient":
             from transformer_engine.common.recipe import Format
 
@@ -358,7 +367,7 @@ def _outlier_channel(defect: Defect, built: Built) -> list[Undo]:
     scale[defect.seed % len(scale)] = 2.0**14
 
     def before(_: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
-        return None if built.step < defect.start else (inputs[0] * scale.to(inputs[0].dtype), *inputs[1:])
+        return None if built.step < defect.start else (inputs[0] * scale.to(inputs[0]), *inputs[1:])
 
     return [built.module(path).register_forward_pre_hook(before).remove]
 
@@ -370,7 +379,7 @@ def _not_fp8(defect: Defect, built: Built) -> list[Undo]:
     if built.name == "gpt" or defect.variant % 2:
         return _left_autocast(layer)
     bias = isinstance(getattr(layer, "bias", None), torch.nn.Parameter) and layer.bias.numel() > 0
-    plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=bias, dtype=layer.weight.dtype)
+    plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=bias).to(layer.weight)
     with torch.no_grad():
         plain.weight.copy_(layer.weight)
         if bias:

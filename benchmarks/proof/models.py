@@ -102,8 +102,9 @@ class Built:
 
     def loss(self) -> torch.Tensor:
         """The loss of the next batch."""
-        inputs, targets = next(self.batches)
-        with self._precision():
+        device = next(self.model.parameters()).device
+        inputs, targets = (each.to(device) for each in next(self.batches))
+        with self._precision(device.type):
             outputs = self.model(inputs)
             outputs = getattr(outputs, "logits", outputs)
         return torch.nn.functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
@@ -131,10 +132,10 @@ class Built:
         return self.model.get_submodule(path)
 
     @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
+    def _precision(self, device: str) -> Iterator[None]:
         import transformer_engine.pytorch as te
 
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "autocast"):
+        with torch.autocast(device, torch.bfloat16, enabled=self.precision == "autocast"):
             with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
                 yield
 
@@ -386,6 +387,7 @@ def build(
     rate: float = 1e-3,
     count: int = BLOCKS,
     history: int | None = None,
+    device: str = "cpu",
 ) -> Built:
     """A model, its data and its optimizer, all of the seed.
 
@@ -394,6 +396,7 @@ def build(
             bfloat16.
         count: of blocks.
         history: see :func:`recipe_of`.
+        device: where it trains.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -405,7 +408,7 @@ def build(
         "vit": lambda: _Vision(_vit_block, count, PATCHES, dtype),
         "mixer": lambda: _Vision(_mixer_block, count, 2 * PATCHES, dtype),
     }
-    model = makers[name]()
+    model = makers[name]().to(device)
     model.train()
     patches = {"vit": PATCHES, "mixer": 2 * PATCHES}.get(name)
     batches = _sequences(seed) if patches is None else _images(seed, patches)

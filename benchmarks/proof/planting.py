@@ -11,11 +11,11 @@ from running import with_statistics_every
 from te_precision_callbacks.session import InspectSession
 
 
-def train_with_defect(defect: Defect, log_dir: Path) -> dict[str, Any]:
+def train_with_defect(defect: Defect, log_dir: Path, device: str = "cpu") -> dict[str, Any]:
     """Gives what is true of it, and the losses."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    built = defect.build()
+    built = defect.build(device)
     losses = []
     with planted(defect, built):
         config = with_statistics_every(defect.freq, gemms=defect.kind == "wrong-kernel")

@@ -52,6 +52,7 @@ class Diagnosis:
         self._checkpoints: dict[str, int] = {}  # the file, or the iteration where it is not known -> the iteration
         self._rank: int | None = None
         self._own_steps: set[int] = set()
+        self._collected = 0
 
     def know(self, facts: Facts, iteration: int) -> list[Finding]:
         """Judge facts that are new.
@@ -70,6 +71,7 @@ class Diagnosis:
             The findings that are new, or worse than before.
         """
         self.has_run = True
+        self._collected += 1
         if numbers.rank is not None:
             self._rank = numbers.rank
             self._own_steps.add(numbers.iteration)
@@ -139,13 +141,21 @@ class Diagnosis:
             elif judge.judged or rule.id in found:
                 judged.append(rule.id)
             elif judge.applies is not False:
-                why = judge.why_not if self.has_run else "no training step has run"
+                why = self._why_not(judge)
                 collect = "" if why else rule.collect
                 not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", collect, rule.essential))
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
         in_order = (self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))
         findings = self._ordered(map(self._with_checkpoint, in_order))
         return Verdict(tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank)
+
+    def _why_not(self, judge: Judge) -> str:
+        """Why a rule is not judged; empty if what it is judged by is not collected."""
+        if not self.has_run:
+            return "no training step has run"
+        if self._collected == 1 and not judge.why_not:
+            return "only one collection step has run"  # which lacks the statistics of scales and of FP8
+        return judge.why_not
 
     def with_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
         """The verdict on all ranks: what several of them have alike is one finding.

@@ -57,7 +57,7 @@ class Judge:
     """
 
     needed = 1
-    _kind_of_step = "due step"
+    _kind_of_step = "collection step"
 
     def __init__(self) -> None:
         self.applies: bool | None = True

@@ -134,7 +134,8 @@ def test_nothing_is_judged_without_numbers() -> None:
     verdict = judged([])
     assert not verdict.judged
     assert str(verdict) == "Nothing was checked: no training step has run."
-    verdict = judged([{}])
+    assert judged([{}]).not_judged[0].why == "only one collection step has run"
+    verdict = judged([{}, {}])
     assert str(verdict).startswith("Not enough checked: ")
     assert all(each.why.startswith("it needs ") and each.collect for each in verdict.not_judged)
 

@@ -44,7 +44,7 @@ WEIGHT_JUMP, STEADY = 4.0, 1.0
 class DivergingLoss(Judge):
     """A loss of the training that rises far above its own noise."""
 
-    needed, _kind_of_step = 3, "logged loss"
+    needed, _kind_of_step = 3, "logged loss value"
 
     def __init__(self) -> None:
         super().__init__()
