@@ -103,6 +103,22 @@ class _Compared(NamedTuple):
     before: torch.Tensor
 
 
+class _Reading(NamedTuple):
+    """Samples that are copied to the host.
+
+    Attributes:
+        moves: the parameters of which a step should have changed elements, and the step.
+        unmoved: those that had not changed before, each once.
+        compared: those that were compared with their masters, and the step.
+        shares: gives the means of what was compared: of ``moves``, ``unmoved``, and twice ``compared``.
+    """
+
+    moves: list[tuple[_Parameter, int]]
+    unmoved: list[_Parameter]
+    compared: list[tuple[_Parameter, int]]
+    shares: Callable[[], list[float]]
+
+
 class ParameterWatch:
     """Checks parameters from :meth:`begin` to :meth:`remove`.
 
@@ -136,6 +152,7 @@ class ParameterWatch:
         self._masters = weakref.WeakKeyDictionary()
         self._compared: list[_Compared] = []
         self._expected: list[tuple[_Parameter, int, torch.Tensor]] = []
+        self._reading: _Reading | None = None
         self._told: set[tuple[str, str]] = set()
         self._first = self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -225,7 +242,7 @@ class ParameterWatch:
         held = [_Held(each, *pair) for each, pair in zip(trained, pairs, strict=True)]
         found = [(sample(each.parameter.weight), pick(local(each.tensor))) for each in held]
         apart = [_apart(weight, master) for weight, master in found if weight is not None]
-        return held if apart and max(means(apart)) < APART else []
+        return held if apart and max(means(apart)()) < APART else []
 
     def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
         """Check whether a backward has reached a parameter, by its gradient where an optimizer steps, and by a hook."""
@@ -282,10 +299,11 @@ class ParameterWatch:
         try:
             if not self._optimizer_steps:
                 self._check_without_optimizer()
-            is_complete = self._has_sampled or self.is_due
+            is_complete = self._reading is not None or self._has_sampled or self.is_due
+            self._read()
             if self._has_sampled:
                 if self._expected or self._compared:
-                    self._read()
+                    self._begin_reading()
                 self._is_due = self._has_sampled = False
             if self.is_due:
                 self._refresh()
@@ -312,30 +330,39 @@ class ParameterWatch:
             if not parameter.has_gradient and parameter.weight.requires_grad:
                 self._check_gradient(parameter, parameter.weight)
 
-    def _read(self) -> None:
-        """Read what the samples show, with one copy from each device."""
+    def _begin_reading(self) -> None:
+        """Begin to copy what the samples show to the host."""
         expected, self._expected = self._expected, []
         compared, self._compared = self._compared, []
-        unmoved = {id(each): each for each, _, _ in expected}
+        unmoved = list({id(each): each for each, _, _ in expected}.values())
         changed: list[torch.Tensor] = []
-        for parameter in unmoved.values():
+        for parameter in unmoved:
             reference, now = parameter.reference, pick(raw(parameter.weight))
             same_layout = reference is not None and (reference.shape, reference.dtype) == (now.shape, now.dtype)
             if reference is None or not same_layout:
                 reference = torch.full_like(now, torch.nan) if now.is_floating_point() else ~now
             changed.append(now.ne(reference))
         rows = [row for _, _, row in expected] + changed
-        shares = iter(means([*rows, *(each.now for each in compared), *(each.before for each in compared)]))
-        for parameter, iteration, _ in expected:
+        shares = means([*rows, *(each.now for each in compared), *(each.before for each in compared)])
+        moves = [(parameter, iteration) for parameter, iteration, _ in expected]
+        self._reading = _Reading(moves, unmoved, [(each.parameter, each.iteration) for each in compared], shares)
+
+    def _read(self) -> None:
+        """Note what the samples have shown of which a copy was begun."""
+        if self._reading is None:
+            return
+        reading, self._reading = self._reading, None
+        shares = iter(reading.shares())
+        for parameter, iteration in reading.moves:
             if next(shares) > 0:
                 parameter.moves = (*parameter.moves, iteration)
-        for parameter in unmoved.values():
+        for parameter in reading.unmoved:
             if next(shares) > 0:
                 parameter.has_moved, parameter.reference = True, None
-        of_now, of_before = [next(shares) for _ in compared], [next(shares) for _ in compared]
-        for each, apart, apart_before in zip(compared, of_now, of_before, strict=True):
+        of_now, of_before = ([next(shares) for _ in reading.compared] for _ in range(2))
+        for (parameter, iteration), apart, apart_before in zip(reading.compared, of_now, of_before, strict=True):
             what = "" if apart < APART else "late" if apart_before < apart / 8 else "apart"
-            each.parameter.checks = (*each.parameter.checks, (what, each.iteration, 100 * apart))[-APART_CHECKS:]
+            parameter.checks = (*parameter.checks, (what, iteration, 100 * apart))[-APART_CHECKS:]
         if any(each.has_moved or each.moves for each in self._parameters.values()):
             self.checked.add("frozen-weight")
 
@@ -364,8 +391,10 @@ class ParameterWatch:
     def _problems(self) -> Iterator[Problem]:
         alike = Counter(form_of(each.name) for each in self._parameters.values() if each.has_gradient and self._without)
         for parameter in self._without_in_training():
-            most = MOST_OF_EXPERTS if "expert" in parameter.name.lower() else MOST_OF_BLOCKS
-            if parameter.without >= max(WITHOUT_GRADIENT, min(2 * alike[form_of(parameter.name)], most)):
+            others = alike[form_of(parameter.name)]
+            is_expert = others > 0 and "expert" in parameter.name.lower()
+            least = MOST_OF_EXPERTS if is_expert else min(2 * others, MOST_OF_BLOCKS)
+            if parameter.without >= max(WITHOUT_GRADIENT, least):
                 what = "no_gradient" if parameter.weight.requires_grad else "frozen_held"
                 yield Problem(what, parameter.name, parameter.since, parameter.without)
         for parameter in self._parameters.values():
@@ -394,7 +423,9 @@ class ParameterWatch:
     @torch.no_grad()
     def end(self) -> list[Problem]:
         """The problems that are left at the end of a run, with the weights that have inf or nan."""
+        self._read()
         if self._expected or self._compared:
+            self._begin_reading()
             self._read()
         problems = self._new_problems()
         iteration = max(self._iteration() - 1, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,17 +87,33 @@ def sample(weight: torch.Tensor) -> WeightSample | None:
     return WeightSample(values, 2.0 ** (-form.mantissa_bits - 1), least.expand_as(elements).reshape(-1))
 
 
-def means(rows: Sequence[torch.Tensor]) -> list[float]:
-    """The mean of each of some tensors, with one copy from each device."""
-    found = [0.0] * len(rows)
+def means(rows: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+    """Begin to copy the mean of each of some tensors to the host, with one copy from each device.
+
+    Returns:
+        A function that gives them. It waits for the copies, which have long ended where it is called a step later.
+    """
     places: dict[torch.device, list[int]] = {}
     for place, row in enumerate(rows):
         places.setdefault(row.device, []).append(place)
-    for on in places.values():
-        total = segments([rows[place] for place in on], "mean", torch.float32)
-        for place, value in zip(on, total.tolist(), strict=True):
-            found[place] = value
-    return found
+    copies: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]] = []
+    for device, on in places.items():
+        copy, event = segments([rows[place] for place in on], "mean", torch.float32), None
+        if device.type == "cuda":
+            copy = torch.empty(len(on), pin_memory=True).copy_(copy, non_blocking=True)
+            event = torch.cuda.current_stream(device).record_event()
+        copies.append((on, copy, event))
+
+    def read() -> list[float]:
+        found = [0.0] * len(rows)
+        for on, copy, event in copies:
+            if event is not None:
+                event.synchronize()
+            for place, value in zip(on, copy.tolist(), strict=True):
+                found[place] = value
+        return found
+
+    return read
 
 
 def segments(rows: Sequence[torch.Tensor], reduce: str, dtype: torch.dtype) -> torch.Tensor:
