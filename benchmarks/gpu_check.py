@@ -74,7 +74,7 @@ class Part:
 
 
 PARTS = (
-    Part("kernels", "gpu_parts.kernels", 90, needs_transformer_engine=False),
+    Part("kernels", "gpu_parts.kernels", 150, needs_transformer_engine=False),
     Part("large", "gpu_parts.large", 45, needs_transformer_engine=False),
     Part("streams", "gpu_parts.streams", 25, needs_transformer_engine=False),
     Part("hopper", "gpu_parts.recipes", 60, capability="9.0"),
@@ -89,7 +89,8 @@ PARTS = (
     Part("launches", "gpu_parts.launches", 40),
     Part("front_doors", "gpu_parts.front_doors", 45),
     Part("dumps", "gpu_parts.dumps", 30),
-    Part("verdicts", "gpu_parts.verdicts", 240),
+    Part("healthy", "gpu_parts.healthy", 150),
+    Part("planted", "gpu_parts.planted", 150),
     Part("overflow", "gpu_parts.overflow", 25, needs_transformer_engine=False),
     Part("memory", "gpu_parts.memory", 40),
     Part("bandwidth", "gpu_parts.bandwidth", 75),

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from defects import CALIBRATION, KINDS, TABLE, Defect
+from defects import CALIBRATION, JUDGED, KINDS, TABLE, Defect
 from judging import as_json, contest_table, misses, row_of, write_into_page
 from models import BLOCK_COUNTS
 from running import Job, is_trained, parser_of, record
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--calibration", action="store_true", help="the seeds that thresholds may be chosen by")
     parser.add_argument("--freq", type=int, help="statistics in every so many steps, in all draws")
     options = parser.parse_args(arguments)
-    first = CALIBRATION if options.calibration else 0
+    first = CALIBRATION if options.calibration else JUDGED
     drawn = {
         f"{kind}-{number}": Defect.drawn(
             kind, first + number, freq=options.freq or (2 if number % 2 else None), counts=options.blocks

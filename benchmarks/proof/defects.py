@@ -52,8 +52,8 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-CALIBRATION = 1000
-"""Seeds from this one on are for choosing thresholds; those below it are judged."""
+JUDGED, CALIBRATION = 500, 1000
+"""Seeds from the one on are judged, from the other on they are for choosing thresholds."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Table:
         about: what is planted.
         rules: those of which one is right as the first finding.
         steps: how long the training is.
-        steps_of_default: how long it is with the default config; None: as long.
+        steps_of_default: how long it is with the default config, which has statistics in steps 10, 20, 50, 100, 200.
         starts: the first and the last step at which the defect may begin.
         recipes: in which it can be.
         models: in which it can be.
@@ -75,7 +75,7 @@ class Table:
     about: str
     rules: frozenset[str]
     steps: int = 31
-    steps_of_default: int | None = None
+    steps_of_default: int = 51
     starts: tuple[int, int] = (3, 9)
     recipes: Sequence[RecipeName] = RECIPES
     models: Sequence[ModelName] = MODELS
@@ -92,6 +92,7 @@ TABLE: Mapping[Kind, Table] = {
         "the input of a layer grows by 1.4 to 2 in each step, under delayed scaling",
         _rules("overflow", "stale-scale", "growth", "sibling"),
         steps=41,
+        steps_of_default=101,
         starts=(5, 15),
         recipes=("delayed",),
     ),
@@ -117,6 +118,7 @@ TABLE: Mapping[Kind, Table] = {
     "spike": Table(
         "the input of a layer is 2^12 to 2^18 times as large in one step, with an amax history of 1024 steps",
         _rules("stale-scale", "underflow"),
+        steps_of_default=101,
         starts=(3, 18),
         recipes=("delayed",),
     ),
@@ -134,10 +136,10 @@ TABLE: Mapping[Kind, Table] = {
     ),
     "detached": Table("the output of a block's MLP is detached", _rules("dead-gradient"), starts=(0, 0)),
     "growth": Table(
-        "the weights before an MLP's second product grow by 4 to 10 % in each step",
+        "the weights before an MLP's second product grow by 10 to 20 % in each step",
         _rules("growth", "overflow", "stale-scale", "sibling"),
         steps=61,
-        steps_of_default=121,
+        steps_of_default=201,
         starts=(0, 10),
     ),
     "nan": Table("an element of a layer's input or weight is NaN in one step", _rules("nonfinite"), starts=(10, 20)),
@@ -161,7 +163,7 @@ TABLE: Mapping[Kind, Table] = {
         recipes=("delayed",),
     ),
 }
-"""Most trainings are as long as the default config needs for three or four steps with statistics."""
+"""Most trainings are as long as the default config needs for three steps with statistics after the defect."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,8 @@ class Defect:
         precision: Precision = "autocast" if recipe == "nvfp4" or draw.random() < 0.5 else "float32"
         if kind == "lost-updates" or (model in FLOAT32_NORMS and recipe == "nvfp4"):
             precision = "bfloat16"
-        count = draw.choice(counts)
-        first, end = (1, count - 1) if table.inner and count > 2 else (0, count)
+        count = draw.choice([count for count in counts if count > 2] if table.inner else counts)
+        first, end = (1, count - 1) if table.inner else (0, count)
         block = None if table.whole_model else draw.randrange(first, end)
         return cls(kind, seed, model, recipe, precision, count, block, start, draw.randrange(4), freq)
 
@@ -216,8 +218,7 @@ class Defect:
     @property
     def steps(self) -> int:
         """How long the training is."""
-        longer = self.table.steps_of_default if self.freq is None else None
-        return longer or self.table.steps
+        return self.table.steps_of_default if self.freq is None else self.table.steps
 
     def build(self, device: str = "cpu") -> Built:
         """The training in which it is planted."""
@@ -452,7 +453,7 @@ def _detached(defect: Defect, built: Built) -> list[Undo]:
 def _growth(defect: Defect, built: Built) -> list[Undo]:
     """The weights before the MLP's second product grow, and with them its input."""
     weights = [built.model.get_parameter(path) for path in built.blocks[cast(int, defect.block)].grows]
-    per_step = (1.04, 1.06, 1.08, 1.1)[defect.variant]
+    per_step = (1.1, 1.13, 1.16, 1.2)[defect.variant]
 
     @torch.no_grad()
     def grow() -> None:

@@ -172,25 +172,46 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Order findings so that each follows the one that can explain it; otherwise most severe first.
 
-    A finding is explained by the earliest one of a rule that can cause it. A note explains only notes.
+    A finding is explained by the earliest one of a rule that can cause it, and that has begun with it or before: after
+    the last step in which it was not seen. A note explains only notes.
 
     Args:
         findings: the findings, in the order in which they were found.
         causes: rule -> the rules whose findings can cause its findings.
     """
-    earliest_first = sorted(findings, key=lambda finding: -1 if finding.since is None else finding.since)
-    groups: list[list[Finding]] = []
-    for finding in earliest_first:
-        for group in groups:
-            known = [cause for cause in group if cause.rule in causes.get(finding.rule, ())]
-            cause = next((each for each in known if each.severity != "note" or finding.severity == "note"), None)
-            if cause is not None and cause.rule != finding.rule:
-                group.append(replace(finding, caused_by=f"{cause.rule} of {cause.subject}"))
-                break
-        else:
-            groups.append([finding])
-    groups.sort(key=lambda group: min(SEVERITIES.index(finding.severity) for finding in group))
-    return [finding for root, *others in groups for finding in (root, *worst_first(others))]
+    found = sorted(findings, key=_first_step)
+    explained: list[tuple[int | None, Finding]] = []
+    for finding in found:
+        at = next((at for at, other in enumerate(found) if _explains(other, finding, causes)), None)
+        by = "" if at is None else f"{found[at].rule} of {found[at].subject}"
+        explained.append((at, replace(finding, caused_by=by)))
+
+    def root_of(place: int) -> int:
+        at, _ = explained[place]
+        return place if at is None else root_of(at)
+
+    groups: dict[int, list[Finding]] = {at: [] for at, (cause, _) in enumerate(explained) if cause is None}
+    for place, (_, finding) in enumerate(explained):
+        groups[root_of(place)].append(finding)
+    in_order = [worst_first(group) for group in groups.values()]
+    for group in in_order:
+        group.sort(key=lambda finding: bool(finding.caused_by))
+    in_order.sort(key=lambda group: min(SEVERITIES.index(finding.severity) for finding in group))
+    return [finding for group in in_order for finding in group]
+
+
+def _first_step(finding: Finding) -> int:
+    return -1 if finding.since is None else finding.since
+
+
+def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a finding can be the cause of another one."""
+    begun = -1 if cause.since is None or cause.last_good is None else cause.last_good
+    return (
+        cause.rule in causes.get(finding.rule, ())
+        and (cause.severity != "note" or finding.severity == "note")
+        and begun <= _first_step(finding)
+    )
 
 
 @dataclass(frozen=True)

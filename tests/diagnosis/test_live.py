@@ -293,7 +293,7 @@ def test_stale_weights(tmp_path: Path, first_micro_batch: bool | None) -> None:
     """With ``is_first_microbatch=False`` for ever, the weights are those of the first step."""
     torch.manual_seed(0)
     net = te.Linear(32, 32)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with InspectSession(None, model=net, log_dir=tmp_path) as session:
         for step in range(21):
             with te.autocast(recipe=Float8CurrentScaling()):

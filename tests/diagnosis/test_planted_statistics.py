@@ -52,10 +52,12 @@ def test_a_weight_that_is_initialized_too_large(model: str, count: int, tmp_path
     assert not trained(large, tmp_path / "healthy", 3, healthy=True)
 
 
-def test_two_blocks_are_not_compared(tmp_path: Path) -> None:
-    trained(defect("large-weight", "bytes", "current", 2, block=1), tmp_path, 3)
-    (sibling,) = (each for each in diagnose(tmp_path).not_judged if each.rule == "sibling")
-    assert sibling.why == "2 layers are alike, and it needs 3"
+@pytest.mark.parametrize("block", [0, 1])
+def test_of_two_blocks_the_odd_one_is_named(block: int, tmp_path: Path) -> None:
+    large = defect("large-weight", "bytes", "current", 2, block=block)
+    (first, *_) = trained(large, tmp_path, 3)
+    assert (first.rule, first.tensor) == ("sibling", "weight")
+    assert list(first.layers) == large.truth(large.build())["exact_layers"]
 
 
 @pytest.mark.parametrize(("model", "count"), [("bytes", 2), ("gpt", 4), ("vit", 3), ("mixer", 2)])

@@ -328,9 +328,14 @@ def test_few_alike_layers_need_stronger_evidence(count: int) -> None:
     assert not len(judged([step(1.0, trend=2.0**9)] * 4, known)), "a trend with depth"
 
 
-def test_two_alike_layers_are_not_judged() -> None:
+def test_of_two_alike_layers_the_one_farther_from_all_layers_is_odd() -> None:
     few = of_blocks(2, ordinary())
-    assert "sibling" in [each.rule for each in judged([few] * 3, facts(LAYERS[:4])).not_judged]
+    assert not len(judged([few] * 3, facts(LAYERS[:4])))
+    for block, factor in ((0, 2.0**13), (1, 2.0**-13)):
+        layer = f"h.{block}.fc1"
+        odd = {key: value * factor if key[:2] == (layer, "gradient") else value for key, value in few.items()}
+        finding = next(each for each in judged([odd] * 3, facts(LAYERS[:4])) if each.rule == "sibling")
+        assert (finding.layers, finding.tensor) == ((layer,), "gradient")
 
 
 def test_a_share_of_underflows_far_above_that_of_alike_layers() -> None:
@@ -726,13 +731,13 @@ def test_layers_that_low_precision_makes_slower(gpu: str, tokens: int, found: bo
 
 
 def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
-    """A finding that needs three due steps can not come after one."""
+    """A finding that needs three collection steps can not come after one."""
     delayed = facts(recipe="fp8_delayed_scaling")
     first = judged([ordinary()], delayed)
     assert {"nonfinite", "hole"} <= set(first.judged)
     waiting = {each.rule: each for each in first.not_judged}
-    for rule, needed in (("overflow", 3), ("stale-scale", 3), ("sibling", 3), ("dead-gradient", 3), ("growth", 3)):
-        assert waiting[rule][:3] == (rule, f"it needs {needed} due steps, and has had 1", "")
+    for rule in ("overflow", "stale-scale", "sibling", "dead-gradient", "growth"):
+        assert waiting[rule][:3] == (rule, "it needs 3 collection steps, and has had 1", "")
     assert {"overflow", "stale-scale", "sibling", "dead-gradient", "growth"} <= set(
         judged([ordinary()] * 3, delayed).judged
     )
@@ -854,9 +859,9 @@ def why(verdict: Verdict, rule: str) -> str:
 
 
 def test_too_few_alike_layers_are_the_reason() -> None:
-    verdict = judged([of_blocks(2, ordinary())] * 3, facts(LAYERS[:4]))
-    assert why(verdict, "sibling") == "2 layers are alike, and it needs 3"
-    assert "std or cur_amax" in why(judged([{("h.0.fc1", "wgrad", "zeros%"): 1.0}]), "sibling")
+    verdict = judged([of_blocks(1, ordinary())] * 3, facts(LAYERS[:2]))
+    assert why(verdict, "sibling") == "the model has no alike layers"
+    assert "std or cur_amax" in why(judged([{("h.0.fc1", "wgrad", "zeros%"): 1.0}] * 2), "sibling")
 
 
 def test_what_does_not_apply_is_not_listed() -> None:

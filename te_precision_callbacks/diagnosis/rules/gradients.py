@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,12 @@ ZEROS, ZEROS_STEPS = 7.0, 3
 
 GROWTH, GROWTH_STEPS, BEGIN = 6.0, 2, 3
 """Powers of two above the least of the first due steps, due steps in a row, and how many steps are the first."""
+
+FAR_GROWN: Mapping[str, float] = {"weight": 8.0, "gradient": 11.0}
+"""The same for a warning although nothing is lost in quantization; of other tensors, which include the massive
+activations of healthy models, :data:`FAR_GROWN_ELSE`."""
+
+FAR_GROWN_ELSE = 12.0
 
 
 class DeadGradient(Judge):
@@ -152,6 +158,7 @@ class Growth(Judge):
                 self.saw(numbers.iteration)
             with np.errstate(invalid="ignore"):
                 holds = grown >= GROWTH
+                is_far = grown >= FAR_GROWN.get(column.family.tensor, FAR_GROWN_ELSE)
             hurts = holds & loses(
                 numbers,
                 facts,
@@ -159,6 +166,7 @@ class Growth(Judge):
                 underflows=lambda lost: most_underflow(numbers, facts, lost) / 2,
                 overflows=lambda lost: OVERFLOW,
             )
+            hurts |= is_far
             for sighting in self._streaks.graded(
                 numbers,
                 facts,
@@ -259,9 +267,11 @@ RULES = (
             f"amax is at least 2^{GROWTH:g} times the least of its first {BEGIN} due steps, in"
             f" {GROWTH_STEPS} due steps in"
             " a row. A note;"
-            " a warning if elements of the tensor overflow, or underflow by half of what the rule underflow takes"
+            " a warning if elements of the tensor overflow, or underflow by half of what the rule underflow takes, or"
+            f" from 2^{FAR_GROWN['weight']:g} for a weight, 2^{FAR_GROWN['gradient']:g} for a gradient and"
+            f" 2^{FAR_GROWN_ELSE:g} for other tensors"
         ),
-        silent="growth that loses nothing is a note: massive activations are healthy",
+        silent="smaller growth that loses nothing is a note: massive activations are healthy",
         severity="warning",
         source="arXiv 2409.12517 (SwiGLU), 2402.17762 (massive activations); the threshold is ours",
         why=(

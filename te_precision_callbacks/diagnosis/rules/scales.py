@@ -340,7 +340,7 @@ RULES = (
         recipes=("fp8_delayed_scaling",),
         judge=StaleScale,
         essential=True,
-        consequence_of=("diverging-loss",),
+        consequence_of=("diverging-loss", "growth"),
     ),
     Rule(
         id="scales-differ",

@@ -21,8 +21,9 @@ from te_precision_callbacks.diagnosis.rules.losses import (
     most_underflow,
 )
 
-LEAST_ALIKE, FEW = 3, 7
-"""Alike layers that can be compared, and the most that count as few, which need stronger evidence."""
+LEAST_ALIKE, LEAST_OF_SHARES, FEW = 2, 3, 7
+"""Alike layers that can be compared, the same of shares of their elements, and the most that count as few, which need
+stronger evidence."""
 
 FAR, OF_WEIGHTS, FAR_STEPS = 12.0, 8.0, 3
 """Powers of two that need no consequence, the same of weights, which are more alike, and due steps in a row."""
@@ -74,8 +75,7 @@ class Sibling(Judge):
         """As of :class:`Judge`."""
         if self.steps or not self._most_alike:
             return super().why_not
-        alike = "the model has no alike layers" if self._most_alike == 1 else f"{self._most_alike} layers are alike"
-        return f"{alike}, and it needs {LEAST_ALIKE}"
+        return "the model has no alike layers"
 
     def _judge_share(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         """Layers that lose a far larger share of a tensor's elements than alike layers, but less than the rules
@@ -83,6 +83,8 @@ class Sibling(Judge):
         shares = np.nan_to_num(numbers.unbroken(column).values)
         others, odd = np.zeros(len(shares)), np.zeros(len(shares), bool)
         for places in self._alike(numbers, facts, column):
+            if len(places) < LEAST_OF_SHARES:
+                continue
             self.saw(numbers.iteration)
             ordinary = np.sort(shares[places])[: len(places) - max(1, len(places) // MOST_ODD)]
             others[places] = np.median(ordinary)
@@ -109,7 +111,12 @@ class Sibling(Judge):
                 continue
             self.saw(numbers.iteration)
             of_many[known] = len(known) > FEW
-            if np.ptp(bits[known]) >= NEAR:
+            if np.ptp(bits[known]) < NEAR:
+                continue
+            if len(known) == LEAST_ALIKE:  # that one deviates which is farther from all layers
+                one, other = sorted(known, key=lambda place: abs(bits[place] - np.median(bits[np.isfinite(bits)])))
+                jumps[other] = bits[other] - bits[one]
+            else:
                 compare = deviations if len(known) > FEW else few_deviations
                 jumps[known] = compare(bits[known], flows=tensor in _FLOWS)
         far, some = np.abs(jumps) >= (OF_WEIGHTS if tensor == "weight" else FAR), np.abs(jumps) >= NEAR
@@ -240,6 +247,7 @@ RULES = (
             " overflow, four times more than in most layers. A jump counts from"
             f" {SPREADS:g} median absolute deviations of the steps between neighbours. Of {LEAST_ALIKE} to {FEW} alike"
             f" layers only the larger jumps count, from {FEW_SPREADS:g} times the distance between the farthest others."
+            " Of two the one farther from all layers deviates."
             f" Or at least {SHARES['underflows%']:g} % of its elements round to 0 with an unknown part of its norm, or"
             f" {SHARES['overflows%']:g} % overflow, and {TIMES:g} times those of three quarters of the alike layers, in"
             f" {FAR_STEPS} steps in a row"

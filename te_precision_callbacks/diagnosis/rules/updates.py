@@ -129,6 +129,7 @@ RULES = (
         remedy="Keep master weights in float32, or use stochastic rounding; or raise the learning rate",
         cost="four bytes for each weight",
         judge=LostUpdates,
+        consequence_of=("below-eps",),
     ),
     Rule(
         id="below-eps",

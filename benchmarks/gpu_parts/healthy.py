@@ -1,0 +1,52 @@
+"""Healthy trainings in FP8 on the GPU's own kernels: their verdict must be that no problems were found.
+
+The models are those of the proof (``benchmarks/proof``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+import warnings
+from pathlib import Path
+
+from models import MODELS, ModelName, RecipeName, build
+
+from gpu_parts.rows import Rows, Settings, run_part
+from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.session import InspectSession
+
+RECIPES: tuple[RecipeName, ...] = ("delayed", "current", "blocks")
+"""Those of a Hopper GPU."""
+
+BLOCKS: tuple[int, ...] = (6, 24)
+STEPS = 31
+
+
+def _train(model: ModelName, recipe: RecipeName, count: int, settings: Settings, rows: Rows) -> None:
+    name = f"{model}, {recipe}, {count} blocks"
+    with rows.of(name), tempfile.TemporaryDirectory() as folder:
+        built = build(model, recipe, "autocast", seed=count, count=count, device=settings.device.type)
+        with InspectSession(model=built.model, log_dir=Path(folder), statistics_log="off", quiet=True) as session:
+            for _ in range(STEPS):
+                session.log({"loss": built.train_step()})
+                session.step()
+        verdict = diagnose(folder)
+        lacks = [f"{each.rule}: {each.why}" for each in verdict.not_judged if each.essential]
+        said = "; ".join([*map(str, verdict.findings), *lacks])
+        rows.add(name, verdict.state, expected="no problems found", ok=verdict.healthy, note=said[:400])
+
+
+def check(settings: Settings, rows: Rows) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
+    settings.transformer_engine()
+    counts, most = itertools.cycle((2,) if settings.small else BLOCKS), 1 if settings.small else None
+    for recipe in RECIPES[:most]:
+        for model in MODELS[:most]:
+            _train(model, recipe, next(counts), settings, rows)
+
+
+if __name__ == "__main__":
+    run_part("healthy", check)

@@ -1,0 +1,50 @@
+"""Planted defects in trainings in FP8 on the GPU's own kernels: the diagnosis must find them.
+
+The models, the defects and the judgment are those of the proof (``benchmarks/proof``), one defect of each kind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import tempfile
+import warnings
+from pathlib import Path
+
+from defects import KINDS, Defect, Kind
+from judging import row_of
+from planting import train_with_defect
+from running import TRUTH
+
+from gpu_parts.healthy import BLOCKS, RECIPES
+from gpu_parts.rows import Rows, Settings, run_part
+
+
+def _drawn(kind: Kind, blocks: int) -> Defect:
+    """With a recipe that a Hopper GPU has."""
+    draws = (Defect.drawn(kind, seed, freq=2, counts=(blocks,)) for seed in itertools.count())
+    return next(draw for draw in draws if draw.recipe in RECIPES)
+
+
+def _train(defect: Defect, settings: Settings, rows: Rows) -> None:
+    name = f"{defect.kind} in {defect.model}, {defect.recipe}, {defect.count} blocks"
+    with rows.of(name), tempfile.TemporaryDirectory() as folder:
+        truth = train_with_defect(defect, Path(folder), settings.device.type)
+        Path(folder, TRUTH).write_text(json.dumps(truth))
+        row = row_of(Path(folder))
+        found = "first finding" if row.right else "found" if row.anywhere else "missed"
+        rows.add(name, found, expected="found", ok=row.anywhere, note=f"{row.first}; planted: {row.truth}"[:400])
+
+
+def check(settings: Settings, rows: Rows) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
+    settings.transformer_engine()
+    counts, most = itertools.cycle((4,) if settings.small else BLOCKS), 1 if settings.small else None
+    for kind in KINDS[:most]:
+        _train(_drawn(kind, next(counts)), settings, rows)
+
+
+if __name__ == "__main__":
+    run_part("planted", check)
