@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py [--parts kernels,dumps] [--json] [--out benchmarks/gpu]
     python benchmarks/gpu_check.py --device cpu    # the same code on a CPU at the sizes of a test; three minutes
 
-It takes under eight minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in a process of its
+It takes about eight minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in a process of its
 own, so that one that fails, breaks the CUDA context or does not end fails by itself. Within a part a check that raises
 is a row, and the next one runs. After ``--seconds`` no further part begins, and the last one is ended. The parts use
 the compiled Transformer Engine if it can be imported, and the reference backend otherwise. The table is printed, and
@@ -42,7 +42,7 @@ from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 BENCHMARKS = Path(__file__).resolve().parent
 COLUMNS = ("part", "check", "value", "unit", "expected", "verdict", "note")
 _VERDICTS = {True: "ok", False: "WRONG", None: ""}
-SECONDS = 470.0
+SECONDS = 590.0
 """For all parts together."""
 _SLOWER_ON_A_CPU = 5
 """How many times as long a part may run there: most of it are imports, on a machine that others may use too."""
@@ -74,7 +74,7 @@ class Part:
 
 
 PARTS = (
-    Part("kernels", "gpu_parts.kernels", 150, needs_transformer_engine=False),
+    Part("kernels", "gpu_parts.kernels", 200, needs_transformer_engine=False),
     Part("large", "gpu_parts.large", 45, needs_transformer_engine=False),
     Part("streams", "gpu_parts.streams", 25, needs_transformer_engine=False),
     Part("hopper", "gpu_parts.recipes", 60, capability="9.0"),
