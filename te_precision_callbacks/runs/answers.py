@@ -23,8 +23,10 @@ def has_numbers(run: RecordedRun) -> bool:
 
 
 def why_nothing_to_show(run: RecordedRun) -> str:
-    """What is said of a run of which nothing was recorded; empty if there is a number, a coverage or an event."""
-    if has_numbers(run) or set(run.events["kind"].to_pylist()) - _OF_EVERY_RUN:
+    """What is said of a run of which nothing was recorded; empty if there is a number, a coverage, an event or an error
+    that ended it."""
+    has_failed = any(segment.status == "failed" for segment in run.segments)
+    if has_numbers(run) or has_failed or set(run.events["kind"].to_pylist()) - _OF_EVERY_RUN:
         return ""
     return (
         f"{visible(str(run.path))} has no numbers, no coverage and no events: nothing was recorded. A run has records"
