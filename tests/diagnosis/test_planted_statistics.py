@@ -36,8 +36,10 @@ def trained(defect: Defect, log_dir: Path, steps: int, *, healthy: bool = False)
     return list(session.findings.wrong)
 
 
-def defect(kind: Any, model: Any, recipe: Any, count: int, *, block: int | None, start: int = 0) -> Defect:
-    return Defect(kind, 1, model, recipe, "float32", count, block, start, 0, 1)
+def defect(
+    kind: Any, model: Any, recipe: Any, count: int, *, block: int | None, start: int = 0, variant: int = 0
+) -> Defect:
+    return Defect(kind, 1, model, recipe, "float32", count, block, start, variant, 1)
 
 
 MODELS = [("bytes", 3), ("gpt", 4), ("vit", 6), ("mixer", 8), ("llama", 4), ("bytes", 24)]
@@ -167,3 +169,17 @@ def test_the_remedies_for_scales_that_are_never_updated(remedy: str, tmp_path: P
     found = rules_of(tmp_path, **REMEDIES[remedy])
     assert "scale-never-updated" not in {rule for rule, _ in found}
     assert "stale-scale" not in {rule for rule, _ in found}
+
+
+def test_a_cut_graph_comes_before_the_scale_that_it_leaves_untouched(tmp_path: Path) -> None:
+    cut = defect("unmoved-scales", "bytes", "delayed", 4, block=None, variant=1)
+    found = {each.rule: each for each in trained(cut, tmp_path, 6)}
+    assert next(iter(found)) in ("dead-gradient", "missing-gradient")
+    assert found["scale-never-updated"].caused_by
+
+
+def test_a_gradient_that_grows_comes_before_the_scale_that_follows_it(tmp_path: Path) -> None:
+    large = defect("large-gradient", "mixer", "delayed", 6, block=5, start=8)
+    first, *others = trained(large, tmp_path, 16)
+    assert (first.rule, first.layers[0].startswith("blocks.5.mlp")) == ("growth", True)
+    assert all(each.caused_by for each in others if each.rule == "stale-scale")

@@ -420,6 +420,19 @@ def test_growth_is_a_note_unless_something_is_lost() -> None:
     assert [finding.severity for finding in grown] == ["warning"]
 
 
+@pytest.mark.parametrize(("tensor", "bits"), [("weight", 8), ("gradient", 11), ("activation", 12)])
+def test_growth_far_above_the_start_is_a_warning_although_nothing_is_lost(tensor: str, bits: int) -> None:
+    def growth(power: float) -> Finding:
+        size = ordinary()["h.4.fc2", tensor, "cur_amax"]
+        grown = ordinary(**{f"b4_fc2_{tensor}_cur_amax": size * 2.0**power})
+        return next(each for each in judged([*[ordinary()] * 3, *[grown] * 2], facts()) if each.rule == "growth")
+
+    assert growth(bits - 0.5).severity == "note"
+    far = growth(bits)
+    assert (far.severity, far.patch) == ("warning", ""), "high precision would not stop the growth"
+    assert far.remedy.startswith("Look for what makes this layer grow")
+
+
 def test_zeros_in_wgrad_are_a_note() -> None:
     step = {("h.0.fc1", "wgrad", "zeros%"): 9.0}
     assert only(judged([step] * 3), "zeros-in-wgrad").severity == "note"

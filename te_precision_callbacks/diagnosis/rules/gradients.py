@@ -32,6 +32,11 @@ activations of healthy models, :data:`FAR_GROWN_ELSE`."""
 
 FAR_GROWN_ELSE = 12.0
 
+STOP_GROWTH = (
+    "Look for what makes this layer grow: the learning rate and the weight decay of its parameters, gradients that are"
+    " not clipped, a factor in its forward or its loss"
+)
+
 
 class DeadGradient(Judge):
     """A layer that computes, and whose gradient is 0 or never comes."""
@@ -166,18 +171,21 @@ class Growth(Judge):
                 underflows=lambda lost: most_underflow(numbers, facts, lost) / 2,
                 overflows=lambda lost: OVERFLOW,
             )
-            hurts |= is_far
             for sighting in self._streaks.graded(
                 numbers,
                 facts,
                 column,
-                hurts,
-                holds & ~hurts,
+                hurts | is_far,
+                holds & ~hurts & ~is_far,
                 "amax is {:.3g} times what it was at the start",
                 np.exp2(grown),
             ):
-                patch = keep_high(sighting.layers[0]) if sighting.severity == "warning" else ""
-                yield sighting._replace(patch=patch, key="")  # one subject has one finding, of its worst severity
+                first = numbers.names_of(column).index(sighting.layers[0])
+                helps = sighting.severity == "warning" and hurts[first]  # high precision loses nothing, but still grows
+                patch = keep_high(sighting.layers[0]) if helps else ""
+                remedy = "" if helps else STOP_GROWTH
+                # one subject has one finding, of its worst severity
+                yield sighting._replace(patch=patch, remedy=remedy, key="")
             begin.add(column.layers, now)
 
 
