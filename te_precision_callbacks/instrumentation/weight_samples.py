@@ -107,7 +107,7 @@ def means(rows: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
     def read() -> list[float]:
         found = [0.0] * len(rows)
         for on, copy, event in copies:
-            if event is not None and not event.query():
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
                 event.synchronize()
             for place, value in zip(on, copy.tolist(), strict=True):
                 found[place] = value

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, loses, most_underflow
+from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, loses, most_underflow
 
 DEAD_STEPS = 3
 """Due steps in a row in which a gradient is 0."""
@@ -181,8 +180,9 @@ class Growth(Judge):
                 np.exp2(grown),
             ):
                 first = numbers.names_of(column).index(sighting.layers[0])
-                helps = sighting.severity == "warning" and hurts[first]  # high precision loses nothing, but still grows
-                patch = keep_high(sighting.layers[0]) if helps else ""
+                # In high precision nothing is lost, but the tensor still grows.
+                helps = sighting.severity == "warning" and hurts[first] and sighting.tensor != "weight"
+                patch = keep_first(sighting.layers, numbers) if helps else ""
                 remedy = "" if helps else STOP_GROWTH
                 # one subject has one finding, of its worst severity
                 yield sighting._replace(patch=patch, remedy=remedy, key="")
@@ -288,7 +288,7 @@ RULES = (
         ),
         disproof="amax stops growing, and nothing is lost in quantization",
         remedy=(
-            "Keep the layer that reads the tensor in high precision (often fc2), or lower the learning rate. With"
+            "Keep the layers that read the tensor in high precision (often fc2), or lower the learning rate. With"
             " delayed or current scaling, a recipe with a scale for each block keeps the growth from the other blocks"
         ),
         cost="the layer runs at the speed of BF16",

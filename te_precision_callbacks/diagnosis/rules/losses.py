@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.sinks.step_records import Event
+
+MOST_KEPT = 4
+"""The most layers that a finding proposes to keep in high precision."""
 
 OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 3
 """Percent of the elements of activations, of other tensors, which may grow from 0, and due steps in a row."""
@@ -189,8 +192,14 @@ class Underflow(_OfQuantized):
                 values,
                 np.array([_in_words(share) for share in lost], object),
             ):
-                patch = keep_high(sighting.layers[0]) if sighting.severity == "warning" else ""
+                patch = keep_first(sighting.layers, numbers) if sighting.severity == "warning" else ""
                 yield sighting._replace(patch=patch, key="")
+
+
+def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
+    """A section of a config that keeps the first layers of a finding in high precision."""
+    kept = layers[:MOST_KEPT]
+    return keep_high(*kept, others=set(numbers.names) - set(kept))
 
 
 def lost_norm(
@@ -361,8 +370,8 @@ RULES = (
         why="what rounds to 0 takes no part in the product",
         disproof="the same layers in BF16 train to the same loss",
         remedy=(
-            "Keep the first of these layers in high precision. With delayed or current scaling, a recipe with a scale"
-            " for each block loses less. With NVFP4, MXFP8 loses less"
+            "Keep these layers, or the first of them, in high precision. With delayed or current scaling, a recipe with"
+            " a scale for each block loses less. With NVFP4, MXFP8 loses less"
         ),
         cost="the layer runs at the speed of BF16",
         judge=Underflow,

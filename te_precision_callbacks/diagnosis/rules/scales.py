@@ -332,9 +332,8 @@ RULES = (
         why="a spike stays in the amax history, and until it has left, small elements round to 0",
         disproof="underflows% falls when the history has passed the spike",
         remedy=(
-            "Shorten amax_history_len, use amax_compute_algo='most_recent', or use Float8CurrentScaling. Where"
-            " amax keeps"
-            " rising, look for the cause of the growth"
+            "Use amax_compute_algo='most_recent' or Float8CurrentScaling; a shorter amax_history_len ends it earlier."
+            " Where amax keeps rising, look for the cause of the growth"
         ),
         cost="current scaling reads each tensor once more, for its amax",
         recipes=("fp8_delayed_scaling",),
