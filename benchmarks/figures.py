@@ -27,7 +27,7 @@ from measuring import progress
 
 ROOT = Path(__file__).parent.parent
 KEPT = Path(__file__).parent / "figures"
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "docs" / "reference-backend.md")
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 
 _MARKED = re.compile(r"(?P<begin><!-- figures: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- figures: end -->)", re.DOTALL)
 
@@ -50,7 +50,7 @@ class Benchmark:
 BENCHMARKS = {
     "stats": Benchmark("stats.py", {}),
     "stats-avx2": Benchmark("stats.py", {"ATEN_CPU_CAPABILITY": "avx2"}),
-    **{name: Benchmark(f"{name}.py", {}) for name in ("step", "overflow", "dumps", "backend")},
+    **{name: Benchmark(f"{name}.py", {}) for name in ("step", "overflow", "dumps")},
 }
 """With the policy of threads that everybody has: where they wait passively, each operation of torch wakes them up."""
 
@@ -217,29 +217,12 @@ def dumps() -> str:
     return _cases(kept("dumps"), columns)
 
 
-def backend() -> str:
-    """A step of each recipe on the reference backend."""
-    found = kept("backend")
-    names = list(dict.fromkeys((case["case"], case["capability"]) for case in found.cases))
-    of = {(case["case"], case["capability"], case["dtype"]): case for case in found.cases}
-    rows = []
-    for name, capability in names:
-        cells: list[object] = []
-        for dtype in ("float32", "bfloat16"):
-            case = of.get((name, capability, dtype))
-            cells += ["", ""] if case is None else [case["step_ms"], case["ratio"] if case["to"] else ""]
-        rows.append((f"`{name}`" if name.endswith("Scaling") else name, capability, *cells))
-    header = ("step", "capability", "float32, ms", "times", "bfloat16, ms", "times")
-    return _table(header, rows) + _below(found)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "stats": stats,
     "step": step,
     "overflow": overflow,
     "dumps": dumps,
-    "backend": backend,
 }
 
 

@@ -105,49 +105,6 @@ def test_step() -> None:
     assert [name for name, case in cases.items() if case["claim"]] == list(cases)[2:4]
 
 
-def test_backend() -> None:
-    sizes = ("--layers=1", "--hidden=128", "--sequence=32", "--batch=1", *SHORTEST)
-    cases = cases_of("backend.py", *sizes, "--capability=9.0", names="name")
-    for case in cases.values():
-        assert case["ratio"]["value"] == pytest.approx(case["step_ms"]["value"] / case["to_ms"]["value"]), "one pair"
-    assert cases["without FP8 bfloat16"]["to"] == "plain torch"
-    assert cases["DelayedScaling float32"]["to"] == "without FP8"
-    assert len(cases) == 8
-
-
-def test_accuracy() -> None:
-    cases = cases_of("accuracy.py", "--elements", "65536", names="name")
-    assert len(cases) == 3 * 10
-    for name, case in cases.items():
-        if case["path"] != "TE" and case["tensor"] != "mean of 100,000 deviations":
-            assert all(case[of] < 1e-6 for of in ("mean", "std", "l1_norm", "l2_norm", "mse")), (name, case)
-
-
-def test_host() -> None:
-    cases = cases_of("host.py", "--tensors", "3", "30", "--repeats", "1", names="tensors")
-    assert list(cases) == [3, 30]
-    for case in cases.values():
-        parts = [key for key in case if key.endswith("_us")]
-        assert len(parts) == 9
-        assert all(case[part] > 0 for part in parts)
-        assert case["numbers"] == case["tensors"] * 8
-
-
-def test_host_of_a_whole_session() -> None:
-    cases = cases_of("host.py", "--layers", "3", "30", names="layers")
-    assert list(cases) == [3, 30]
-    for case in cases.values():
-        assert 0 < case["least_step_us"] <= case["step_us"]
-        assert min(case[f"{which}stop{unit}"] for which in ("", "changed_") for unit in ("_s", "_cpu_s")) > 0
-
-
-def test_plan() -> None:
-    (case,) = cases_of("plan.py", "--layers", "50").values()
-    assert all(case[part] > 0 for part in ("build_s", "check_s", "rows_s", "speed_s"))
-    assert case["added_mib"] >= 0
-    assert case["lines"] < 40, "equal layers are one row"
-
-
 def test_dumps() -> None:
     sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
     cases = cases_of("dumps.py", *(f"--{name}={size}" for name, size in sizes.items()), *SHORTEST)
@@ -162,39 +119,6 @@ def test_dumps() -> None:
     operands = tokens * hidden + 3 * hidden * hidden + tokens * 3 * hidden
     least = 4 * (operands + tokens * 3 * hidden) + operands
     assert least < case["bytes_per_step"] < least + operands + 4 * (1 << 13)
-
-
-def test_disk() -> None:
-    sizes = ("--layers=1", "--hidden=64", "--sequence=32", "--batch=2")
-    cases = cases_of("disk.py", *sizes, *SHORTEST)
-    assert list(cases) == ["healthy", "hangs", "full", "slow"]
-    for case in cases.values():
-        assert all(case[key] > 0 for key in ("step_ms", "healthy_ms", "slowest_ms", "stop_ms"))
-    assert cases["hangs"]["stop_ms"] >= 200
-
-
-def test_records() -> None:
-    cases = cases_of("records.py", "--values=20000", "--series=50")
-    assert list(cases) == ["write", "open", "read", "import", "compare", "report", "limit"]
-    for case in cases.values():
-        assert case["seconds"] > 0
-        assert case["peak_mib"] > 0
-        assert case["files_mib"] > 0
-    assert 0 < cases["write"]["handed_us"] < cases["write"]["cpu_us"]
-    assert 0 < cases["limit"]["kept_percent"] < 50
-
-
-@pytest.mark.slow
-def test_soak() -> None:
-    (case,) = cases_of("soak.py", "--steps=200", names="steps", fails=1).values()
-    assert [row["iteration"] for row in case["rows"]] == list(range(10, 201, 10))
-    assert {growth["quantity"] for growth in case["growth"]} >= {
-        "cpu_us",
-        "rss_mib",
-        "objects",
-        "threads",
-        "open_files",
-    }
 
 
 # --- gpu_check.py -----------------------------------------------------------------------------------------------------
@@ -388,15 +312,3 @@ def test_proof_names_a_planted_defect() -> None:
         assert case["right"], case["first"]
         assert case["exact"]
         assert 0 <= case["delay"] <= 10
-
-
-@pytest.mark.slow
-def test_scale() -> None:
-    cases = cases_of("scale.py", "--ranks", "64", "--stages", "4", "--blocks", "1")
-    assert list(cases) == ["attach", "first step", "step with nothing due", "due step", "checkpoint", "stop"]
-    for case in cases.values():
-        assert case["ranks"] == 64
-    due = cases["due step"]
-    assert due["sent_0"] == 2 * 14, "one of overflow detection and one of statistics; 14 children"
-    assert due["sent_median"] == 2
-    assert cases["stop"]["sent_0"] == 0
