@@ -296,7 +296,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "LogGemmError",
             "gemms: fprop\nstats: [gemm_error]",
             8,
-            r"N has no key 'stats' \(given: \['gemm_error'\]\)\. Its keys are: attention, enabled, .*start_step\."
+            r"N has no key 'stats' \(given: \['gemm_error'\]\)\. Its keys are: enabled, .*start_step\."
             " 'stats' is a key of LogTensorStats, LogFp8TensorStats, LogNvfp4TensorStats",
         ),
         ("PerTensorScaling", SCALED + "quant_format: FP8E4M3", 9, "N has no key 'quant_format'"),

@@ -54,8 +54,6 @@ from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
     Model,
-    module_names,
-    named_attention,
     named_operations,
     named_roots,
     named_te_modules,
@@ -357,12 +355,10 @@ class _Check:
         """The plan without the layers that Transformer Engine's debug path refuses."""
         layers = [layer for named in self._modules for layer in named.layers]
         config = self._config
-        attentions = named_attention(self._model, module_names(self._model))
         drafted = draft(
             config.enabled_sections,
             layers,
             known_features(),
-            attentions=[layer for named in attentions for layer in named.layers],
             layer_names=config.layer_names,
         )
         self._findings += [Finding("config", text) for text in drafted.wrong.texts]

@@ -47,21 +47,20 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
             which the tensor is not looked at; or it needs activation overflow detection, which is off.
     """
     by_name = {section.name: section for section in sections}
-    for is_attention, planned in ((False, plan.layers), (True, plan.attentions)):
-        alike: dict[tuple[str, ...], list[LayerPlan]] = {}
-        for entry in planned:
-            alike.setdefault(entry.sections, []).append(entry)
-        for hit, entries in alike.items():
-            schemas = schemas_of(entries[0].features)
-            layers = [entry.layer.name for entry in entries]
-            measured = _place(by_name, hit, LogGemmError, ("gemms",))
-            for dumps in (schema for schema in schemas if isinstance(schema, DumpTensors)):
-                targets = dumps.targets_of_attention if is_attention else (*dumps.targets, *dumps.of_gemms)
-                found = _problem(targets, schemas, layers, measured, detects_overflow=detects_overflow)
-                if found is not None:
-                    keys, problem = found
-                    place = _place(by_name, hit, DumpTensors, keys) or by_name[hit[0]].place()
-                    raise ConfigError(f"{place}: {problem}")
+    alike: dict[tuple[str, ...], list[LayerPlan]] = {}
+    for entry in plan.layers:
+        alike.setdefault(entry.sections, []).append(entry)
+    for hit, entries in alike.items():
+        schemas = schemas_of(entries[0].features)
+        layers = [entry.layer.name for entry in entries]
+        measured = _place(by_name, hit, LogGemmError, ("gemms",))
+        for dumps in (schema for schema in schemas if isinstance(schema, DumpTensors)):
+            targets = (*dumps.targets, *dumps.of_gemms)
+            found = _problem(targets, schemas, layers, measured, detects_overflow=detects_overflow)
+            if found is not None:
+                keys, problem = found
+                place = _place(by_name, hit, DumpTensors, keys) or by_name[hit[0]].place()
+                raise ConfigError(f"{place}: {problem}")
 
 
 def schemas_of(features: NamespacedFeatures) -> list[FeatureSchema]:

@@ -182,12 +182,6 @@ class FeatureSchema(Level):
         """The effect of the feature on the GEMMs of a layer."""
         return Effect()
 
-    @property
-    def of_attention(self) -> Mapping[str, Level]:
-        """The options for attention, by the GEMM whose keys they are: ``fprop`` for the forward, ``dgrad`` for the
-        backward. Empty for a feature that does not look at attention."""
-        return {}
-
     def schedules(self) -> dict[Pair, Schedule]:
         """GEMM and tensor of each target -> its steps, an empty name for all; empty if all act in every step."""
         found = {

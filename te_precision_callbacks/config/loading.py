@@ -129,7 +129,6 @@ class Config:
         layers: Sequence[Layer],
         registered: RegisteredFeatures,
         *,
-        attentions: Sequence[Layer] = (),
         allow_unmatched: bool = False,
         layer_names: LayerNames | None = None,
     ) -> Plan:
@@ -139,7 +138,6 @@ class Config:
             sections,
             layers,
             registered,
-            attentions=attentions,
             allow_unmatched=allow_unmatched,
             layer_names=layer_names,
         )

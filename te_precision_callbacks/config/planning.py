@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.vocabulary import LayerNames
-from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect, conflicts
 from te_precision_callbacks.config.known import is_for_upstreams_tests
 from te_precision_callbacks.config.problems import MOST_TOLD, ConfigError, Problems, meant_for, shown, suggestion
@@ -94,15 +93,12 @@ class Plan:
 
     Attributes:
         layers: the layers that at least one section selects, in the order of the model.
-        attentions: the same of the modules of attention, with the features that look at attention. They are in no
-            config of nvidia-dlfw-inspect, which does not know them.
-        unmatched: the names of the sections that select no layer, and no attention that they look at.
+        unmatched: the names of the sections that select no layer.
         otherwise_upstream: the warning about sections that would select other layers by nvidia-dlfw-inspect's names;
             empty if there are none, or if ``layer_names`` says which names are meant.
     """
 
     layers: tuple[LayerPlan, ...]
-    attentions: tuple[LayerPlan, ...]
     unmatched: tuple[str, ...]
     otherwise_upstream: str = ""
 
@@ -155,7 +151,6 @@ def plan(
     layers: Sequence[Layer],
     registered: RegisteredFeatures,
     *,
-    attentions: Sequence[Layer] = (),
     allow_unmatched: bool = False,
     layer_names: LayerNames | None = None,
 ) -> Plan:
@@ -168,7 +163,6 @@ def plan(
         sections: the enabled sections.
         layers: the layers of the model.
         registered: the features that exist.
-        attentions: the modules of attention of the model, as layers.
         allow_unmatched: warn about a section that selects no layer and a name that no layer has, instead of raising.
         layer_names: the names by which layers are selected. None: their paths, with a warning where
             nvidia-dlfw-inspect's names would select other layers.
@@ -177,7 +171,7 @@ def plan(
         ConfigError: a feature is unknown, a section selects no layer, no layer has a given name, two sections have one
             feature for one layer, or two features exclude each other. One error reports all problems.
     """
-    found = draft(sections, layers, registered, attentions=attentions, layer_names=layer_names)
+    found = draft(sections, layers, registered, layer_names=layer_names)
     found.idle.warn(logger)
     if allow_unmatched:
         found.missing.warn(logger)
@@ -193,7 +187,6 @@ def draft(
     layers: Sequence[Layer],
     registered: RegisteredFeatures,
     *,
-    attentions: Sequence[Layer] = (),
     layer_names: LayerNames | None = None,
 ) -> Draft:
     """Decide which features act on which layer, and list what does not fit. Arguments are those of :func:`plan`.
@@ -210,38 +203,21 @@ def draft(
     indexes = by_upstreams_names(layers) if layer_names == "upstream" else [LayerIndex(layers)]
     upstreams = by_upstreams_names(layers) if layer_names is None else []
     otherwise: list[tuple[Section, Sequence[int], Sequence[int]]] = []
-    of_attention = LayerIndex(attentions)
-    looking = [_looking_at_attention(features) for features in resolved]
     hit: list[list[int]] = [[] for _ in layers]
-    hit_attention: list[list[int]] = [[] for _ in attentions]
     unmatched: list[Section] = []
     missing, idle = Problems(), Problems()
-    for number, section in enumerate(sections if layers or attentions else ()):
+    for number, section in enumerate(sections if layers else ()):
         selected: Sequence[int] = ()
         with problems.noted():
             index = section.selector.choose(indexes)
             selected = section.selector.select(index)
             upstream = section.selector.choose(upstreams) if upstreams else None
-            attended = section.selector.select(of_attention)
-            for position in attended if looking[number] else ():
-                hit_attention[position].append(number)
-            if not selected and attended:
-                blind = [name for of in resolved[number].values() for name in of if name not in looking[number]]
-                name = attentions[attended[0]].name
-                if blind and looking[number]:
-                    idle.add(_attention_message(section, name, blind))
-                elif not looking[number] and (layers or not section.selector.selects_all):
-                    unmatched.append(section)
-                    missing.add(_attention_message(section, name, blind) + _AS_WARNING)
-            elif not selected and layers:
+            if not selected:
                 unmatched.append(section)
                 missing.add(functools.partial(_no_layer_message, section, index, upstream))
-            elif selected and upstream is not None and section.selector.differs(index, upstream):
+            elif upstream is not None and section.selector.differs(index, upstream):
                 otherwise.append((section, selected, section.selector.select(upstream)))
-            known = {(key, entry) for key, entry, _ in section.selector.idle_entries(of_attention)}
             for key, entry, describe in section.selector.idle_entries(index) if selected else ():
-                if (key, entry) not in known:
-                    continue
                 what = functools.partial(_idle_message, section, key, entry, describe, upstream)
                 (missing if key == EXACT else idle).add(what)
         for position in selected:
@@ -258,15 +234,8 @@ def draft(
                 merged[numbers] = _merge(layer, meeting, [resolved[number] for number in numbers])
                 _refuse_conflicts(layer, meeting)
         planned.append(LayerPlan(layer, tuple(section.name for section in meeting), merged[numbers]))
-    attending: list[LayerPlan] = []
-    for layer, attending_it in zip(attentions, hit_attention, strict=True):
-        if attending_it:
-            meeting = [sections[number] for number in attending_it]
-            with problems.noted():
-                features = _merge(layer, meeting, [{NAMESPACE: looking[number]} for number in attending_it])
-                attending.append(LayerPlan(layer, tuple(section.name for section in meeting), features))
     names = tuple(section.name for section in unmatched)
-    drafted = Plan(tuple(planned), tuple(attending), names, _otherwise_message(otherwise, layers))
+    drafted = Plan(tuple(planned), names, _otherwise_message(otherwise, layers))
     return Draft(drafted, problems, missing, idle)
 
 
@@ -370,24 +339,6 @@ def _refuse_conflicts(layer: Layer, hit: Sequence[Section]) -> None:
     for conflict in conflicts(hit, f"the layer {layer.name!r}") if len(hit) > 1 else ():
         problems.add(conflict)
     problems.raise_any()
-
-
-def _looking_at_attention(features: NamespacedFeatures) -> Mapping[str, ReadOptions]:
-    """The features of a section that look at attention."""
-    return {
-        name: options
-        for name, options in features.get(NAMESPACE, {}).items()
-        if isinstance(options, ReadOptions) and options.schema.of_attention
-    }
-
-
-def _attention_message(section: Section, name: str, blind: Sequence[str]) -> str:
-    return (
-        f"{section.selector.place()}: the section {shown(section.name)} matches only attention, such as {name!r},"
-        f" at which {' and '.join(blind)} {'does' if len(blind) == 1 else 'do'} not look. LogGemmError measures"
-        " attention, and DumpTensors records it, both with 'gemms: [fprop]'. Select the layers around it for other"
-        " features."
-    )
 
 
 def _idle_message(

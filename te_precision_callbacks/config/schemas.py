@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import cast
 
-from pydantic import Field, StrictBool
 from typing_extensions import Self
 
 from te_precision_callbacks.base.vocabulary import RESULT, GemmName, OperandName, TensorName
@@ -314,8 +313,6 @@ class LogGemmError(GemmSampling, GemmChoice[LogGemmErrorItem], FeatureSchema):
 
     No product is computed a second time: the operands and the result are multiplied with a few random vectors.
     docs/gemm-error.md explains the statistics, and lists what is not measured. It needs a session.
-
-    With `fprop`, the attention whose name or class `layers` selects is measured too.
     """
 
     example = """
@@ -329,18 +326,6 @@ gemm_error:
       gemms: [fprop, dgrad, wgrad]
       freq: 500
 """
-
-    attention: StrictBool = Field(
-        True,
-        description="Whether the output of DotProductAttention is measured, with the keys of `fprop`: in sampled rows,"
-        " which are computed again. `layers` selects it by its name, as `session.coverage()` has it, and by its class.",
-    )
-
-    @property
-    def of_attention(self) -> Mapping[str, LogGemmErrorItem]:
-        """As of :class:`FeatureSchema`: the forward alone."""
-        items = (target.options for target in self.targets if target.gemm == "fprop")
-        return {item.gemm: item for item in items if self.attention}
 
     @cached_property
     def targets(self) -> tuple[Target[LogGemmErrorItem], ...]:
@@ -363,10 +348,6 @@ gemm_error:
 
 class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
     """One tensor of DumpTensors."""
-
-
-_ATTENTION = ("fprop", "dgrad")
-"""The GEMMs whose keys hold for the forward and for the backward of attention."""
 
 
 class DumpTensorsGemmItem(Scheduled, Conditional, OneGemm):
@@ -403,12 +384,6 @@ dump_what_is_not_finite:
           start_end_list: [[120, 125]]
 """
 
-    attention: StrictBool = Field(
-        True,
-        description="Whether calls of DotProductAttention are written too: the forward with the keys of `fprop`, the"
-        " backward with those of `dgrad`. `layers` selects attention as for `LogGemmError`.",
-    )
-
     @cached_property
     def targets(self) -> tuple[Target[DumpTensorsItem], ...]:
         """The listed tensors; none if only GEMMs are listed."""
@@ -424,18 +399,6 @@ dump_what_is_not_finite:
             Target(RESULT[cast(GemmName, gemm)], gemm, DumpTensorsGemmItem.of(nested, gemm=gemm), nested)
             for gemm, nested in self.chosen_gemms.items()
         )
-
-    @property
-    def targets_of_attention(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
-        """The GEMMs whose keys are those of attention, each with the tensor that conditions are on: the output of the
-        forward, which LogGemmError measures."""
-        found = (target for target in self.of_gemms if target.gemm in _ATTENTION)
-        return tuple(replace(target, tensor=RESULT["fprop"]) for target in found) if self.attention else ()
-
-    @property
-    def of_attention(self) -> Mapping[str, DumpTensorsGemmItem]:
-        """As of :class:`FeatureSchema`."""
-        return {target.options.gemm: target.options for target in self.targets_of_attention}
 
     @property
     def every_target(self) -> tuple[Target[Level], ...]:

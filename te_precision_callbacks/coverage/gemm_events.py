@@ -10,7 +10,7 @@ Transformer Engine frees operands right after a GEMM and reuses their memory: a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -22,10 +22,6 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 
 OUTSIDE = "outside"
 """The layer of a GEMM that no layer of the model runs, such as that of a user's own autograd function."""
-
-
-UNFUSED = "unfused"
-"""The kernel of attention that torch's operators compute."""
 
 
 class GemmOperand(NamedTuple):
@@ -150,14 +146,8 @@ class AttentionEvent:
         probabilities: what quantizes the probabilities, or None.
         scores: what quantizes the gradient of the scores, in a backward, or None.
         sizes: those of the products.
-        output: what a forward gave, plain or quantized; None in a backward.
-        gradients: what a backward gave: those of ``query``, ``key`` and ``value``; empty in a forward.
-        auxiliary: what a forward keeps for its backward: the statistics of the softmax first, the state of the random
-            number generator last; empty if it keeps nothing.
-        kernel: what has run it, in words.
-        high: ``query``, ``key`` and ``value`` before their quantization, in the format ``o_format`` of a forward; those
-            that were quantized before are missing.
-        order, kind, recipe, arguments: as of :class:`GemmEvent`; arguments of ``fused_attn_fwd`` and ``fused_attn_bwd``
+        kind: as of :class:`GemmEvent`.
+        arguments: those of ``fused_attn_fwd`` or ``fused_attn_bwd``
             (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
     """
 
@@ -170,15 +160,8 @@ class AttentionEvent:
     probabilities: Any
     scores: Any
     sizes: AttentionSizes
-    output: Any
-    high: Mapping[str, torch.Tensor]
-    order: int
     kind: ForwardKind
-    recipe: str
     arguments: Mapping[str, Any]
-    gradients: Sequence[Any] = ()
-    auxiliary: Sequence[Any] = ()
-    kernel: str = ""
 
 
 class AttentionListener(Protocol):
@@ -193,10 +176,6 @@ class AttentionListener(Protocol):
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
         """A forward ends; ``given`` are the arguments of ``DotProductAttention.forward``."""
 
-
-UnfusedListener = Callable[[str, ForwardKind, Callable[[], AttentionEvent]], None]
-"""Is called behind a forward of unfused attention, with the name of the attention, the kind of the forward, and what
-makes its event, as that of fused attention."""
 
 BeforeSum = Callable[[str, GemmName, Any, dict[Any, Any]], Any]
 """Is called before a GEMM adds to its result, with the layer, the GEMM, what is in the result, and what is kept of the

@@ -78,7 +78,7 @@ class ModelProducts:
         roots = [root for _, root in named_roots(model) or ()]
         modules = {id(module): module for root in roots for module in root.modules()}
         paths = {key: names[key] for key in modules if key in names}
-        attentions = {id(named.module): named.name for named in named_attention(model, names)}
+        attentions = named_attention(model, names)
         for key, path in attentions.items():
             paths |= {id(part): path for part in modules[key].modules()}
         self._operations, self.attentions = frozenset(operations), attentions

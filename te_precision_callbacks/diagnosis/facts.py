@@ -32,10 +32,6 @@ OF_SPANS = ("layers", "gemms", "operands")
 """The tables whose rows hold for a span of iterations."""
 
 
-_ATTENTION = "attention"
-"""The family of the products of attention."""
-
-
 @dataclass(frozen=True)
 class LayerFacts:
     """A layer.
@@ -271,11 +267,6 @@ class Facts:
     def in_order(self, layers: Iterable[str], tensor: str) -> list[str]:
         """Layers by the order in which a tensor of theirs comes."""
         return sorted(layers, key=lambda layer: self.place(layer, tensor))
-
-    def is_attention(self, layer: str) -> bool:
-        """Whether a layer is attention, whose two products are no GEMMs of Transformer Engine's."""
-        known = self.layers.get(layer)
-        return known is not None and known.module_class == _ATTENTION
 
     def format_of(self, layer: str, tensor: str) -> str:
         """The format of an operand; empty where that is not known."""

@@ -78,9 +78,6 @@ def list_command(
         if (gemm := header.gemm) is not None:
             sizes = " x ".join(map(str, layer_sizes(gemm.gemm, gemm.n, gemm.m, gemm.k)))
             what.append(f"a GEMM, {sizes} (tokens x in x out)")
-        if header.attention is not None:
-            queries, keys = header.attention.longest
-            what.append(f"{header.attention.name}, {queries} queries x {keys} keys")
         iteration = "" if header.iteration is None else header.iteration
         cells = (iteration, header.layer, header.tensor, header.micro_batch, header.rank, ", ".join(what))
         table.add_row(*map(terminal.cell, (*cells, f"{entry.size:,}", place)))

@@ -45,7 +45,6 @@ from te_precision_callbacks.dumps.header import (
     HIGH_PRECISION,
     QUANTIZED,
     SCALE_DTYPES,
-    Attention,
     Direction,
     Gemm,
     Header,
@@ -287,55 +286,6 @@ def record_of(
     return Dump(header, tensors)
 
 
-def attention_record_of(
-    attention: Attention,
-    memory: Mapping[str, tuple[Stored | torch.Tensor, torch.Tensor | None]],
-    others: Mapping[str, torch.Tensor],
-    scales: Mapping[str, torch.Tensor],
-    *,
-    layer: str,
-    iteration: int,
-    micro_batch: int,
-    rank: int,
-    recipe: str,
-) -> Dump:
-    """Describe a call of attention.
-
-    Args:
-        attention: its description, with the operands and results, but without their contents.
-        memory: name of an operand or result -> the tensor as the kernel read or wrote it, and before its quantization,
-            if there is one: [batch, heads, tokens, size].
-        others: the plain tensors beside them.
-        scales: the names and the scales of ``probabilities`` and ``scores``.
-        layer, iteration, micro_batch, rank, recipe: as in :class:`Header`.
-
-    Raises:
-        DumpError: a tensor is of a kind that cannot be dumped.
-    """
-    tensors = {name: _plain(tensor) for name, tensor in others.items()}
-    described = {
-        name: _operand(name, operand, *memory[name], None, tensors) for name, operand in attention.tensors().items()
-    }
-    attention = dataclasses.replace(
-        attention,
-        operands={name: described[name] for name in attention.operands},
-        results={name: described[name] for name in attention.results},
-        others={name: _described(tensor) for name, tensor in tensors.items() if name in others},
-    )
-    header = Header(
-        layer=layer,
-        tensor="attention_backward" if attention.is_backward else "attention_forward",
-        iteration=iteration,
-        micro_batch=micro_batch,
-        rank=rank,
-        recipe=recipe,
-        attention=attention,
-        versions=dict(_versions()),
-        time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-    )
-    return Dump(header, tensors | {name: _plain(scale).reshape(1) for name, scale in scales.items()})
-
-
 def _operand(
     name: str,
     operand: Operand,
@@ -366,20 +316,19 @@ def _described(tensor: torch.Tensor) -> Plain:
 
 
 def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
-    """What a recorded GEMM or attention read, or what attention gave: a direction of a quantized tensor, or a plain
-    tensor.
+    """What a recorded GEMM read: a direction of a quantized tensor, or a plain tensor.
 
     Args:
-        dump: a record of a GEMM or of attention.
-        side: "a" or "b"; or the name of a tensor of attention.
+        dump: a record of a GEMM.
+        side: "a" or "b".
 
     Raises:
         DumpError: the dump is not a record.
     """
-    call = a_dump(dump).header.call
-    if call is None:
+    gemm = a_dump(dump).header.gemm
+    if gemm is None:
         raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
-    operand = call.operands()[side] if isinstance(call, Gemm) else call.tensors()[side]
+    operand = gemm.operands()[side]
     if operand.direction is None:
         return dump.tensors[f"{side}.values"]
     return _part(operand.direction, operand.columnwise, dump.tensors)

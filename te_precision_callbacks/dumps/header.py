@@ -27,8 +27,8 @@ from te_precision_callbacks.gemm_error.codes import Rules
 SCHEMA = 1
 """The version of the header that this package writes. It grows when a reader of the last version would misread one."""
 
-GEMM_VERSION = ATTENTION_VERSION = 1
-"""The version of what describes a whole GEMM, or a call of attention. It grows as :data:`SCHEMA` does."""
+GEMM_VERSION = 1
+"""The version of what describes a whole GEMM. It grows as :data:`SCHEMA` does."""
 
 HIGH_PRECISION, QUANTIZED = "high_precision", "quantized"
 """The names of the tensor before quantization, and of the tensor after quantization if that is a plain tensor."""
@@ -172,10 +172,10 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand of a GEMM in a record of the whole GEMM; or an operand or a result of attention.
+    """An operand of a GEMM in a record of the whole GEMM.
 
     Attributes:
-        tensor: "activation", "weight" or "gradient"; a name of attention's.
+        tensor: "activation", "weight" or "gradient".
         columnwise: whether the GEMM sums over the rows of the tensor, not over its last dimension.
         direction: the data that the GEMM read; None if these are the plain tensor ``NAME.values``.
         values: that plain tensor.
@@ -247,96 +247,6 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """What a matrix inside of attention is rounded to, before the next product reads it.
-
-    Attributes:
-        numbers: a format, or a dtype of torch.
-        scale: the name of the tensor with the scale that multiplies it before; None for 1.
-    """
-
-    numbers: str
-    scale: str | None = None
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Describes a call of attention, ``O = S V`` with ``S = softmax(scale Q K^T)``, or of its backward.
-
-    All tensors are [batch, heads, tokens, size], whatever they were in training. Packed sequences (thd) are a batch of
-    one. Names of their tensors in the file begin with ``query.``, ``key.``, ``value.``, ``output.``; in a backward also
-    with ``gradient.``, that of the output, ``query_gradient.``, ``key_gradient.`` and ``value_gradient.``.
-
-    Attributes:
-        version: the version of the record.
-        gemm: "fprop" for the forward, "dgrad" for the backward, as the keys of the config.
-        result: the tensor that conditions are on: "output".
-        order: its number among the GEMMs of the iteration, in the order in which they ran.
-        kernel: what has run it: "fused, FP8", "fused, F16_arbitrary_seqlen" or "unfused".
-        layout: the layout of Q, K and V in the call.
-        operands: what the kernel has read: "query", "key" and "value"; in a backward also "output" and "gradient".
-        results: what it gave: "output", or the three gradients.
-        others: the plain tensors beside them: "lengths_q" and "lengths_kv", the sums of the sequences' lengths,
-            "places_q" and "places_kv", their first tokens in a packed batch, "softmax_stats" and "bias".
-        scale: multiplies the scores.
-        sequences: how many there are.
-        longest: the most queries and keys of a sequence.
-        mask: its name in the call.
-        left, right, at_the_end: which keys a query sees, as
-            :class:`te_precision_callbacks.gemm_error.attention_operands.Mask`.
-        probabilities: what S is rounded to.
-        scores: likewise, the gradient of the scores, in a backward.
-        bias: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
-        softmax: "vanilla", "off-by-one" or "learnable".
-        dropout: its probability.
-        why_not: why it cannot be computed again; empty if it can.
-        absent: what is not in the record -> why.
-        device: the name of the device.
-        capability: its compute capability; None for the reference backend.
-    """
-
-    gemm: str
-    order: int
-    kernel: str
-    layout: str
-    operands: dict[str, Operand]
-    results: dict[str, Operand]
-    others: dict[str, Plain]
-    scale: float
-    sequences: int
-    longest: tuple[int, int]
-    mask: str
-    left: int
-    right: int
-    at_the_end: bool
-    probabilities: Rounded
-    scores: Rounded | None = None
-    bias: str = "no_bias"
-    softmax: str = "vanilla"
-    dropout: float = 0.0
-    why_not: str = ""
-    absent: dict[str, str] = field(default_factory=dict)
-    result: str = "output"
-    device: str = "cpu"
-    capability: tuple[int, int] | None = None
-    version: int = ATTENTION_VERSION
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it is the backward."""
-        return self.gemm == "dgrad"
-
-    @property
-    def name(self) -> str:
-        """What has run, in words."""
-        return "attention backward" if self.is_backward else "attention forward"
-
-    def tensors(self) -> dict[str, Operand]:
-        """The operands and results by the beginnings of their tensors' names."""
-        return {**self.operands, **self.results}
-
-
-@dataclass(frozen=True)
 class Header:
     """Describes the tensor in a dump.
 
@@ -351,7 +261,6 @@ class Header:
         high_precision: the tensor before quantization, if the dump has it.
         quantized: the tensor after quantization, if the dump has it.
         gemm: the whole GEMM, if the dump is a record of one; it then has no ``high_precision`` and ``quantized``.
-        attention: the call of attention, if the dump is a record of one; likewise.
         versions: the versions of "torch", "transformer_engine" and "te_precision_callbacks" that made the dump.
         time: the time in UTC (ISO 8601).
         schema: the version of this header.
@@ -367,15 +276,9 @@ class Header:
     high_precision: Plain | None = None
     quantized: Quantized | None = None
     gemm: Gemm | None = None
-    attention: Attention | None = None
     versions: dict[str, str] = field(default_factory=dict)
     time: str = ""
     schema: int = SCHEMA
-
-    @property
-    def call(self) -> Gemm | Attention | None:
-        """The whole GEMM or the call of attention; None in a dump of a tensor."""
-        return self.gemm or self.attention
 
     def to_json(self) -> str:
         """The header as a JSON object, with the names of the attributes.
@@ -405,12 +308,10 @@ class Header:
             )
         try:
             header = _HEADER.validate_json(text)
-            latest = GEMM_VERSION if header.attention is None else ATTENTION_VERSION
-            if header.call is not None and header.call.version > latest:
-                what = "a GEMM" if header.attention is None else "attention"
+            if header.gemm is not None and header.gemm.version > GEMM_VERSION:
                 raise LaterVersionError(
-                    f"The record of {what} has the version {header.call.version}, but this te-precision-callbacks reads"
-                    f" versions up to {latest}: update the package."
+                    f"The record of a GEMM has the version {header.gemm.version}, but this te-precision-callbacks reads"
+                    f" versions up to {GEMM_VERSION}: update the package."
                 )
             return header
         except pydantic.ValidationError as error:
@@ -436,8 +337,6 @@ def check(header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
         _check_tensor(tensors, HIGH_PRECISION, header.high_precision.shape, DTYPES[header.high_precision.dtype])
     if header.gemm is not None:
         _check_gemm(header.gemm, tensors)
-    if header.attention is not None:
-        _check_attention(header.attention, tensors)
     quantized = header.quantized
     if quantized is None:
         return
@@ -454,44 +353,6 @@ def check(header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
         if not DTYPES[quantized.dtype].is_floating_point:
             raise NotADumpError(f"The header of the dump is damaged at 'quantized.dtype': {quantized.dtype!r}.")
         check_direction(direction, tensors)
-
-
-def _check_attention(attention: Attention, tensors: Mapping[str, torch.Tensor]) -> None:
-    wanted = ["query", "key", "value", *(("output", "gradient") if attention.is_backward else ())]
-    given = [f"{name}_gradient" for name in wanted[:3]] if attention.is_backward else ["output"]
-    for part, names, described in (("operands", wanted, attention.operands), ("results", given, attention.results)):
-        if sorted(described) != sorted(names):
-            raise NotADumpError(f"The header of the dump is damaged at 'attention.{part}': {', '.join(described)}.")
-    plain: dict[str, Plain | None] = dict(attention.others)
-    for name, operand in attention.tensors().items():
-        if (operand.direction is None) is (operand.values is None):
-            raise NotADumpError(
-                f"The header of the dump is damaged at 'attention.{name}': it has either 'direction' or 'values'."
-            )
-        plain |= {f"{name}.values": operand.values, f"{name}.{HIGH_PRECISION}": operand.high_precision}
-        for described_part in (operand.direction, operand.values, operand.high_precision):
-            if described_part is not None and len(described_part.shape) != 4:
-                raise NotADumpError(
-                    f"The header of the dump is damaged at 'attention.{name}': {described_part.shape} is not [batch,"
-                    " heads, tokens, size]."
-                )
-        if operand.direction is not None:
-            check_direction(operand.direction, tensors)
-    for rounded in (attention.probabilities, attention.scores):
-        if rounded is not None and rounded.scale is not None:
-            plain[rounded.scale] = Plain((1,), FLOAT32)
-    for name, tensor in plain.items():
-        if tensor is not None:
-            _check_tensor(tensors, name, tensor.shape, DTYPES[tensor.dtype])
-    for name, heads in (("query", "key"), ("key", "value")):
-        one, other = (_shape(attention.operands[each]) for each in (name, heads))
-        if one[0] != other[0] or one[1] % other[1]:
-            raise NotADumpError(f"The header of the dump is damaged at 'attention.{heads}': {other} beside {one}.")
-
-
-def _shape(operand: Operand) -> _Shape:
-    described = operand.values or operand.direction
-    return () if described is None else described.shape
 
 
 def _check_gemm(gemm: Gemm, tensors: Mapping[str, torch.Tensor]) -> None:

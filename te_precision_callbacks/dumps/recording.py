@@ -367,7 +367,7 @@ class Recorder:
     def _statistic_that_holds(self, entry: _Held, learned: Sequence[Measured]) -> str | None:
         header = entry.job.dump.header
         for condition, found in entry.statistics:
-            tensor = header.tensor if header.call is None else header.call.result
+            tensor = header.tensor if header.gemm is None else header.gemm.result
             values = (one.value(header.layer, tensor, label) for label in found.labels for one in learned)
             value = next((value for value in values if value is not None), None)
             if value is None:

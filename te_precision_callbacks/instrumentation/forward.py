@@ -28,14 +28,11 @@ from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.coverage.gemm_events import Listener
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.answers import Answers, ToldOfForwards
-from te_precision_callbacks.instrumentation.attention_errors import AttentionErrors
-from te_precision_callbacks.instrumentation.attention_records import AttentionRecords
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
@@ -84,8 +81,6 @@ class ForwardHooks:
         self._regions = AutocastRegions()
         self._fused_observation = FusedObservation(engine, failures.report)
         self.gemm_errors = GemmErrors(engine, failures.report)
-        self._attention_errors = AttentionErrors(engine, failures.report, self.gemm_errors.tell)
-        self._attention_records = AttentionRecords(failures.report)
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
         self.order = ExecutionOrder()
         running = Running()
@@ -96,8 +91,7 @@ class ForwardHooks:
             running,
             enter=self._enter_fused,
             silent=self.products.note_silent,
-            attention=(self.products, self._attention_errors, self._attention_records),
-            unfused=self._attention_records.note_unfused,
+            attention=self.products,
         )
         self._seams = Replaced()
         self._has_ranges = False
@@ -114,7 +108,6 @@ class ForwardHooks:
         refused: Iterable[int] = (),
         operations: Sequence[NamedOperation] = (),
         fused: Mapping[int, tuple[Schedule, ...]] = MappingProxyType({}),
-        attentions: Mapping[int, tuple[str, Sequence[FeatureSchema]]] = MappingProxyType({}),
     ) -> None:
         """Set the modules that the session acts on; any other module runs as without a session.
 
@@ -124,15 +117,12 @@ class ForwardHooks:
             operations: the operations of ``te.ops`` with GEMMs.
             fused: the ids of modules that are observed on their fused path -> the steps in which features change their
                 precision.
-            attentions: id of a module of attention -> its name, and the features that look at it.
         """
         self._release()
         self.answers.forget_modules()
         self._watched.watch(modules, refused, fused)
         self._tap.watch(self._watched.layers, operations)
         self.gemm_errors.watch(modules)
-        self._attention_errors.watch(attentions)
-        self._attention_records.watch(attentions)
         self._gemm_records.watch(modules)
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
         self.arm()
@@ -162,19 +152,15 @@ class ForwardHooks:
         """See the GEMMs of armed modules in the iteration that begins, while there are any."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        iteration = TEDebugState.get_iteration()
-        self._audit.enter(iteration)
-        attentions: dict[int, str] = {}
-        if not self._classify.kept:
-            attentions = {**self._attention_errors.due(iteration), **self._attention_records.due(iteration)}
+        self._audit.enter(TEDebugState.get_iteration())
         listeners: tuple[Listener, ...] = ()
-        if (self._watched.armed or self._tap.operations.has_new or attentions) and not self._classify.kept:
+        if (self._watched.armed or self._tap.operations.has_new) and not self._classify.kept:
             listeners = (self.order, self._audit.look, self._fused_observation, self._gemm_records, self.gemm_errors)
         if self.products.counting:
             listeners = (*(listeners or (self._audit.look,)), self.products.note)
-            self._tap.hear(self._watched.layers, {**attentions, **self.products.attentions})
+            self._tap.hear(self._watched.layers, self.products.attentions)
         else:
-            self._tap.hear(self._watched.armed, attentions)
+            self._tap.hear(self._watched.armed)
         self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges)
 
     def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Any:

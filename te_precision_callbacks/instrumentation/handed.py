@@ -92,38 +92,6 @@ def functions_of_modules() -> tuple[tuple[Any, Sources], ...]:
     )
 
 
-def of_attention(given: Sequence[Any]) -> dict[tuple[int, str], Any]:
-    """The tensors of ``FusedAttnFunc`` before quantization (``attention/dot_product_attention/backends.py``)."""
-    return _plain({(0, name): tensor for name, tensor in zip(("query", "key", "value"), given, strict=False)})
-
-
-def as_fused_attention(module: Any, given: Mapping[str, Any], result: Any) -> tuple[dict[str, Any], Any]:
-    """The arguments of ``UnfusedDotProductAttention._forward`` under the names that ``fused_attn_fwd`` has for them,
-    and the result with a dimension for the heads."""
-    query, key, value = (given[f"{name}_layer"] for name in ("query", "key", "value"))
-    named = {
-        **{name: given[name] for name in ("qkv_layout", "attn_mask_type", "window_size", "bottom_right_diagonal")},
-        **{name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")},
-        "q": query,
-        "k": key,
-        "v": value,
-        "fp8": given["fp8"],
-        "softcap": given["softcap"],
-        "attn_bias_type": given["core_attention_bias_type"],
-        "attn_bias": given["core_attention_bias"],
-        "attn_scale": module.softmax_scale,
-        "softmax_type": module.softmax_type,
-        "dropout": module.attention_dropout.p,
-        "is_training": module.training,
-        "o_format": "".join(filter(str.isalpha, str(given["qkv_layout"]).partition("_")[0])),
-        "is_paged": given["inference_params"] is not None,
-        "s_quantizer": None,
-        "fused_attention_backend": None,
-    }
-    output = result[0] if isinstance(result, tuple) else result
-    return named, output.reshape(*output.shape[:-1], query.shape[-2], value.shape[-1])
-
-
 def arguments_of_forward(module: Any) -> dict[str, Any]:
     """The arguments of the forward that a module is running, by their names."""
     frame = running_forward(module)

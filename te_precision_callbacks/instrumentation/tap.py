@@ -10,7 +10,6 @@ Read from Transformer Engine 2.20.2. While installed, these are replaced, and no
   runs in another thread.
 - ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) in the same way, and ``forward``
   and ``backward`` of ``FusedAttnFunc``.
-- ``_forward`` of ``UnfusedDotProductAttention`` (``pytorch/attention/dot_product_attention/backends.py``).
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``unfused.py``).
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
 - ``te.Linear.forward``, which ``torch.compile`` takes into the graph as one operator (torch 2.15), with GEMMs that
@@ -48,7 +47,6 @@ from te_precision_callbacks.coverage.gemm_events import (
     BeforeSum,
     GemmEvent,
     Listener,
-    UnfusedListener,
 )
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force
 from te_precision_callbacks.instrumentation.attention_tap import AttentionTap
@@ -63,7 +61,6 @@ from te_precision_callbacks.instrumentation.handed import (
     gradients,
     is_grouped_tensor,
     methods_of_operations,
-    of_attention,
     of_experts,
     of_grouped_tensors,
     of_one,
@@ -89,8 +86,7 @@ class GemmTap:
             number of the layer and the tensor's name.
         silent: called with layers, what has run, and whether it was the backward, behind a forward or backward of
             training that has GEMMs and had no event, for example because a separate kernel runs them.
-        attention: receive the events of attention.
-        unfused: is called behind each forward of unfused attention.
+        attention: receives the events of attention.
 
     Attributes:
         operations: the operations of ``te.ops``.
@@ -104,15 +100,14 @@ class GemmTap:
         *,
         enter: Callable[[torch.nn.Module, ForwardKind], Collection[tuple[int, str]]] | None = None,
         silent: Callable[[Sequence[str], str, bool], None] | None = None,
-        attention: Sequence[AttentionListener] = (),
-        unfused: UnfusedListener | None = None,
+        attention: AttentionListener | None = None,
     ) -> None:
         self._classify = classify
         self._report = report
         self._running = Running() if running is None else running
         self._enter = enter
         self._silent = silent
-        self._attention = AttentionTap(classify, report, self._running, attention, unfused)
+        self._attention = AttentionTap(classify, report, self._running, attention)
         self._unfused = UnfusedTensors(self._running, report)
         self.operations = OperationsTap(classify, self._running, self._tell_silent)
         self._listeners: tuple[Listener, ...] = ()
@@ -206,11 +201,9 @@ class GemmTap:
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._seams.replace(module_class, name, around(getattr(module_class, name)))
         self._seams.replace(Linear, "forward", outside_of_dynamo(Linear.forward))
-        for function, high in (*functions_of_modules(), (backends.FusedAttnFunc, of_attention)):
+        for function, high in (*functions_of_modules(), (backends.FusedAttnFunc, lambda given: {})):
             self._seams.replace(function, "forward", staticmethod(self._around_forward(function.forward, high)))
             self._seams.replace(function, "backward", staticmethod(self._around_backward(function.backward)))
-        unfused = backends.UnfusedDotProductAttention
-        self._seams.replace(unfused, "_forward", self._attention.around_unfused(unfused._forward))
         for owner in (layernorm_linear, layernorm_mlp):
             around_norm = self._unfused.around_norm(owner.apply_normalization)
             self._seams.replace(owner, "apply_normalization", around_norm)

@@ -190,25 +190,26 @@ def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") ->
     return names
 
 
-def named_attention(model: Model, names: Mapping[int, str]) -> list[NamedModule]:
-    """The modules of Transformer Engine's attention in a model, or derived from it, as Megatron's; each a layer, whose
-    products are no GEMMs of Transformer Engine's.
+def named_attention(model: Model, names: Mapping[int, str]) -> dict[int, str]:
+    """Find Transformer Engine's attention modules in a model, and classes derived from them, such as Megatron's.
 
     Args:
         model: the model.
-        names: id of a module -> its name; modules without one are left out.
+        names: id of a module -> its name; modules without a name are left out.
+
+    Returns:
+        id of a module of attention -> its name.
     """
     modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
-    found = []
-    for module in modules:
-        kinds = [base for base in type(module).__mro__ if base is not torch.nn.Module]
-        if id(module) in names and any(
-            kind.__name__ == _ATTENTION and kind.__module__.startswith("transformer_engine.") for kind in kinds
-        ):
-            name = names[id(module)]
-            layer = Layer(name, (), spellings(kind.__name__ for kind in kinds))
-            found.append(NamedModule(module, name, (layer,)))
-    return found
+    return {
+        id(module): names[id(module)]
+        for module in modules
+        if id(module) in names
+        and any(
+            kind.__name__ == _ATTENTION and kind.__module__.startswith("transformer_engine.")
+            for kind in type(module).__mro__
+        )
+    }
 
 
 class NamedOperation(NamedTuple):

@@ -1,4 +1,4 @@
-"""Replays records of GEMMs and of attention on the CPU: was it the format, the quantizer or the kernel?
+"""Replays records of GEMMs on the CPU: was it the format, the quantizer or the kernel?
 
     replayed = replay_file("fc1.fprop_gemm.safetensors")
     replayed.faults                          # what is wrong, the kernel first

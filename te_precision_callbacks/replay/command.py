@@ -1,4 +1,4 @@
-"""``te-precision replay``: whether the format, the quantizer or the kernel made the error of a GEMM or of attention.
+"""``te-precision replay``: whether the format, the quantizer or the kernel made the error of a GEMM.
 
 Usage::
 
@@ -40,7 +40,7 @@ _LEGEND = ". rounding   o beyond it   O beyond 3 times   # beyond 10 times"
 def replay_command(
     path: Annotated[
         Path,
-        typer.Argument(metavar="FILE|FOLDER", help="A record of a GEMM or of attention, or a folder with records."),
+        typer.Argument(metavar="FILE|FOLDER", help="A record of a GEMM, or a folder with records."),
     ],
     *,
     repro: Annotated[
@@ -48,13 +48,13 @@ def replay_command(
         typer.Option(
             metavar="FILE.py",
             help="Write a script for a bug report, and the record beside it. It shows the fault with torch alone, and"
-            " runs a GEMM with Transformer Engine where that is there. Of a folder: of the first record with a fault."
-            " No file is overwritten.",
+            " runs the GEMM with Transformer Engine where that is installed. Of a folder: of the first record with a"
+            " fault. No file is overwritten.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say whether the format, the quantizer or the kernel made the error of recorded GEMMs and attention."""
+    """Say whether the format, the quantizer or the kernel made the error of recorded GEMMs."""
     from te_precision_callbacks.replay.folder import ReplayedFolder, replay_file, replay_folder
     from te_precision_callbacks.replay.repro import check_script
 
@@ -82,9 +82,9 @@ def _written(found: ReplayedFolder, repro: Path) -> str:
     if shown is None:
         return "No script was written, since no record could be read."
     made = write_repro(repro, *shown)
-    use = "the script can run its GEMM on another device" if shown[1].header.gemm else "the script compares it again"
-    healthy = "" if shown[1].faults else f" No fault was found in this record; {use}."
-    return f"Wrote {made} and {made.with_suffix('.safetensors')}.{healthy}"
+    healthy = "No fault was found in this record; the script can run its GEMM on another device."
+    wrote = f"Wrote {made} and {made.with_suffix('.safetensors')}."
+    return wrote if shown[1].faults else f"{wrote} {healthy}"
 
 
 def _is_judged(replayed: Replayed) -> bool:
@@ -95,14 +95,14 @@ def _show(found: ReplayedFolder) -> None:
     bad = {path: each for path, each in found.records.items() if each.faults}
     if len(found.records) + len(found.unread) != 1:
         unread = f"; {many(len(found.unread), 'file')} could not be read" if found.unread else ""
-        terminal.show_text(f"{many(len(found.records), _what(found))}, {len(bad)} with a fault{unread}.")
+        terminal.show_text(f"{many(len(found.records), 'recorded GEMM')}, {len(bad)} with a fault{unread}.")
     runs = found.runs
     if runs:
         terminal.show_text(f"The records are of {len(runs)} runs. Records have an order only within a run:")
         for name, paths in list(runs.items())[:_MOST_RUNS]:
             of_run = [path for path in paths if path in bad]
             first_bad = f", the first: {of_run[0]}" if of_run else ""
-            counted = f"{many(len(paths), _what(found))}, {len(of_run)} with a fault{first_bad}"
+            counted = f"{many(len(paths), 'recorded GEMM')}, {len(of_run)} with a fault{first_bad}"
             terminal.show_text(f"{name}: {counted}", _INDENT, 2 * _INDENT)
         if len(runs) > _MOST_RUNS:
             terminal.show_text(f"and {len(runs) - _MOST_RUNS} more, which --json has.", _INDENT)
@@ -118,12 +118,6 @@ def _show(found: ReplayedFolder) -> None:
     terminal.show_text(first.verdict)
     for fault in first.faults[1:]:
         terminal.show_text(f"{fault.cause}: {fault.text}", _INDENT)
-    if not all(fault.is_confirmed for fault in first.faults):
-        terminal.show_text(
-            f"Unconfirmed: no real kernel has confirmed the tolerance of {first.header.recipe} on"
-            f" {first.call.device}, so this is a warning. docs/gemm-error.md has the tolerances.",
-            _INDENT,
-        )
     for text in first.not_judged if first.faults else ():
         terminal.show_text(f"Not judged: {text}", _INDENT)
     lanes = terminal.table("lane", "differs from the next by", "of the norm")
@@ -141,13 +135,8 @@ def _show(found: ReplayedFolder) -> None:
         terminal.show_text(f"and {len(others) - _MOST_FILES} more, which --json has.")
 
 
-def _what(found: ReplayedFolder) -> str:
-    only_gemms = all(each.header.gemm is not None for each in found.records.values())
-    return "recorded GEMM" if only_gemms else "record"
-
-
 def _worst(found: Replayed) -> Any:
-    table = terminal.table(f"worst {found.axes[0]}", "of the tolerance", f"worst {found.axes[1]}", "of the tolerance ")
+    table = terminal.table("worst rows", "of the tolerance", "worst columns", "of the tolerance ")
     rows, columns = (_largest(ratios) for ratios in (found.rows, found.columns))
     for row, column in itertools.zip_longest(rows, columns):
         cells = (("", "") if each is None else (str(each[0]), f"{each[1]:.3g}") for each in (row, column))
@@ -166,10 +155,9 @@ def picture(found: Replayed) -> str:
         "".join(next((mark for most, mark in _SHADES if ratio <= most), _WORST) for ratio in row)
         for row in found.tiles.tolist()
     )
-    of = " of the result" if found.header.gemm is not None else ""
     sizes = len(found.rows), len(found.columns)
     down, across = (_tile(size, max(count, 1)) for size, count in zip(sizes, found.tiles.shape, strict=True))
-    extents = f"{sizes[0]} {found.axes[0]} x {sizes[1]} {found.axes[1]}{of}"
+    extents = f"{sizes[0]} rows x {sizes[1]} columns of the result"
     return "\n".join([f"{extents}, a character for {down} x {across}; {_LEGEND}", *shades])
 
 
@@ -186,15 +174,14 @@ def _as_json(found: ReplayedFolder) -> dict[str, Any]:
             {
                 "path": str(path),
                 "layer": each.header.layer,
-                "gemm": each.call.gemm,
-                "expert": None if each.header.gemm is None else each.header.gemm.expert,
-                "attention": each.header.attention is not None,
+                "gemm": each.gemm.gemm,
+                "expert": each.gemm.expert,
                 "iteration": each.header.iteration,
                 "micro_batch": each.header.micro_batch,
                 "rank": each.header.rank,
-                "order": each.call.order,
+                "order": each.gemm.order,
                 "recipe": each.header.recipe,
-                "device": each.call.device,
+                "device": each.gemm.device,
                 "verdict": each.verdict,
                 "faults": each.faults,
                 "not_judged": each.not_judged,

@@ -19,9 +19,8 @@ import torch
 from te_precision_callbacks.dumps.contents import Dump, a_dump
 from te_precision_callbacks.dumps.dump_files import load
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.header import Gemm, Header
+from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.listing import list_dumps
-from te_precision_callbacks.replay.attention import replay_attention
 from te_precision_callbacks.replay.gemm import replay_gemm
 from te_precision_callbacks.replay.verdict import Replayed
 
@@ -62,7 +61,7 @@ class ReplayedFolder:
 
 @torch.no_grad()
 def replay(dump: Dump) -> Replayed:
-    """Replay a record of a GEMM or of attention.
+    """Replay a record of a GEMM.
 
     Args:
         dump: the record.
@@ -70,10 +69,10 @@ def replay(dump: Dump) -> Replayed:
     Raises:
         DumpError: the dump is not such a record.
     """
-    call = a_dump(dump).header.call
-    if call is None:
+    gemm = a_dump(dump).header.gemm
+    if gemm is None:
         raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
-    return replay_gemm(dump, call) if isinstance(call, Gemm) else replay_attention(dump, call)
+    return replay_gemm(dump, gemm)
 
 
 def replay_file(path: str | os.PathLike[str]) -> Replayed:
@@ -97,7 +96,7 @@ def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
     """
     listed = list_dumps(folder)
     headers = {
-        entry.path: entry.header for entry in listed if entry.header is not None and entry.header.call is not None
+        entry.path: entry.header for entry in listed if entry.header is not None and entry.header.gemm is not None
     }
     records: dict[Path, Replayed] = {}
     unread = {file.path: file.why for file in listed.foreign if file.path.suffix == ".safetensors"}
@@ -147,4 +146,4 @@ def _run_of(record: Path) -> Path:
 
 
 def _order(header: Header) -> tuple[int, int, int]:
-    return header.iteration or 0, 0 if header.call is None else header.call.order, header.rank
+    return header.iteration or 0, 0 if header.gemm is None else header.gemm.order, header.rank

@@ -31,17 +31,8 @@ from te_precision_callbacks.gemm_error.factors import factor_of
 from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, rounding_variance, thin
 from te_precision_callbacks.gemm_error.probes import probes, seed_of
 from te_precision_callbacks.replay.damage import damage_in_words
-from te_precision_callbacks.replay.operands import Recorded
-from te_precision_callbacks.replay.verdict import (
-    Fault,
-    Lane,
-    Replayed,
-    accounts_for,
-    apart,
-    faults_of_codes,
-    kernel_fault,
-    tiles_of,
-)
+from te_precision_callbacks.replay.operands import Codes, Recorded
+from te_precision_callbacks.replay.verdict import Fault, Lane, Replayed
 
 PROBES = 64
 """The number of probes from each side."""
@@ -51,6 +42,12 @@ MOST_DEVIATIONS = 8.0
 
 _SAMPLED = 64
 """Rows and columns that the model of the accumulator computes."""
+
+_MOST_BIAS = 6.0
+"""How many standard deviations the bias of stochastic rounding, and the share of zeros, may be off."""
+
+_LEFT = 0.2
+"""A factor that leaves less of an error than this accounts for it."""
 
 
 def replay_gemm(dump: Dump, gemm: Gemm) -> Replayed:
@@ -67,7 +64,7 @@ def replay_gemm(dump: Dump, gemm: Gemm) -> Replayed:
     for operand in (left, right):
         checked = operand.checked()
         if checked is not None:
-            faults += faults_of_codes(operand, checked)
+            faults += _faults_of_codes(operand.described.tensor, checked)
             not_judged += [operand.left_out] if operand.left_out else []
         elif isinstance(operand.data, Stored):
             lacks = "the tensor before quantization is" if operand.high is None else "its quantizer is"
@@ -82,7 +79,7 @@ def replay_gemm(dump: Dump, gemm: Gemm) -> Replayed:
         judge.gain,
         judge.found.rows,
         judge.found.columns,
-        tiles_of(judge.ratios),
+        _tiles(judge.ratios),
     )
 
 
@@ -91,7 +88,6 @@ class _Kernel:
 
     def __init__(self, dump: Dump, gemm: Gemm, left: Recorded, right: Recorded) -> None:
         self.gemm = gemm
-        self._header = dump.header
         self.left, self.right = left.decoded(), right.decoded()
         self.accumulator = accumulator_of(
             left.data, right.data, split_accumulator=gemm.split_accumulator, capability=gemm.capability
@@ -144,8 +140,12 @@ class _Kernel:
         if not self.counts or ratio <= 1:
             return []
         text = damage_in_words(self.codes, self.alone, self.ratios > 1, self.found.rows > 1, self.found.columns > 1)
-        gain = f"; the result is {self.gain:.3g} of the product" if self._is_scaled() else ""
-        return [kernel_fault(self._header, self.gemm, f"{text}{gain}")]
+        gain = ""
+        if self.gain is not None:
+            off, left = (float((self.alone - factor * self.codes).norm()) for factor in (1.0, self.gain))
+            if left < _LEFT * off:
+                gain = f"; the result is {self.gain:.3g} of the product"
+        return [Fault("kernel", f"{text}{gain}")]
 
     @property
     def why_not(self) -> str:
@@ -153,10 +153,6 @@ class _Kernel:
         if self.codes.isfinite().all(1).any():
             return "the product is lost in what it was added to"
         return "each row of the product has inf or nan"
-
-    def _is_scaled(self) -> bool:
-        """Whether a factor accounts for most of what is wrong with the result."""
-        return self.gain is not None and accounts_for(self.gain, self.codes, self.alone)
 
     def sampled(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows and columns that the model of the accumulator computes: the worst ones first."""
@@ -178,9 +174,54 @@ def _lanes(kernel: _Kernel, left: Recorded, right: Recorded) -> tuple[Lane, ...]
     summed = alpha * accumulated(kernel.left[rows], kernel.right[columns], kernel.accumulator)
     codes, alone = (whole[rows][:, columns] for whole in (kernel.codes, kernel.alone))
     return (
-        Lane("original", "format", apart(original, own)),
-        Lane("own quantizer", "quantizer", apart(own, kernel.codes)),
-        Lane("codes", "accumulation", apart(codes, summed)),
-        Lane("accumulator", "kernel", apart(summed, alone)),
+        Lane("original", "format", _distance(original, own)),
+        Lane("own quantizer", "quantizer", _distance(own, kernel.codes)),
+        Lane("codes", "accumulation", _distance(codes, summed)),
+        Lane("accumulator", "kernel", _distance(summed, alone)),
         Lane("result", "", None),
     )
+
+
+def _faults_of_codes(tensor: str, checked: Codes) -> list[Fault]:
+    """What is wrong with the codes and scales of an operand."""
+    found = []
+    if checked.wrong_scales:
+        found.append(f"{checked.wrong_scales:.0f} of {checked.scales:.0f} scales are not those of the format")
+    if checked.wrong:
+        found.append(f"{checked.wrong:.0f} of {checked.codes:.0f} codes are not the nearest number of the format")
+    if checked.rounded and not checked.wrong:
+        deviation = checked.bias / math.sqrt(checked.rounded / 4)
+        if abs(deviation) > _MOST_BIAS:
+            way = "towards 0" if deviation < 0 else "away from 0"
+            found.append(
+                f"stochastic rounding has a bias {way}: {checked.bias / checked.rounded:+.3f} of a step on average"
+            )
+        excess = checked.zeros - checked.expected_zeros
+        if excess > _MOST_BIAS * math.sqrt(max(1.0, checked.expected_zeros)):
+            found.append(f"{checked.zeros:.0f} codes are 0, and {checked.expected_zeros:.0f} are expected to be")
+    return [Fault("quantizer", f"{tensor}: {'; '.join(found)}", tensor)] if found else []
+
+
+def _tiles(ratios: torch.Tensor) -> torch.Tensor:
+    """The largest ratio in each of at most 32 x 64 tiles of a matrix."""
+    ratios = torch.maximum(ratios, torch.zeros_like(ratios))
+    most = zip(ratios.shape, (32, 64), strict=True)
+    rows, columns = (torch.arange(size) * tiles // max(size, tiles) for size, tiles in most)
+    height, width = (int(where[-1]) + 1 if len(where) else 0 for where in (rows, columns))
+    of_rows = ratios.new_zeros(height, ratios.shape[1])
+    of_rows.scatter_reduce_(0, rows.unsqueeze(1).expand_as(ratios), ratios, "amax")
+    return ratios.new_zeros(height, width).scatter_reduce_(1, columns.expand_as(of_rows), of_rows, "amax")
+
+
+def _distance(one: torch.Tensor | None, following: torch.Tensor | None) -> float | None:
+    """The norm of the difference of two lanes over the norm of the first, in what is finite in both; None if one of
+    them is unknown, or nothing is finite."""
+    if one is None or following is None:
+        return None
+    use = one.isfinite() & following.isfinite()
+    if use.numel() and not use.any():
+        return None
+    one, following = torch.where(use, one, 0.0), torch.where(use, following, 0.0)
+    norm = float(one.norm())
+    off = float((one - following).norm())
+    return off / norm if norm else (0.0 if off == 0 else math.inf)

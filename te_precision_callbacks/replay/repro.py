@@ -1,4 +1,4 @@
-"""Writes a script that shows the fault of a record with torch, and runs a GEMM with Transformer Engine where that is.
+"""Writes a script that shows the fault of a recorded GEMM with torch, and runs it with Transformer Engine if installed.
 
 write_repro(Path("repro.py"), record, replayed)     # repro.py and repro.safetensors
 """
@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.header import Gemm
 from te_precision_callbacks.replay.verdict import Replayed
 
 _FOLDER = importlib.resources.files("te_precision_callbacks.replay")
@@ -19,11 +18,10 @@ _HEADING = '''"""{verdict}
 
 Recorded on {device} with {versions}.
 Run it beside {data}: python {script}
-It needs torch and safetensors, and no GPU. {now}
+It needs torch and safetensors, and no GPU. Where Transformer Engine can be imported, it runs the recorded GEMM with it.
+The exit code is 1 if the fault is there: now, or where the GEMM cannot run, in the record.
 """
 '''
-_RUNS_NOW = """Where Transformer Engine can be imported, it runs the recorded GEMM with it.
-The exit code is 1 if the fault is there: now, or where the GEMM cannot run, in the record."""
 
 _DAMAGE = "from te_precision_callbacks.replay.damage import damage_in_words\n"
 """What the script has in place of this import: the functions of that module."""
@@ -74,11 +72,10 @@ def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
     body = body[body.index('"""', 3) + 4 :].replace(_DAMAGE, damage.partition("import torch\n")[2].lstrip())
     heading = _HEADING.format(
         verdict=replayed.verdict.replace("\\", "/").replace('"', "'"),
-        device=replayed.call.device,
+        device=replayed.gemm.device,
         versions=", ".join(f"{name} {version}" for name, version in replayed.header.versions.items()),
         data=data.name,
         script=script.name,
-        now=_RUNS_NOW if isinstance(replayed.call, Gemm) else "The exit code is 1 if the fault is in the record.",
     )
     try:
         script.parent.mkdir(parents=True, exist_ok=True)

@@ -25,10 +25,10 @@ LOWEST_EXPONENT = {"E4M3": -6, "E5M2": -14, "E2M1": 0}
 
 
 def read(path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The description of the GEMM or of attention, and the tensors."""
+    """The description of the GEMM, and the tensors."""
     with safe_open(path, "pt") as file:
-        header = json.loads(file.metadata()["te_precision_dump"])
-        return header["gemm"] or header["attention"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        gemm = json.loads(file.metadata()["te_precision_dump"])["gemm"]
+        return gemm, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def codes_of(direction: Any, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,129 +214,14 @@ def quantizer(gemm: Any, side: str, tensors: dict[str, torch.Tensor]) -> bool:
     return True
 
 
-def heads(call: Any, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """An operand or a result of attention: float64, [batch, heads, tokens, size]."""
-    described = {**call["operands"], **call["results"]}[name]
-    if described["direction"] is None:
-        return tensors[f"{name}.values"].double()
-    codes, factors = codes_of(described["direction"], tensors)
-    return (codes * factors).reshape(described["direction"]["shape"])
-
-
-def half_steps(numbers: str, scale: float = 1.0) -> tuple[float, float]:
-    """By how much rounding to numbers is off at most: relative, and of the smallest numbers."""
-    if numbers in MANTISSA_BITS:
-        bits = MANTISSA_BITS[numbers] + 1
-        return 2.0**-bits, 2.0 ** (LOWEST_EXPONENT[numbers] - bits) / scale
-    limits = torch.finfo(getattr(torch, numbers))
-    return limits.eps / 2, limits.smallest_normal * limits.eps / 2
-
-
-def sequences(call: Any, tensors: dict[str, torch.Tensor]) -> list[tuple[int, slice, slice]]:
-    """Of each sequence: its place in the batch, and the slices of its queries and keys."""
-    found: list[tuple[int, slice, slice]] = []
-    for number in range(call["sequences"]):
-        slices = []
-        for which, longest in zip(("q", "kv"), call["longest"], strict=True):
-            lengths, places = tensors.get(f"lengths_{which}"), tensors.get(f"places_{which}")
-            length = longest if lengths is None else int(lengths[number + 1] - lengths[number])
-            first = 0 if places is None else int(places[number])
-            slices.append(slice(first, first + length))
-        found.append((0 if "places_q" in tensors else number, slices[0], slices[1]))
-    return found
-
-
-def attention(call: Any, tensors: dict[str, torch.Tensor]) -> bool:
-    """Compare the recorded results of attention with those of the recorded codes; whether one is wrong.
-
-    An element may be off by 8 standard deviations of the roundings of S, of the scores of unfused attention, and of the
-    gradient of the scores; by what is rounded to 0; and by a step of the result.
-    """
-    q, k, v = (heads(call, name, tensors) for name in ("query", "key", "value"))
-    group, backward = q.shape[1] // k.shape[1], "gradient" in call["operands"]
-    expected = {name: torch.zeros_like(heads(call, name, tensors)) for name in call["results"]}
-    variance, lost = ({name: torch.zeros_like(each) for name, each in expected.items()} for _ in range(2))
-
-    def add(name: str, at: Any, matrix: torch.Tensor, other: torch.Tensor, rounded: Any, more: Any = 0.0) -> None:
-        scale = 1.0 if rounded["scale"] is None else float(tensors[rounded["scale"]])
-        relative, least = half_steps(rounded["numbers"], scale)
-        expected[name][at] += matrix @ other
-        steps = (relative * matrix).square() + torch.where(matrix.abs() > least, least**2, 0.0) + more
-        variance[name][at] += steps @ other.square()
-        lost[name][at] += torch.where(matrix.abs() <= least, matrix.abs(), 0.0) @ other.abs()
-
-    for batch, queries, keys in sequences(call, tensors):
-        rows, columns = (torch.arange(part.stop - part.start) for part in (queries, keys))
-        own = rows.unsqueeze(1) + (len(columns) - len(rows) if call["at_the_end"] else 0)
-        seen = torch.ones(len(rows), len(columns), dtype=torch.bool)
-        seen &= (columns <= own + call["right"]) if call["right"] >= 0 else True
-        seen &= (columns >= own - call["left"]) if call["left"] >= 0 else True
-        for head in range(q.shape[1]):
-            of_rows, of_keys = (batch, head, queries), (batch, head // group, keys)
-            scores = call["scale"] * (q[of_rows] @ k[of_keys].t())
-            if "bias" in tensors:
-                bias = tensors["bias"].double()[batch % len(tensors["bias"]), head % tensors["bias"].shape[1]]
-                scores += bias[rows][:, columns] * (call["scale"] if call["bias"] == "pre_scale_bias" else 1.0)
-            s = torch.softmax(scores.masked_fill(~seen, float("-inf")), 1).nan_to_num(0.0)
-            if not backward:
-                relative = half_steps(call["probabilities"]["numbers"])[0] if call["kernel"] == "unfused" else 0.0
-                of_scores = 2 * (s * relative * scores).square()
-                add("output", of_rows, s, v[of_keys], call["probabilities"], of_scores)
-                continue
-            do, o = heads(call, "gradient", tensors)[of_rows], heads(call, "output", tensors)[of_rows]
-            ds = call["scale"] * s * (do @ v[of_keys].t() - (do * o).sum(1, keepdim=True))
-            add("query_gradient", of_rows, ds, k[of_keys], call["scores"])
-            add("key_gradient", of_keys, ds.t(), q[of_rows], call["scores"])
-            add("value_gradient", of_keys, s.t(), do, call["probabilities"])
-    wrong = [
-        result_of_attention(call, name, tensors, exact, variance[name].sqrt(), lost[name])
-        for name, exact in expected.items()
-    ]
-    return any(wrong)
-
-
-def result_of_attention(
-    call: Any, name: str, tensors: dict[str, torch.Tensor], exact: torch.Tensor, deviation: torch.Tensor, lost: Any
-) -> bool:
-    """Compare a recorded result with what it should be, in each element and as a whole; whether it is wrong."""
-    result, described = heads(call, name, tensors), call["results"][name]
-    defined = torch.zeros_like(exact, dtype=torch.bool)
-    for batch, queries, keys in sequences(call, tensors):
-        defined[batch, :, keys if name in ("key_gradient", "value_gradient") else queries] = True
-    direction = described["direction"]
-    scale = 1.0 if direction is None else float(tensors[direction["scale"]])
-    numbers = described["values"]["dtype"] if direction is None else direction["format"]
-    relative, least = half_steps(numbers, 1 / scale)
-    result = torch.where(defined, result, exact)
-    error = (result - exact).abs().nan_to_num(float("inf"))
-    tolerance = 8 * deviation + lost
-    steps = 2 * relative * (exact.abs() + tolerance) + 2 * least + 2.0**-12 * exact.abs().amax()
-    wrong = error > tolerance + steps
-    most = 2 * deviation + lost + relative * (exact.abs() + deviation) + least
-    if not wrong.any() and error.norm() <= most.norm():
-        print(f"{name}: nothing is wrong")
-        return False
-    gain = float((result * exact).nan_to_num().sum() / exact.square().sum().clamp(min=1e-300))
-    number = f"{int(wrong.sum())} of {wrong.numel()} elements are wrong"
-    print(f"{name}: {number}; the whole is {gain:.5g} of what it should be")
-    for batch, head in wrong.flatten(2).any(2).nonzero().tolist()[:5]:
-        bad, none = wrong[batch, head], torch.zeros(1, dtype=torch.bool)
-        damage = damage_in_words(exact[batch, head], result[batch, head], bad, none, none)
-        print(f"  sequence {batch}, head {head}: {damage}")
-    return True
-
-
 def main() -> int:
-    """The exit code: 1 if a code is wrong, or the result of now; where nothing can run the GEMM, and of attention, the
-    recorded one. 2 without the record."""
+    """The exit code: 1 if a code is wrong, or the result of now; where nothing can run the GEMM, the recorded result. 2
+    without the record."""
     record = Path(__file__).with_suffix(".safetensors")
     if not record.is_file():
         print(f"{record} is missing: the GEMM is recorded there. Put it beside this script.", file=sys.stderr)
         return 2
     gemm, tensors = read(record)
-    if "operands" in gemm:
-        print(f"{gemm['gemm']} of attention, {gemm['kernel']}, recorded on {gemm['device']}; compared with float64:")
-        return int(attention(gemm, tensors))
     print(f"{gemm['gemm']}, {gemm['n']} x {gemm['m']}, sums of {gemm['k']}; compared with float64:")
     wrong_codes = [quantizer(gemm, side, tensors) for side in ("b", "a")]
     is_wrong = kernel(gemm, tensors, tensors["out"], f"recorded on {gemm['device']}")

@@ -36,9 +36,7 @@ class NamedLayers:
         modules: the Transformer Engine modules of this rank.
         operations: the operations of ``te.ops`` with GEMMs.
         names: the names of the layers of the modules.
-        attentions: the modules of attention of this rank.
         of_all: the layers of all ranks that reduce together.
-        attentions_of_all: likewise, the modules of attention.
         given: layer -> the name that the script gave to it and to no other layer.
     """
 
@@ -46,9 +44,8 @@ class NamedLayers:
         self.modules: tuple[NamedModule, ...] = ()
         self.operations: Sequence[NamedOperation] = ()
         self.names: frozenset[str] = frozenset()
-        self.attentions: Sequence[NamedModule] = ()
+        self._attentions: Mapping[int, str] = {}
         self.of_all: tuple[Layer, ...] = ()
-        self.attentions_of_all: tuple[Layer, ...] = ()
         self.given: dict[str, str] = {}
         self._options = options
         self._by_number = False
@@ -62,7 +59,7 @@ class NamedLayers:
     def other_names(self) -> dict[int, str]:
         """The names of attention and operations of ``te.ops`` of this rank, by the id of the module."""
         operations = {id(found.module): found.layers[0] for found in self.operations if found.layers}
-        return {id(named.module): named.name for named in self.attentions} | operations
+        return {**self._attentions, **operations}
 
     @property
     def of_other_ranks(self) -> list[Layer]:
@@ -83,23 +80,18 @@ class NamedLayers:
             self._name_by_number(alike)
             self._find(model)
             layers = ranks.pool(self.own, "numbered layers")
-        self._take(layers, ranks.pool(self._own_attentions, "attention"))
+        self._take(layers)
 
     def follow(self, model: Model) -> None:
         """Name the layers of a model that has changed, without the other ranks."""
         self._find(model)
-        attentions = [*self.attentions_of_all, *self._own_attentions]
-        self._take([*dict.fromkeys([*self.of_all, *self.own])], [*dict.fromkeys(attentions)])
-
-    @property
-    def _own_attentions(self) -> list[Layer]:
-        return [layer for named in self.attentions for layer in named.layers]
+        self._take([*dict.fromkeys([*self.of_all, *self.own])])
 
     def _find(self, model: Model) -> None:
         names, scope = self._options.layer_names or "path", self._options.scope
         self.modules = named_te_modules(model, names, by_number=self._by_number, scope=scope)
         self.operations = named_operations(model, by_number=self._by_number, scope=scope)
-        self.attentions = named_attention(model, self.paths(model))
+        self._attentions = named_attention(model, self.paths(model))
         self.names = frozenset(layer.name for layer in self.own)
 
     def _name_by_number(self, alike: Mapping[str, Sequence[str]]) -> None:
@@ -116,8 +108,8 @@ class NamedLayers:
                 " or ".join(map(repr, numbered)),
             )
 
-    def _take(self, layers: Sequence[Layer], attentions: Sequence[Layer]) -> None:
-        self.of_all, self.attentions_of_all = tuple(layers), tuple(attentions)
+    def _take(self, layers: Sequence[Layer]) -> None:
+        self.of_all = tuple(layers)
         named = by_given_name(layers)
         self.given.clear()
         self.given.update((name, given) for given, (name, *more) in named.items() if not more and name != given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,9 +14,8 @@ from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.differences import FlatConfig, flat_config
-from te_precision_callbacks.config.dumping import check_conditions, schemas_of
+from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.idle import idle_in_words
-from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
@@ -147,7 +146,7 @@ class ObservedModel:
         goes_on = "with activation overflow detection alone" if watched else "without precision debugging"
         for text in idle_in_words(options.config, planned.sections):
             logger.warning("%s", text)
-        if not (self.layers.of_all or planned.plan.attentions):
+        if not self.layers.of_all:
             logger.warning("%s", without_layers(goes_on, self._front_door))
         self._model = model
         self._observe(planned)
@@ -165,7 +164,6 @@ class ObservedModel:
         plan = config.plan(
             self.layers.of_all,
             registered,
-            attentions=self.layers.attentions_of_all,
             allow_unmatched=self._options.allow_unmatched,
             layer_names=self._options.layer_names,
         )
@@ -199,15 +197,10 @@ class ObservedModel:
         for module in modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused, self._attentions(plan))
+        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused)
         self.say_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
             logger.info('observe="auto": %s', paths_in_words(len(planned.fused), planned.not_fused))
-
-    def _attentions(self, plan: Plan) -> dict[int, tuple[str, Sequence[FeatureSchema]]]:
-        """id of a module of attention of this rank -> its name, and the features that look at it."""
-        found = {entry.layer.name: schemas_of(entry.features) for entry in plan.attentions}
-        return {id(each.module): (each.name, found[each.name]) for each in self.layers.attentions if each.name in found}
 
     # ------------------------------------------------------------------ what changes in it
 

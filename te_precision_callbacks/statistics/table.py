@@ -47,8 +47,8 @@ class Of(Enum):
     EXPONENTS = "the exponents of the tensor"
     GEMM = "the GEMM that makes the tensor"
     GEMM_FORMAT = "the GEMM that makes the tensor, and its operands in high precision"
-    GEMM_CODES_A = "the operand A of the GEMM that makes the tensor; of attention K and V"
-    GEMM_CODES_B = "the operand B of the GEMM that makes the tensor; of attention Q"
+    GEMM_CODES_A = "the operand A of the GEMM that makes the tensor"
+    GEMM_CODES_B = "the operand B of the GEMM that makes the tensor"
 
     __hash__ = object.__hash__  # Enum's own is a function in Python, and this is hashed for each watched tensor
 

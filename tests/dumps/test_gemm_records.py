@@ -115,7 +115,7 @@ def test_modules_with_several_gemms(tmp_path: Path, kind: str) -> None:
         session.step()
     found = replay_folder(tmp_path)
     assert found.first_bad is None
-    what = [(each.header.layer.rpartition(".")[2], each.call.gemm) for each in found.records.values()]
+    what = [(each.header.layer.rpartition(".")[2], each.gemm.gemm) for each in found.records.values()]
     if kind == "GroupedLinear":
         assert what == [("gemm_0", "fprop"), ("gemm_1", "fprop"), ("gemm_0", "wgrad"), ("gemm_1", "wgrad")]
     else:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
 from te_precision_callbacks.base.numerics.layouts import packed, stored, unpacked
-from te_precision_callbacks.gemm_error.codes import CodeCheck, amax_of_all, check_codes, distance, rules_of
+from te_precision_callbacks.gemm_error.codes import CodeCheck, check_codes, distance, rules_of
 from tests.gemm_error.gemms import BF16, RECIPES, quantizer
 
 ROWS, COLUMNS = 256, 512
@@ -100,16 +100,6 @@ def test_no_more_than_the_window_is_copied(recipe: str) -> None:
     with Largest() as largest:
         check(tensor, high, made_by, columnwise=False)
     assert largest.bytes == 128 * 1024 * torch.float64.itemsize < high.nbytes
-
-
-def test_the_amax_of_a_tensor_with_gaps_is_had_without_a_copy() -> None:
-    """Of Q in a buffer of Q, K and V."""
-    packed_buffer = torch.randn(64, 3, 64).to(BF16)
-    packed_buffer[5, 1, 7], packed_buffer[6, 2, 8] = -9.0, 11.0
-    with Largest() as largest:
-        found = amax_of_all([packed_buffer[:, 0], packed_buffer[:, 1]])
-    assert found == 9.0
-    assert largest.bytes <= 16
 
 
 def rewritten(tensor: Any, codes: torch.Tensor) -> None:

@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.cli import app
-from te_precision_callbacks.dumps import load
-from te_precision_callbacks.dumps.dump_files import write
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.replay import ReplayedFolder, replay_folder, shown
 from tests.capability import any_capability
@@ -115,22 +113,6 @@ def test_records_of_two_runs_in_one_folder(tmp_path: Path) -> None:
     assert "2 recorded GEMMs, 2 with a fault, the first: " in told
     assert "2 recorded GEMMs, 0 with a fault" in told
     assert "128 rows x 256 columns of the result, a character for 4 x 4;" in told
-
-
-def test_a_fault_beyond_a_tolerance_that_no_device_has_confirmed(tmp_path: Path) -> None:
-    with faults.kernel(faults.KERNEL["rows swapped"][0]):
-        (file,) = train(tmp_path / "cpu", "current", gemms="fprop")
-    assert "unconfirmed" not in run(file)[1]
-    dump = load(file)
-    assert dump.header.gemm is not None
-    gemm = replace(dump.header.gemm, device="NVIDIA H200", capability=(9, 0))
-    write(replace(dump, header=replace(dump.header, gemm=gemm)), tmp_path / "gpu.safetensors")
-    code, text = run(tmp_path / "gpu.safetensors")
-    assert code == 1
-    assert "kernel (unconfirmed): rows 3 and 17 are swapped" in text
-    assert "has confirmed the tolerance of fp8_current_scaling on NVIDIA H200" in " ".join(text.split())
-    (fault,) = json.loads(run(tmp_path / "gpu.safetensors", "--json")[1])["records"][0]["faults"]
-    assert fault["is_confirmed"] is False
 
 
 @pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])

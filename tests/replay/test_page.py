@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.session import InspectSession
-from tests.capability import any_capability, stand_for
+from tests.capability import any_capability
 from tests.docs.pages import blocks
-from tests.dumps.attentions import BATCH, HEADS, LENGTH, SIZE, damaged
 from tests.replay import faults
 
 PAGE = "docs/replay.md"
@@ -34,7 +33,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"fc2": te.Linear(64, 128, params_dtype=torch.bfloat16)})
-    config, with_condition, _ = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    config, with_condition = map(yaml.safe_load, blocks(PAGE, "yaml"))
     with faults.kernel(faults.KERNEL["rows swapped"][0]):
         for sections, folder in ((config, "run"), (with_condition, "run2")):
             with InspectSession(sections, model=model, log_dir=folder) as session:
@@ -43,7 +42,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
                 out.float().square().sum().backward()
                 session.step()
     assert [path.name for path in Path("run2").rglob("*_gemm.safetensors")] == ["fc2.fprop_gemm.safetensors"]
-    printed, by_script, _ = blocks(PAGE, "text")
+    printed, by_script = blocks(PAGE, "text")
     for block in blocks(PAGE, "bash"):
         (line,) = block.strip().splitlines()
         result = CliRunner().invoke(app, shlex.split(line)[1:], env={"COLUMNS": "200"})
@@ -60,21 +59,3 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         runpy.run_path("bug/repro.py", run_name="__main__")
     assert ended.value.code == 2
     assert "repro.safetensors is missing" in capsys.readouterr().err
-
-
-def test_the_page_on_attention(tmp_path: Path) -> None:
-    stand_for((10, 0))
-    torch.manual_seed(0)
-    core = te.DotProductAttention(HEADS, SIZE, attention_dropout=0.0)
-    given = (torch.randn(LENGTH, BATCH, HEADS, SIZE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    sections = yaml.safe_load(blocks(PAGE, "yaml")[2])
-    with damaged(lambda which, out: out[0][:, :, 2].zero_() if which == "forward" else None):
-        model = torch.nn.ModuleDict({"core_attention": core})
-        with InspectSession(sections, model=model, log_dir=tmp_path) as session:
-            with te.autocast(enabled=True, recipe=Float8CurrentScaling(fp8_dpa=True)):
-                out = core(*given)
-            out.float().square().sum().backward()
-            session.step()
-    result = CliRunner().invoke(app, ["replay", str(tmp_path / "tensor_dumps")], env={"COLUMNS": "200"})
-    assert " ".join(blocks(PAGE, "text")[2].split()) in " ".join(result.output.split())
-    assert result.output.startswith("2 records, 1 with a fault.")

@@ -39,7 +39,7 @@ def test_healthy(tmp_path: Path, name: str, accumulates: bool) -> None:
         assert lanes["accumulator"] is not None
         assert lanes["accumulator"] < 0.004
         assert found.gain == pytest.approx(1, abs=1e-2)
-        if found.call.gemm == "wgrad":
+        if found.gemm.gemm == "wgrad":
             assert lanes["original"] is None
             assert "the quantizer of activation" in found.verdict
         elif name != "delayed":  # whose first scale is 1
@@ -58,7 +58,7 @@ def test_an_inf_or_nan_is_neither_the_quantizers_fault_nor_the_kernels(
     for path in train(tmp_path, name, broken=broken, measures=True):
         found = replay_file(path)
         assert found.faults == ()
-        if found.call.gemm == "fprop":
+        if found.gemm.gemm == "fprop":
             told = "1 element of activation that is inf or nan, and the scales that follow from it"
             assert told in found.not_judged
             own = {lane.name: lane.error for lane in found.lanes}["own quantizer"]
@@ -112,6 +112,6 @@ def test_a_first_bad_gemm_in_the_order_of_execution(tmp_path: Path) -> None:
     folder = replay_folder(tmp_path)
     first = folder.first_bad
     assert first is not None
-    assert (first[1].header.iteration, first[1].call.gemm) == (0, "fprop")
+    assert (first[1].header.iteration, first[1].gemm.gemm) == (0, "fprop")
     assert list(folder.records)[-2:] == [dgrad, wgrad]
     assert torch.equal(load(dgrad).tensors["out"], load(dgrad).tensors["out"])

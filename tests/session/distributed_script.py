@@ -62,7 +62,6 @@ def main(rank: int, folder: Path) -> None:
         on_one_rank(rank, folder / f"on one rank {reduce}", reduce=reduce)
     died(rank, folder / "died")
     coverage(rank, folder / "coverage")
-    attention_of_one_rank(rank, folder / "attention")
     uneven(rank, folder / "uneven")
     sharded(rank, folder / "sharded")
     reduced(rank, folder / "reduced")
@@ -94,16 +93,6 @@ def coverage(rank: int, folder: Path) -> None:
         products = session.coverage()
     macs = {f"{product.layer} {product.gemm} {product.precision}": product.macs for product in products if product.macs}
     (folder / f"{rank}.txt").write_text(repr((dict(sorted(macs.items())), products.share("fp8"))))
-
-
-def attention_of_one_rank(rank: int, folder: Path) -> None:
-    """Two stages, of which the second alone has attention; a section names it alone."""
-    net = torch.nn.ModuleList([te.Linear(32, 32), *([te.DotProductAttention(2, 16)] if rank else [])])
-    section = {"dump": feature("DumpTensors", ["DotProductAttention"], gemms=["fprop"])}
-    with InspectSession(section, model=net, log_dir=folder, strict=True) as session:
-        if rank:
-            net[1](*(torch.randn(8, 1, 2, 16, dtype=torch.bfloat16) for _ in range(3))).sum()
-        session.step()
 
 
 def uneven(rank: int, folder: Path) -> None:

@@ -91,10 +91,6 @@ def test_the_records_of_a_pipeline_have_the_layers_of_all_ranks(two: Path) -> No
     assert {row["scope"] for row in run.series.to_pylist()} == {"pp0", "pp1"}
 
 
-def test_a_section_may_name_attention_that_another_rank_has(two: Path) -> None:
-    assert [file.name for file in (two / "attention").rglob("*.safetensors")] == ["1.attention_forward.safetensors"]
-
-
 def test_events_of_gemms_with_split_layers_and_experts(two: Path) -> None:
     """Each operand is what the extension was handed, which the ranks have asserted, in layers of their own."""
     dense = ("dense.0", "dense.1", "dense.2.fc1", "dense.2.fc2")

@@ -10,11 +10,9 @@ import numpy.typing as npt
 
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.gemm_error.confirmed import is_confirmed
 
 GAIN = 0.05
 """How far the gain may be from 1. A wrong scale is off by a factor of 2 or more."""
@@ -73,44 +71,14 @@ class Kernel(_OfGemms):
         settings = facts.settings
         ranks = settings is not None and settings.ranks > 1 and settings.alike
         for ratio in self._columns(numbers, "gemm_kernel_ratio"):
-            tensor = ratio.family.tensor
+            gemm = _GEMM[ratio.family.tensor]
             beside = _beside(numbers, ratio)
             bad = ratio.values > 1
             scaled = np.abs(beside["gemm_gain"] - 1) > GAIN
             alone = (beside["gemm_kernel_rank_first"] == beside["gemm_kernel_rank_last"]) & ranks
             holds = {"gain": bad & scaled & ~alone, "rank": bad & alone, "kernel": bad & ~scaled & ~alone}[self._kind]
-            names = numbers.names_of(ratio)
-            texts = np.array(
-                [
-                    f"{_subject(facts, name, tensor)} {_seen(beside, at, ratio, self._kind)}"
-                    for at, name in enumerate(names)
-                ],
-                object,
-            )
-            for severity in ("error", "warning"):
-                of_severity = np.array([_severity(facts, name) == severity for name in names], bool)
-                yield from self._streaks.sightings(
-                    numbers,
-                    facts,
-                    ratio,
-                    holds & of_severity,
-                    "{}",
-                    texts,
-                    severity=severity,
-                    key=severity,
-                )
-
-
-def _subject(facts: Facts, layer: str, tensor: str) -> str:
-    """The GEMM that makes a tensor of a layer; of attention, the forward with both of its products."""
-    if facts.is_attention(layer):
-        return "the attention forward (scores QK^T, softmax, PV)"
-    return f"the GEMM {_GEMM[tensor]}"
-
-
-def _subjects(facts: Facts, numbers: StepNumbers, column: Column) -> npt.NDArray[np.object_]:
-    """The same of all layers of a column."""
-    return np.array([_subject(facts, name, column.family.tensor) for name in numbers.names_of(column)], object)
+            seen = np.array([_seen(beside, at, ratio, self._kind) for at in range(len(ratio.layers))], object)
+            yield from self._streaks.sightings(numbers, facts, ratio, holds, f"the GEMM {gemm} {{}}", seen)
 
 
 def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
@@ -145,12 +113,6 @@ def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column,
     return what
 
 
-def _severity(facts: Facts, layer: str) -> Severity:
-    """A warning where no real device has confirmed the tolerance."""
-    gpu = "" if facts.settings is None else facts.settings.gpu
-    return "error" if is_confirmed(facts.recipe_of(layer), gpu) else "warning"
-
-
 class Quantizer(_OfGemms):
     """Codes or scales that are not those of the format."""
 
@@ -173,8 +135,7 @@ class Quantizer(_OfGemms):
                         facts,
                         column,
                         np.abs(column.values) > most,
-                        f"operand {operand.upper()} of {{}}: {text}",
-                        _subjects(facts, numbers, column),
+                        f"operand {operand.upper()} of the GEMM {_GEMM[column.family.tensor]}: {text}",
                         column.values,
                         key=statistic,
                     )
@@ -197,14 +158,12 @@ class Excess(_OfGemms):
                 facts,
                 column,
                 column.values > EXCESS,
-                "the error of {} is {:.3g} times that of its operands",
-                _subjects(facts, numbers, column),
+                f"the error of the GEMM {_GEMM[column.family.tensor]} is {{:.3g}} times that of its operands",
                 column.values,
             )
 
 
 _COLLECT = "LogGemmError with gemms: [fprop, dgrad, wgrad]"
-_UNCONFIRMED = " On a GPU on which no real kernel has confirmed the tolerance it is a warning."
 
 RULES = (
     Rule(
@@ -213,7 +172,7 @@ RULES = (
         subject="tensor",
         needs="gemm_kernel_ratio of GEMMs",
         collect=_COLLECT,
-        condition="gemm_kernel_ratio is above 1: of the whole product, of a row or of a column." + _UNCONFIRMED,
+        condition="gemm_kernel_ratio is above 1: of the whole product, of a row or of a column",
         silent="rounding of the result and of the sums, as the device makes it: docs/gemm-error.md",
         severity="error",
         source="the tolerances are derived in docs/gemm-error.md; cudnn-frontend issue 981 and Primus-Turbo issue 397"
@@ -221,8 +180,8 @@ RULES = (
         why="the numbers are finite and plausible, and no statistic of a tensor shows them",
         disproof="the same operands, multiplied in float64, give the same result",
         remedy=(
-            "Run these layers in high precision until the kernel is replaced, and report it: another version of cuBLAS"
-            " (of attention cuDNN), of Transformer Engine or of the driver may not have it"
+            "Run these layers in high precision until the kernel is replaced, and report it: another version of cuBLAS,"
+            " of Transformer Engine or of the driver may not have it"
         ),
         cost="the layer runs at the speed of BF16",
         judge=functools.partial(Kernel, "kernel"),
@@ -233,7 +192,7 @@ RULES = (
         subject="tensor",
         needs="gemm_kernel_ratio and gemm_gain of GEMMs",
         collect=_COLLECT,
-        condition=f"gemm_kernel_ratio is above 1, and gemm_gain is more than {GAIN:g} away from 1." + _UNCONFIRMED,
+        condition=f"gemm_kernel_ratio is above 1, and gemm_gain is more than {GAIN:g} away from 1",
         silent="rounding; a loss that is scaled, since the operands are too",
         severity="error",
         source="TransformerEngine issue 3342: gradients of a fused grouped MLP scaled by up to 2^-7",
@@ -249,7 +208,7 @@ RULES = (
         subject="tensor",
         needs="gemm_kernel_ratio of GEMMs, of several ranks with the same layers",
         collect=_COLLECT,
-        condition="gemm_kernel_ratio is above 1 on one rank, and on no other." + _UNCONFIRMED,
+        condition="gemm_kernel_ratio is above 1 on one rank, and on no other",
         silent="layers that exist on some ranks only",
         severity="error",
         source="silent data corruption is of a device: arXiv 2102.11245; the condition is ours",
@@ -298,10 +257,7 @@ RULES = (
         " cancel; the threshold is ours",
         why="the operands look healthy, each in its own statistics, and the result is mostly error",
         disproof="the run with this GEMM in high precision has the same loss",
-        remedy=(
-            "Keep the GEMM in high precision (DisableQuantizationGEMM; of attention fp8_dpa=False in the recipe), or"
-            " subtract what its rows have in common"
-        ),
+        remedy=("Keep the GEMM in high precision (DisableQuantizationGEMM), or subtract what its rows have in common"),
         cost="the GEMM runs at the speed of BF16",
         judge=Excess,
     ),
