@@ -6,48 +6,69 @@ arguments of the modules' autograd Functions (``pytorch/module``).
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.layers.forwards import running_forward
 
-Sources = Callable[[Sequence[Any]], dict[tuple[int, str], Any]]
-"""The arguments of a Function's forward -> the tensors among them that are quantized in it."""
+Named = Callable[[Sequence[Any]], dict[str, Any]]
+"""The positional arguments of a function, by the names of its parameters."""
 
 Gemms = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
 """The arguments and the result of a function of GEMMs -> A, B and result of each."""
 
-GEMM = (
-    "A",
-    "B",
-    "out_dtype",
-    "quantization_params",
-    "gelu",
-    "gelu_in",
-    "alpha",
-    "beta",
-    "accumulate",
-    "layout",
-    "out",
-)
-GROUPED_GEMM = (
-    "A",
-    "B",
-    "out",
-    "quantization_params",
-    "out_dtype",
-    "layout",
-    "m_splits",
-    "gelu",
-    "grad",
-    "accumulate",
-)
+GEMM = ("A", "B", "out_dtype", "quantization_params", "gelu", "gelu_in", "alpha", "beta", "accumulate", "layout", "out")
+GROUPED_GEMM = ("A", "B", "out", "quantization_params", "out_dtype", "layout", "m_splits", "gelu", "grad", "accumulate")
 GROUPED_TENSOR_GEMM = ("A", "B", "out")
-"""The first parameters of ``general_gemm``, of ``general_grouped_gemm``, and of that for grouped tensors."""
+"""The first parameters of ``general_gemm``, of ``general_grouped_gemm``, and of that for grouped tensors, in 2.20: the
+order for a wrapper of the user's that takes ``*arguments``."""
+
+_READ = {"A", "B", "out", "layout", "accumulate", "m_splits", "inp", "weight", "fc1_weight", "fc2_weight"}
+
+
+class Sources(NamedTuple):
+    """Where the forward of an autograd Function has its tensors before quantization.
+
+    Attributes:
+        parameters: the parameters of the forward that are read.
+        find: their values by name -> the tensors, each by the number of its layer in the module and its name.
+    """
+
+    parameters: tuple[str, ...]
+    find: Callable[[Mapping[str, Any]], dict[tuple[int, str], Any]]
+
+
+def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
+    """Name the positional arguments of one of Transformer Engine's functions.
+
+    Args:
+        function: the function.
+        known: its parameters in Transformer Engine 2.20, as far as they matter.
+
+    Raises:
+        TypeError: the function lacks a parameter that is read, so the installed Transformer Engine is one that this
+            package does not know. Its arguments must not be read by their places.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    fixed = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
+    if rest is not None and not fixed:
+        return lambda arguments: dict(zip(known, arguments, strict=False))
+    missing = ", ".join(sorted(_READ.intersection(known) - {each.name for each in parameters}))
+    if missing:
+        name = getattr(function, "__qualname__", str(function))
+        raise TypeError(f"{name} of this Transformer Engine has no parameter {missing}; its tensors are not observed")
+
+    def named(arguments: Sequence[Any]) -> dict[str, Any]:
+        given = dict(zip(fixed, arguments, strict=False))
+        return given if rest is None else {**given, rest: arguments[len(fixed) :]}
+
+    return named
 
 
 def of_one(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
@@ -84,11 +105,16 @@ def functions_of_modules() -> tuple[tuple[Any, Sources], ...]:
     """The autograd Functions of the modules, and where their forwards have the tensors before quantization."""
     from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, layernorm_mlp, linear
 
+    def of(**parameters: tuple[int, str]) -> Sources:
+        return Sources(
+            tuple(parameters), lambda given: _plain({tensor: given[name] for name, tensor in parameters.items()})
+        )
+
     return (
-        (linear._Linear, lambda given: _plain({(0, "weight"): given[0], (0, "activation"): given[1]})),
-        (layernorm_linear._LayerNormLinear, lambda given: _plain({(0, "weight"): given[3]})),
-        (layernorm_mlp._LayerNormMLP, lambda given: _plain({(0, "weight"): given[3], (1, "weight"): given[6]})),
-        (grouped_linear._GroupedLinear, _sources_of_experts),
+        (linear._Linear, of(weight=(0, "weight"), inp=(0, "activation"))),
+        (layernorm_linear._LayerNormLinear, of(weight=(0, "weight"))),
+        (layernorm_mlp._LayerNormMLP, of(fc1_weight=(0, "weight"), fc2_weight=(1, "weight"))),
+        (grouped_linear._GroupedLinear, Sources(("inp", "m_splits", "weights_and_biases"), _sources_of_experts)),
     )
 
 
@@ -98,8 +124,8 @@ def arguments_of_forward(module: Any) -> dict[str, Any]:
     return {} if frame is None else dict(frame.f_locals)
 
 
-def _sources_of_experts(given: Sequence[Any]) -> dict[tuple[int, str], Any]:
-    activation, splits, weights = given[0], _rows(given[1]), given[5:]
+def _sources_of_experts(given: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
+    activation, splits, weights = given["inp"], _rows(given["m_splits"]), given["weights_and_biases"]
     rows = torch.split(activation.reshape(-1, activation.shape[-1]), splits)
     found = {(expert, "activation"): part for expert, part in enumerate(rows)}
     return _plain(found | {(expert, "weight"): weights[expert] for expert in range(len(splits))})

@@ -56,7 +56,9 @@ from te_precision_callbacks.instrumentation.handed import (
     GROUPED_GEMM,
     GROUPED_TENSOR_GEMM,
     Gemms,
+    Named,
     Sources,
+    by_name,
     functions_of_modules,
     gradients,
     is_grouped_tensor,
@@ -201,8 +203,8 @@ class GemmTap:
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._seams.replace(module_class, name, around(getattr(module_class, name)))
         self._seams.replace(Linear, "forward", outside_of_dynamo(Linear.forward))
-        for function, high in (*functions_of_modules(), (backends.FusedAttnFunc, lambda given: {})):
-            self._seams.replace(function, "forward", staticmethod(self._around_forward(function.forward, high)))
+        for function, sources in (*functions_of_modules(), (backends.FusedAttnFunc, Sources((), lambda given: {}))):
+            self._seams.replace(function, "forward", staticmethod(self._around_forward(function.forward, sources)))
             self._seams.replace(function, "backward", staticmethod(self._around_backward(function.backward)))
         for owner in (layernorm_linear, layernorm_mlp):
             around_norm = self._unfused.around_norm(owner.apply_normalization)
@@ -276,8 +278,17 @@ class GemmTap:
 
         return end_forward
 
-    def _around_forward(self, upstream: Callable[..., Any], high: Sources) -> Callable[..., Any]:
-        """Around the forward of an autograd Function, whose tensors before their quantization ``high`` finds."""
+    def _named(self, function: Callable[..., Any], known: Sequence[str]) -> Named | None:
+        """Name a function's arguments; None, which is reported, where it lacks a parameter."""
+        try:
+            return by_name(function, known)
+        except TypeError as error:
+            self._report("reading the arguments of", function.__qualname__, error)
+            return None
+
+    def _around_forward(self, upstream: Callable[..., Any], sources: Sources) -> Callable[..., Any]:
+        """Around the forward of an autograd Function, which has tensors before their quantization."""
+        named = self._named(upstream, sources.parameters)
 
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -286,8 +297,10 @@ class GemmTap:
             if ctx is not None:
                 ctx.te_precision_forward = entered
             before = entered.events
-            if entered.high is not None:
-                entered.high = self._sources(entered, lambda: high(arguments))
+            if named is None:  # its operands would be taken for the tensors before their quantization
+                entered.wanted, entered.high, entered.kind = (), None, ForwardKind.UNTOUCHED
+            elif entered.high is not None:
+                entered.high = self._sources(entered, lambda: sources.find(named((ctx, *arguments))))
             try:
                 result = self._running.call(entered, upstream, ctx, *arguments)
             finally:
@@ -346,16 +359,19 @@ class GemmTap:
     # ------------------------------------------------------------------ the GEMMs
 
     def _around(
-        self, upstream: Callable[..., Any], names: Sequence[str], gemms: Gemms, *, grouped: bool = False
+        self, upstream: Callable[..., Any], known: Sequence[str], gemms: Gemms, *, grouped: bool = False
     ) -> Callable[..., Any]:
         """A function of GEMMs that reports them to the listeners.
 
         Args:
             upstream: the function.
-            names: its first parameters.
+            known: its first parameters in Transformer Engine 2.20.
             gemms: its arguments and its result -> A, B and result of each GEMM.
             grouped: whether each GEMM is that of an expert.
         """
+        named = self._named(upstream, known)
+        if named is None:
+            return upstream
 
         @functools.wraps(upstream)
         def tapped(*operands: Any, **keywords: Any) -> Any:
@@ -363,10 +379,10 @@ class GemmTap:
             forward = current.running or current.entered
             if current.inside:
                 return upstream(*operands, **keywords)
-            call = self._in_range(forward, upstream, names, grouped=grouped) if self._running.has_ranges else upstream
+            call = self._in_range(forward, upstream, named, grouped=grouped) if self._running.has_ranges else upstream
             if (forward is not None and not forward.is_heard) or not self._listeners:
                 return call(*operands, **keywords)
-            arguments = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}
+            arguments = {"layout": "TN", **named(operands), **keywords}
             before = self._look_before(forward, arguments, grouped=grouped)
             current.inside = True
             try:
@@ -398,12 +414,12 @@ class GemmTap:
             return ()
 
     def _in_range(
-        self, forward: Forward | None, upstream: Callable[..., Any], names: Sequence[str], *, grouped: bool
+        self, forward: Forward | None, upstream: Callable[..., Any], named: Named, *, grouped: bool
     ) -> Callable[..., Any]:
         """A function of GEMMs, in a range of torch.profiler."""
 
         def call(*operands: Any, **keywords: Any) -> Any:
-            layout = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}["layout"]
+            layout = {"layout": "TN", **named(operands), **keywords}["layout"]
             gemm = GEMM_OF_LAYOUT.get(layout, "")
             with self._running.range_of_gemm(forward, gemm, grouped=grouped):
                 if forward is not None and not forward.is_heard and not grouped:

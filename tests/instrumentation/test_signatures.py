@@ -1,0 +1,83 @@
+"""Transformer Engine's functions are read by the names of their parameters: another version may have more of them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.module import linear
+
+from te_precision_callbacks.session import InspectSession
+
+CONFIG = {
+    "statistics": {
+        "enabled": True,
+        "layers": {"layer_name_regex_pattern": ".*"},
+        "transformer_engine": {
+            "LogTensorStats": {
+                "enabled": True,
+                "tensors": ["weight", "activation"],
+                "stats": ["numel"],
+                "freq": 1,
+            }
+        },
+    }
+}
+
+Upstream: Any = linear._Linear
+
+
+class WithOneInFront(Upstream):  # type: ignore[misc]
+    """The Function with a further parameter in front, as Transformer Engine 2.21 has it."""
+
+    @staticmethod
+    def forward(ctx: Any, quantized_tensor: Any, weight: Any, inp: Any, bias: Any, fwd_args: Any) -> Any:
+        return Upstream.forward(ctx, weight, inp, bias, fwd_args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *Upstream.backward(ctx, *gradients)
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        return super().apply(None, *arguments)
+
+
+class WithAnotherName(Upstream):  # type: ignore[misc]
+    """The Function whose weight has another name."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, inp: Any, bias: Any, fwd_args: Any) -> Any:
+        return Upstream.forward(ctx, parameter, inp, bias, fwd_args)
+
+
+def elements(folder: Path) -> dict[str, float]:
+    """Tensor -> the number of its elements, in a step of a ``te.Linear`` from 64 to 32 features with 16 rows."""
+    torch.manual_seed(0)
+    layer = te.Linear(64, 32)
+    with InspectSession(CONFIG, model=layer, log_dir=folder, observe="fused") as session:
+        with te.autocast(recipe=Float8CurrentScaling()):
+            out = layer(torch.randn(16, 64))
+        out.sum().backward()
+        records = session.step()
+    return {row.tensor: row.value for row in records or () if row.statistic == "numel"}
+
+
+def test_a_parameter_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_Linear", WithOneInFront)
+    assert elements(tmp_path) == {"weight": 64 * 32, "activation": 16 * 64}
+
+
+def test_a_parameter_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(linear, "_Linear", WithAnotherName)
+    with caplog.at_level(logging.WARNING):
+        assert elements(tmp_path) == {}, "its quantized operands would be taken for what they were made of"
+    told = [each.getMessage() for each in caplog.records if "has no parameter weight" in each.getMessage()]
+    assert len(told) == 1, told
