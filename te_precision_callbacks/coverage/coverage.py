@@ -279,7 +279,7 @@ class Coverage(tuple[Product, ...]):
         left = [f"not counted: {text}" for text in left_out_in_words(self)]
         left += [] if self.has_backward or not whole else [_NO_BACKWARD]
         if not whole:
-            return "; ".join(["No matrix product has been seen", *left]) if left else "No matrix product has been seen."
+            return "; ".join(["No matrix product has been seen", *left])
         held = f" in {self.steps}" if self.steps else ""
         held += ", an estimate" if self.is_estimate else ""
         low: dict[str, dict[str, int]] = {}

@@ -907,7 +907,7 @@ def test_a_session_that_is_stopped_before_a_step_leaves_torch_as_it_was(tmp_path
         assert torch.autograd._engine_run_backward is not before  # type: ignore[attr-defined]
     assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
     assert "_compiled_call_impl" not in vars(model)
-    assert str(session.coverage()) == "No matrix product has been seen."
+    assert str(session.coverage()) == "No matrix product has been seen"
 
 
 def test_copies_of_a_model_run_as_themselves(tmp_path: Path) -> None:
