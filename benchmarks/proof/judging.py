@@ -135,7 +135,7 @@ def _line(name: str, rows: Sequence[Row]) -> str:
     delays = [row.delay for row in rows if row.delay is not None]
     delay = f"{median(delays):g} ({max(delays)})" if delays else ""
     counts = [sum(getattr(row, key) for row in rows) for key in ("right", "layer", "anywhere")]
-    shares = " | ".join(f"{count} ({100 * count / len(rows):.0f} %)" for count in counts)
+    shares = " | ".join(f"{count} ({100 * count // len(rows)} %)" for count in counts)
     return f"| {name} | {len(rows)} | {shares} | {delay} |"
 
 
