@@ -64,7 +64,8 @@ from te_precision_callbacks.engine.quantization import (
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Segments
-from te_precision_callbacks.gemm_error.columns import CODE_SUMS, FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
+from te_precision_callbacks.gemm_error.codes import CODE_SUMS
+from te_precision_callbacks.gemm_error.judging import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable

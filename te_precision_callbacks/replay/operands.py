@@ -16,7 +16,7 @@ from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXF
 from te_precision_callbacks.base.numerics.recipes import Settings, round_blocks
 from te_precision_callbacks.dumps.contents import Dump, operand_of
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, Operand
-from te_precision_callbacks.gemm_error.codes import CodeCheck, Rules, check_codes
+from te_precision_callbacks.gemm_error.codes import WINDOW_COLUMNS, WINDOW_ROWS, CodeCheck, Rules, check_codes
 from te_precision_callbacks.gemm_error.factors import factor_of
 
 _RECIPE_OF_MODE = {
@@ -26,9 +26,6 @@ _RECIPE_OF_MODE = {
     BLOCK_2D: "fp8_block_scaling",
     NVFP4: "nvfp4",
 }
-
-_WINDOW_ROWS, _WINDOW_COLUMNS = 128, 1024
-"""What :func:`check_codes` checks at once."""
 
 
 class Codes(NamedTuple):
@@ -147,9 +144,7 @@ class Recorded:
             return None
         rows, columns = self.data.matrix_shape
         total = torch.zeros(len(CodeCheck._fields), dtype=torch.float64)
-        of_rows, of_columns = -(-rows // _WINDOW_ROWS), -(-columns // _WINDOW_COLUMNS)
-        for row in range(of_rows):
-            for column in range(of_columns):
-                seed = (column << 20) + (row - (column << 20)) % of_rows  # that chooses this window
-                total += torch.stack(list(check_codes(self.data, self.high, self.rules, seed)))
+        for row in range(-(-rows // WINDOW_ROWS)):
+            for column in range(-(-columns // WINDOW_COLUMNS)):
+                total += torch.stack(list(check_codes(self.data, self.high, self.rules, row, column)))
         return Codes(*total.tolist())

@@ -55,7 +55,6 @@ class Replayed:
         not_judged: what cannot be judged, and why.
         gain: <result, codes> / |codes|^2, which is 1; None where it is not known.
         rows, columns: the ratio to the tolerance of each row and column, [n] and [m]; above 1 is wrong.
-        tiles: the largest ratio in each tile of the result, at most 32 x 64 tiles.
     """
 
     header: Header
@@ -66,7 +65,6 @@ class Replayed:
     gain: float | None
     rows: torch.Tensor
     columns: torch.Tensor
-    tiles: torch.Tensor
 
     @property
     def name(self) -> str:
