@@ -37,9 +37,6 @@ SLACK = 1e-3
 WINDOW_ROWS, WINDOW_COLUMNS = 128, 1024
 """Rows and columns in memory that are checked at once: whole blocks of each format."""
 
-CODE_SUMS = ("codes", "wrong", "rounded", "rounding_bias", "rounded_to_0", "expected_0", "scales", "wrong_scales")
-"""The columns in which checks are kept over a step: the sums of the fields of :class:`CodeCheck`."""
-
 
 @dataclass(frozen=True)
 class Rules:
@@ -84,15 +81,15 @@ def rules_of(quantizer: Any, *, columnwise: bool) -> Rules:
 
 
 class CodeCheck(NamedTuple):
-    """What was found; float64 tensors without a dimension, on the device of the codes.
+    """What was found; float64 tensors without a dimension, on the device of the codes. Checks are added up.
 
     Attributes:
         codes: how many codes were checked.
         wrong: how many of them are wrong.
         rounded: how many were rounded stochastically.
-        bias: of these the sum of (|decoded| - |exact|) / the distance of the two neighbours; its mean is 0.
-        zeros: how many of these are 0.
-        expected_zeros: how many are expected to be 0.
+        rounding_bias: of these the sum of (|decoded| - |exact|) / the distance of the two neighbours; its mean is 0.
+        rounded_to_0: how many of these are 0.
+        expected_0: how many are expected to be 0.
         scales: how many scales were checked.
         wrong_scales: how many of them are wrong.
     """
@@ -100,9 +97,9 @@ class CodeCheck(NamedTuple):
     codes: torch.Tensor
     wrong: torch.Tensor
     rounded: torch.Tensor
-    bias: torch.Tensor
-    zeros: torch.Tensor
-    expected_zeros: torch.Tensor
+    rounding_bias: torch.Tensor
+    rounded_to_0: torch.Tensor
+    expected_0: torch.Tensor
     scales: torch.Tensor
     wrong_scales: torch.Tensor
 

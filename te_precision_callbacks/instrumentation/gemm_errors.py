@@ -247,7 +247,7 @@ class GemmErrors:
             yield probes(extent, item.probes, seed_of(iteration, layer, gemm, name), device)
 
     def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
-        reason = why_not_seen(event) or _why_not_summed(event)
+        reason = why_not_seen(event, event.before)
         if reason:
             self.tell(event.layer, event.gemm, reason)
             return
@@ -339,8 +339,8 @@ def result_of(event: GemmEvent) -> Any:
     return event.gelu_input if event.arguments.get("gelu") else event.out
 
 
-def why_not_seen(event: GemmEvent) -> str:
-    """Why the product of a GEMM is not seen; empty if it is."""
+def why_not_seen(event: GemmEvent, before: Any) -> str:
+    """Why the product of a GEMM is not seen; empty if it is. ``before`` is what was kept of a sum that it adds to."""
     from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
 
     taken = event.arguments
@@ -357,12 +357,7 @@ def why_not_seen(event: GemmEvent) -> str:
         return "its result is written quantized"
     if getattr(taken.get("quantization_params"), "rowwise_tensor_plan", None) == API_CALL_MODIFY:
         return "a feature replaces its result"
-    return ""
-
-
-def _why_not_summed(event: GemmEvent) -> str:
-    """Why the sum that a GEMM has added to is not known; empty if it is."""
-    return "what it adds to was not seen" if event.arguments.get("accumulate") and event.before is None else ""
+    return "what it adds to was not seen" if taken.get("accumulate") and before is None else ""
 
 
 def added(event: GemmEvent) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def replay_command(
         terminal.show_text(_written(found, repro), err=as_json)
     if first is not None:
         raise typer.Exit(FOUND)
-    if found.unread or not any(_is_judged(each) for each in found.records.values()):
+    if found.unread or not any(each.gain is not None for each in found.records.values()):
         raise typer.Exit(NOT_JUDGED)
 
 
@@ -82,10 +82,6 @@ def _written(found: ReplayedFolder, repro: Path) -> str:
     healthy = "No fault was found in this record; the script can run its GEMM on another device."
     wrote = f"Wrote {made} and {made.with_suffix('.safetensors')}."
     return wrote if shown[1].faults else f"{wrote} {healthy}"
-
-
-def _is_judged(replayed: Replayed) -> bool:
-    return replayed.gain is not None
 
 
 def _show(found: ReplayedFolder) -> None:

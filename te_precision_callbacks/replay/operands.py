@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -26,19 +25,6 @@ _RECIPE_OF_MODE = {
     BLOCK_2D: "fp8_block_scaling",
     NVFP4: "nvfp4",
 }
-
-
-class Codes(NamedTuple):
-    """What was found in all codes and scales of an operand; counts as of :class:`CodeCheck`."""
-
-    codes: float
-    wrong: float
-    rounded: float
-    bias: float
-    zeros: float
-    expected_zeros: float
-    scales: float
-    wrong_scales: float
 
 
 @dataclass(frozen=True)
@@ -138,8 +124,8 @@ class Recorded:
         elements = f"{many(lost, 'element')} of {self.described.tensor} that {verb} inf or nan"
         return f"{elements}, and the scales that follow from {these}"
 
-    def checked(self) -> Codes | None:
-        """All codes and scales, checked; None without an original, or for a plain tensor."""
+    def checked(self) -> CodeCheck | None:
+        """The check of all codes and scales; None without an original, or for a plain tensor."""
         if self.high is None or not isinstance(self.data, Stored) or self.described.rounding is None:
             return None
         rows, columns = self.data.matrix_shape
@@ -147,4 +133,4 @@ class Recorded:
         for row in range(-(-rows // WINDOW_ROWS)):
             for column in range(-(-columns // WINDOW_COLUMNS)):
                 total += torch.stack(list(check_codes(self.data, self.high, self.rules, row, column)))
-        return Codes(*total.tolist())
+        return CodeCheck(*total)
