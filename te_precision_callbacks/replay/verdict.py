@@ -78,10 +78,7 @@ class Replayed:
     def verdict(self) -> str:
         """The verdict in a line."""
         if self.faults:
-            first = self.faults[0]
-            return f"{self.name}: {first.cause}: {first.text}"
-        if self.gain is None and not self.lanes:
-            return f"{self.name}: not judged: {'; '.join(self.not_judged)}."
+            return f"{self.name}: {self.faults[0].cause}: {self.faults[0].text}"
         lane = next((lane for lane in self.lanes if lane.name == "original" and lane.error is not None), None)
         of_format = "" if lane is None else f"; the format costs {100 * (lane.error or 0):.2f} %"
         left = f" Not judged: {'; '.join(self.not_judged)}." if self.not_judged else ""
