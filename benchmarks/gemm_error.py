@@ -41,11 +41,10 @@ from step import Run, Training, measure, with_ours, without
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.recipes import round_blocks
 from te_precision_callbacks.base.vocabulary import RESULT, GemmName
+from te_precision_callbacks.config.keys import PROBES
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, Accumulator, accumulated
-from te_precision_callbacks.gemm_error.chances import PROBES, missed
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
-from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, thin
-from te_precision_callbacks.gemm_error.probes import probes, seed_of
+from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, probes, product, seed_of, thin
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.sinks.step_records import Sink, StepRecords
 
@@ -528,7 +527,7 @@ def main() -> None:
         "worst: the largest deviation in standard deviations (trials, modules), the least (faults) or largest (healthy)"
         " ratio to the tolerance, what is measured (cost; processor time). beyond: estimates more than 6"
         " standard deviations off, faults missed, false alarms. An error of 3"
-        f" times its tolerance is missed with a probability of {missed(PROBES, 3.0):.1e}."
+        " times its tolerance is missed in less than one of 100,000 cases."
     )
     report(cases, COLUMNS, notes, as_json=given.json)
 

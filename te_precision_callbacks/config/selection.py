@@ -243,11 +243,6 @@ class LayerSelector:
             _warn_of_an_empty_pattern(parsed[PATTERN], place)
         return cls(parsed[EXACT], parsed[PATTERN], parsed[NUMBERS], parsed[TYPES], place)
 
-    @property
-    def selects_all(self) -> bool:
-        """Whether it selects whatever layers there are, by the word ``all``."""
-        return (self.exact_names, self.pattern, self.numbers) == (None,) * 3 and "all" in (self.types or ())
-
     def select(self, index: LayerIndex) -> Sequence[int]:
         """The indices of the selected layers, in increasing order."""
         if self.exact_names is not None:

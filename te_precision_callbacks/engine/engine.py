@@ -64,7 +64,8 @@ from te_precision_callbacks.engine.quantization import (
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Segments
-from te_precision_callbacks.gemm_error.columns import CODE_SUMS, FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
+from te_precision_callbacks.gemm_error.codes import CodeCheck
+from te_precision_callbacks.gemm_error.judging import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
@@ -444,8 +445,8 @@ _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Of.RANGE_BINS: (RANGES.columns, RANGE_MAXIMA),
     Of.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
     Of.GEMM_FORMAT: (FORMAT_SUMS, ()),
-    Of.GEMM_CODES_A: (CODE_SUMS, ()),
-    Of.GEMM_CODES_B: (CODE_SUMS, ()),
+    Of.GEMM_CODES_A: (CodeCheck._fields, ()),
+    Of.GEMM_CODES_B: (CodeCheck._fields, ()),
 }
 """What a statistic is computed from -> the columns that are added, and those of which the maximum is kept."""
 

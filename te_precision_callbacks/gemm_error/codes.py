@@ -1,7 +1,7 @@
 """Checks the codes and scales of a quantized tensor against the tensor that they were made from, on a few blocks.
 
     rules = rules_of(quantizer)
-    check = check_codes(part, high, rules, seed)         # part: Stored; high: the tensor before quantization
+    check = check_codes(part, high, rules, 0, 0)         # part: Stored; high: the tensor before quantization
     check.wrong / check.codes                            # 0: each code is the nearest one, or a neighbour
 
 A code is right if no other number of the format is nearer to the element over its factor; rounded stochastically, if no
@@ -14,7 +14,6 @@ nan. In NVFP4 an inf makes the factors of its whole tensor inf.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,9 +34,8 @@ from te_precision_callbacks.base.numerics.scaling import (
 SLACK = 1e-3
 """How much of the distance of two numbers an element may be beyond the middle: its factor is rounded."""
 
-_WINDOW_COLUMNS = 1024
-_WINDOW_ROWS = 128
-"""Rows and columns in memory that are checked: whole blocks of each format."""
+WINDOW_ROWS, WINDOW_COLUMNS = 128, 1024
+"""Rows and columns in memory that are checked at once: whole blocks of each format."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +81,15 @@ def rules_of(quantizer: Any, *, columnwise: bool) -> Rules:
 
 
 class CodeCheck(NamedTuple):
-    """What was found; float64 tensors without a dimension, on the device of the codes.
+    """What was found; float64 tensors without a dimension, on the device of the codes. Checks are added up.
 
     Attributes:
         codes: how many codes were checked.
         wrong: how many of them are wrong.
         rounded: how many were rounded stochastically.
-        bias: of these the sum of (|decoded| - |exact|) / the distance of the two neighbours; its mean is 0.
-        zeros: how many of these are 0.
-        expected_zeros: how many are expected to be 0.
+        rounding_bias: of these the sum of (|decoded| - |exact|) / the distance of the two neighbours; its mean is 0.
+        rounded_to_0: how many of these are 0.
+        expected_0: how many are expected to be 0.
         scales: how many scales were checked.
         wrong_scales: how many of them are wrong.
     """
@@ -99,29 +97,25 @@ class CodeCheck(NamedTuple):
     codes: torch.Tensor
     wrong: torch.Tensor
     rounded: torch.Tensor
-    bias: torch.Tensor
-    zeros: torch.Tensor
-    expected_zeros: torch.Tensor
+    rounding_bias: torch.Tensor
+    rounded_to_0: torch.Tensor
+    expected_0: torch.Tensor
     scales: torch.Tensor
     wrong_scales: torch.Tensor
 
 
-def check_codes(
-    part: Stored, high: torch.Tensor, rules: Rules, seed: int, amax: torch.Tensor | None = None
-) -> CodeCheck:
+def check_codes(part: Stored, high: torch.Tensor, rules: Rules, row: int, column: int) -> CodeCheck:
     """Check the codes and scales of a window of a quantized tensor.
 
     Args:
         part: one direction of the tensor.
         high: the tensor before quantization, of any float type and as many elements; leading dimensions are merged.
         rules: the quantizer's.
-        seed: chooses the window.
-        amax: per-tensor scaling only: :func:`amax_of_all` tensors that share the scale; None if it is of ``high``
-            alone.
+        row, column: the place of the window, counted in windows; beyond the last window the count starts again.
     """
     rows, columns = (
-        _chosen(extent, window, seed >> shift)
-        for extent, window, shift in zip(part.matrix_shape, (_WINDOW_ROWS, _WINDOW_COLUMNS), (0, 20), strict=True)
+        _window(extent, size, number)
+        for extent, size, number in zip(part.matrix_shape, (WINDOW_ROWS, WINDOW_COLUMNS), (row, column), strict=True)
     )
     matrix = high.detach().reshape(-1, high.shape[-1])
     exact = matrix[columns, rows].t() if part.transposed else matrix[rows, columns]
@@ -138,22 +132,13 @@ def check_codes(
     spread = blocks.spread(factors, block, (exact.shape[0], exact.shape[1])).double()
     y = torch.where(spread.isfinite(), exact.double() / spread, torch.nan)
     found = _codes(decoded, y, part.element_format, stochastic=rules.stochastic)
-    follow = rules.scales_follow
-    scales = _scales(part, matrix, exact, rules, rows, columns, amax) if follow else _none(y)
+    scales = _scales(part, matrix, exact, rules, rows, columns) if rules.scales_follow else _none(y)
     return CodeCheck(*found, *scales)
 
 
-def amax_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The largest absolute value of some tensors: float32, without a dimension and without a copy of a tensor."""
-    # aminmax reads the tensor once, but copies one that has gaps in memory.
-    extremes = [torch.aminmax(each) if each.is_contiguous() else (each.amin(), each.amax()) for each in tensors]
-    return torch.stack([extreme.float() for both in extremes for extreme in both]).abs().amax()
-
-
-def _chosen(extent: int, window: int, seed: int) -> slice:
-    """A window that begins at a multiple of its size."""
-    first = seed % max(1, -(-extent // window)) * window
-    return slice(first, min(first + window, extent))
+def _window(extent: int, size: int, number: int) -> slice:
+    first = number % max(1, -(-extent // size)) * size
+    return slice(first, min(first + size, extent))
 
 
 def _of_window(of_blocks: torch.Tensor, rows: slice, columns: slice, block: tuple[int, int]) -> torch.Tensor:
@@ -198,10 +183,9 @@ def _scales(
     rules: Rules,
     rows: slice,
     columns: slice,
-    amax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if part.mode == PER_TENSOR:
-        amax = (amax_of_all([matrix]) if amax is None else amax).reshape(1)
+        amax = torch.maximum(matrix.amax(), -matrix.amin()).float().reshape(1)  # abs() would copy the tensor
         wanted = torch.reciprocal(_fp8_scale(amax, part, rules, FLOAT32_MAX))
         return _counted(_near(part.scales.reshape(1), wanted), amax.isfinite())
     block = (max(part.block),) * 2 if rules.square else part.block

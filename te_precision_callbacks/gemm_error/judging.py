@@ -2,9 +2,11 @@
 
 With C = alpha * left @ right^T, and a few random vectors x and y:
 
+    x, y = probes(m, 16, seed_of(layer, "x"), device), probes(n, 16, seed_of(layer, "y"), device)
     expected = product(left, right, x, y, alpha)    # (left (right^T x), right (left^T y)), from codes and scales
     run = thin(out, x, y)                           # (C x, C^T y), from what the device gave
     found = judged(run, expected, Call(...))
+    sums, maxima = kernel_columns(found, rank)      # merged over micro-batches and ranks by adding, and by the maximum
 
 C x - expected x sums, for each row, the errors of the row's elements times x. It is compared with the standard
 deviation of what rounding does to such a sum, so one row of 8,192 stands out that is 1 % of the norm; C^T y does the
@@ -13,13 +15,14 @@ same for columns.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, Accumulator
-from te_precision_callbacks.gemm_error.chances import bound
 from te_precision_callbacks.gemm_error.factors import Factor, Swept
 
 MOST_BEFORE = 0.01
@@ -28,6 +31,72 @@ judged."""
 
 LARGEST_RATIO = float(torch.finfo(torch.float32).max)
 """Stands for an error that has no tolerance: what should be 0 is not, or what should be finite is not."""
+
+FALSE_ALARM = 1e-12
+"""The probability that a sum of squared Gaussians exceeds its bound. A GEMM of 8,192 x 8,192 has 16,384 rows and
+columns, and 100,000 GEMMs have 2e9."""
+
+KERNEL_SUMS = ("kernel_error_square", "expected_square", "gain_dot", "judged", "unjudged")
+KERNEL_MAXIMA = (
+    "kernel_ratio",
+    "ranked_ratio",
+    "bad_rows",
+    "bad_columns",
+    "bad_row_last",
+    "negated_bad_row_first",
+    "bad_column_last",
+    "negated_bad_column_first",
+    "bad_rank_last",
+    "negated_bad_rank_first",
+)
+FORMAT_SUMS = (
+    "output_error_square",
+    "format_error_square",
+    "high_square",
+    "a_error_square",
+    "a_square",
+    "b_error_square",
+    "b_square",
+)
+"""The columns in which a GEMM's error is kept over a step."""
+
+
+def seed_of(*parts: object) -> int:
+    """A seed that follows from the parts alone, the same in each process."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
+
+
+def probes(rows: int, number: int, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Standard Gaussian vectors, [rows, number], from a generator of their own.
+
+    Args:
+        rows, number: the shape.
+        seed: as of :func:`seed_of`.
+        device: where they are drawn; the same seed gives the same numbers on the same kind of device.
+        dtype: None for :func:`thin_dtype`.
+    """
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed)
+    drawn = torch.randn(rows, number, generator=generator, device=device, dtype=torch.float32)
+    return drawn.to(thin_dtype() if dtype is None else dtype)
+
+
+def thin_dtype() -> torch.dtype:
+    """The type of thin products: float32, or float64 where torch may run products of float32 in TF32 or bfloat16."""
+    return torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
+
+
+def bound(probes: int) -> float:
+    """z: |E x| over s probes is above ``z sqrt(s) sigma`` with at most the probability :data:`FALSE_ALARM`.
+
+    ``sigma^2`` is the variance of a healthy E, summed over what x meets. Two parts: chi^2_s is below
+    ``s + 2 sqrt(s t) + 2 t`` with probability 1 - exp(-t) (Laurent and Massart, Annals of Statistics 28, 2000, lemma
+    1), and a rounding error is at most sqrt(3) times the standard deviation that it is assigned: where one element
+    outweighs all others, E x has that element's error, which is fixed while x varies.
+    """
+    t = -math.log(FALSE_ALARM)
+    return math.sqrt(3.0 * (1.0 + 2.0 * math.sqrt(t / probes) + 2.0 * t / probes))
 
 
 class Thin(NamedTuple):
@@ -151,25 +220,22 @@ class Judged(NamedTuple):
 def judged(run: Thin, expected: Thin, call: Call) -> Judged:
     """Compare what the device gave with what the codes and scales give. Nothing waits for the device."""
     added_right, added_left, before_rows, before_columns = _added(call, expected)
-    z = bound(call.x.shape[1])
     rows = _side(run.right - added_right, expected.right, run.row_squares, expected.row_squares, before_rows, call, 0)
     columns = _side(
         run.left - added_left, expected.left, run.column_squares, expected.column_squares, before_columns, call, 1
     )
-    probes = call.x.shape[1]
     expected_square = rows.expected.sum()
     before = torch.zeros_like(expected_square) if before_rows is None else before_rows.double().sum()
-    hidden = before * rounding_variance(call.dtype) * probes > MOST_BEFORE**2 * expected_square
+    hidden = before * rounding_variance(call.dtype) * call.x.shape[1] > MOST_BEFORE**2 * expected_square
     counts = (rows.judged.any() & ~hidden).double()
-    total = ratio_of(rows.error.sum(), rows.variance.sum() * (z**2 * probes), rows.broken.any())
-    ratio = torch.stack([total, rows.ratio(z, probes).amax(), columns.ratio(z, probes).amax()]).amax()
+    total = _ratio(rows.error.sum(), rows.tolerance.sum(), rows.broken.any())
     return Judged(
         rows.error.sum() * counts,
         expected_square * counts,
         rows.dot.sum() * counts,
-        ratio * counts,
-        rows.ratio(z, probes) * counts,
-        columns.ratio(z, probes) * counts,
+        torch.stack([total, rows.ratio.amax(), columns.ratio.amax()]).amax() * counts,
+        rows.ratio * counts,
+        columns.ratio * counts,
         counts,
     )
 
@@ -185,20 +251,19 @@ class _Side(NamedTuple):
     Attributes:
         error, expected, dot: the sums over probes of squared errors, of squared expected numbers, and of products of
             run and expected numbers.
-        variance: of a healthy error.
+        tolerance: the square of the largest healthy error.
         judged: whether the expected numbers are finite.
         broken: whether they are and those of the run are not.
+        ratio: the error over its tolerance.
     """
 
     error: torch.Tensor
     expected: torch.Tensor
     dot: torch.Tensor
-    variance: torch.Tensor
+    tolerance: torch.Tensor
     judged: torch.Tensor
     broken: torch.Tensor
-
-    def ratio(self, z: float, probes: int) -> torch.Tensor:
-        return ratio_of(self.error, self.variance * (z**2 * probes), self.broken)
+    ratio: torch.Tensor
 
 
 def _side(
@@ -232,7 +297,9 @@ def _side(
     variance = variance + call.accumulator.variance(call.k, terms, size)
     own = torch.finfo(call.x.dtype).eps
     variance = variance + own**2 * (call.k + other) * (terms + size + run_squares)
-    return _Side((run - expected).square().sum(1), squares, (run * expected).sum(1), variance, judged, broken)
+    error, tolerance = (run - expected).square().sum(1), variance * (bound(probes) ** 2 * probes)
+    ratio = _ratio(error, tolerance, broken)
+    return _Side(error, squares, (run * expected).sum(1), tolerance, judged, broken, ratio)
 
 
 def rounding_variance(dtype: torch.dtype) -> float:
@@ -241,7 +308,7 @@ def rounding_variance(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) ** 2 / 12
 
 
-def ratio_of(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -> torch.Tensor:
+def _ratio(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -> torch.Tensor:
     """The root of squared errors over squared tolerances; :data:`LARGEST_RATIO` without a tolerance, and if broken."""
     ratio = torch.where(tolerance > 0, error / tolerance, torch.where(error > 0, torch.inf, 0.0)).sqrt()
     return torch.where(broken, torch.inf, ratio).clamp(max=LARGEST_RATIO)
@@ -265,27 +332,29 @@ def _added(call: Call, expected: Thin) -> tuple[torch.Tensor, torch.Tensor, torc
     )
 
 
-class FormatError(NamedTuple):
-    """What the format does to a product and to its operands; sums of squares over probes, without a dimension.
-
-    Attributes:
-        error_square: |decoded product x - original product x|^2.
-        product_square: |original product x|^2.
-        a_error_square, a_square: of the operand A (``right``): |decoded g - original g|^2, and |original g|^2.
-        b_error_square, b_square: of the operand B (``left``).
-    """
-
-    error_square: torch.Tensor
-    product_square: torch.Tensor
-    a_error_square: torch.Tensor
-    a_square: torch.Tensor
-    b_error_square: torch.Tensor
-    b_square: torch.Tensor
-
-
 def squares_of_difference(decoded: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """|decoded - original|^2 and |original|^2 in float64, over rows that are finite in both; [rows, probes]."""
     decoded, original = decoded.double(), original.double()
     use = (decoded.isfinite() & original.isfinite()).all(1, keepdim=True)
     decoded, original = torch.where(use, decoded, 0.0), torch.where(use, original, 0.0)
     return (decoded - original).square().sum(), original.square().sum()
+
+
+def kernel_columns(found: Judged, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns of what a kernel did; places are -inf where nothing is beyond its tolerance.
+
+    Args:
+        found: what was found.
+        rank: that of this process.
+    """
+    sums = torch.stack([found.error_square, found.expected_square, found.gain_dot, found.counts, 1.0 - found.counts])
+    places: list[torch.Tensor] = []
+    for ratios in (found.rows, found.columns):
+        index = torch.arange(len(ratios), device=ratios.device, dtype=torch.float64)
+        places += [torch.where(ratios > 1, sign * index, -math.inf).amax() for sign in (1, -1)]
+    of_rank = torch.where(found.ratio > 1, torch.full_like(found.ratio, rank), -math.inf)
+    # A float32 as a float64 has 29 bits that are 0: there is room for the rank.
+    ranked = (found.ratio.float().double().view(torch.int64) | rank).view(torch.float64)
+    counts = [(ratios > 1).double().sum() for ratios in (found.rows, found.columns)]
+    negated = torch.where(found.ratio > 1, torch.full_like(found.ratio, -rank), -math.inf)
+    return sums, torch.stack([found.ratio, ranked, *counts, *places, of_rank, negated])

@@ -41,10 +41,6 @@ class AttentionTap:
         self._running = running
         self._listener = listener
 
-    def hear(self, names: Mapping[int, str]) -> None:
-        """Set the modules that are listened to: id -> name."""
-        self.names = names
-
     def enter(self, module: Any) -> Forward:
         """The forward of attention that begins."""
         layer = self.names[id(module)]

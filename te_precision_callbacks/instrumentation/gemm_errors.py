@@ -35,20 +35,20 @@ from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.gemm_error.accumulators import Accumulator, accumulator_of
 from te_precision_callbacks.gemm_error.codes import check_codes, rules_of
-from te_precision_callbacks.gemm_error.columns import code_columns, format_columns, kernel_columns
 from te_precision_callbacks.gemm_error.factors import Factor, FactorError, factor_of
 from te_precision_callbacks.gemm_error.judging import (
     Call,
-    FormatError,
     Operands,
     Thin,
     judged,
+    kernel_columns,
     of_product,
+    probes,
     product_and_operands,
+    seed_of,
     squares_of_difference,
     thin,
 )
-from te_precision_callbacks.gemm_error.probes import probes, seed_of
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.table import Of
@@ -247,7 +247,7 @@ class GemmErrors:
             yield probes(extent, item.probes, seed_of(iteration, layer, gemm, name), device)
 
     def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
-        reason = why_not_seen(event) or _why_not_summed(event)
+        reason = why_not_seen(event, event.before)
         if reason:
             self.tell(event.layer, event.gemm, reason)
             return
@@ -301,13 +301,13 @@ class GemmErrors:
             if swept is not None:
                 v_hp, left_g = torch.split(swept, [kept.to_k.shape[1], g.shape[1]], 1)
                 v_hp = v_hp * alpha
-                errors = FormatError(
+                errors = (
+                    squares_of_difference(of_product(run, expected, call), v_hp)[0],
                     *squares_of_difference(expected.right, v_hp),
                     *squares_of_difference(operands.right, kept.to_rows),
                     *squares_of_difference(operands.left, left_g),
                 )
-                output = squares_of_difference(of_product(run, expected, call), v_hp)[0]
-                counted = format_columns(output, errors) * found.counts
+                counted = torch.stack(errors) * found.counts
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
                 self._has(event.layer, event.gemm, of_format=True)
 
@@ -339,8 +339,8 @@ def result_of(event: GemmEvent) -> Any:
     return event.gelu_input if event.arguments.get("gelu") else event.out
 
 
-def why_not_seen(event: GemmEvent) -> str:
-    """Why the product of a GEMM is not seen; empty if it is."""
+def why_not_seen(event: GemmEvent, before: Any) -> str:
+    """Why the product of a GEMM is not seen; empty if it is. ``before`` is what was kept of a sum that it adds to."""
     from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
 
     taken = event.arguments
@@ -357,12 +357,7 @@ def why_not_seen(event: GemmEvent) -> str:
         return "its result is written quantized"
     if getattr(taken.get("quantization_params"), "rowwise_tensor_plan", None) == API_CALL_MODIFY:
         return "a feature replaces its result"
-    return ""
-
-
-def _why_not_summed(event: GemmEvent) -> str:
-    """Why the sum that a GEMM has added to is not known; empty if it is."""
-    return "what it adds to was not seen" if event.arguments.get("accumulate") and event.before is None else ""
+    return "what it adds to was not seen" if taken.get("accumulate") and before is None else ""
 
 
 def added(event: GemmEvent) -> dict[str, Any]:
@@ -410,4 +405,5 @@ def _codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor 
         return None
     if not isinstance(part, Stored) or part.matrix_shape[0] * part.matrix_shape[1] != high.numel():
         return None
-    return code_columns(check_codes(part, high, rules_of(quantizer, columnwise=operand.columnwise), seed))
+    rules = rules_of(quantizer, columnwise=operand.columnwise)
+    return torch.stack(list(check_codes(part, high, rules, seed, seed >> 20)))

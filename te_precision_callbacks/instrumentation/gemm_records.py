@@ -88,9 +88,7 @@ class GemmRecords:
     def _record(self, event: GemmEvent, before: torch.Tensor | None, wanted: Wanted, iteration: int) -> None:
         import nvdlfw_inspect.api as debug_api
 
-        reason = why_not_seen(event) or (
-            "what it adds to was not seen" if event.arguments.get("accumulate") and before is None else ""
-        )
+        reason = why_not_seen(event, before)
         if reason:
             if self._notices.first(reason):
                 logger.warning(

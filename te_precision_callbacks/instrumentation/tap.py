@@ -133,7 +133,7 @@ class GemmTap:
             attentions: id of a module of attention -> its name.
         """
         self._heard = heard
-        self._attention.hear(attentions or {})
+        self._attention.names = attentions or {}
 
     def watch(
         self,

@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 FOUND, NOT_JUDGED = 1, 3
 """Exit codes."""
 
-_INDENT, _MOST_ROWS, _MOST_FILES, _MOST_RUNS = 2, 5, 20, 4
-_SHADES = ((1.0, "."), (3.0, "o"), (10.0, "O"))
-_WORST = "#"
-_LEGEND = ". rounding   o beyond it   O beyond 3 times   # beyond 10 times"
+_INDENT, _MOST_ROWS, _MOST_FILES = 2, 5, 20
 
 
 def replay_command(
@@ -70,7 +67,7 @@ def replay_command(
         terminal.show_text(_written(found, repro), err=as_json)
     if first is not None:
         raise typer.Exit(FOUND)
-    if found.unread or not any(_is_judged(each) for each in found.records.values()):
+    if found.unread or not any(each.gain is not None for each in found.records.values()):
         raise typer.Exit(NOT_JUDGED)
 
 
@@ -87,25 +84,11 @@ def _written(found: ReplayedFolder, repro: Path) -> str:
     return wrote if shown[1].faults else f"{wrote} {healthy}"
 
 
-def _is_judged(replayed: Replayed) -> bool:
-    return replayed.gain is not None
-
-
 def _show(found: ReplayedFolder) -> None:
     bad = {path: each for path, each in found.records.items() if each.faults}
     if len(found.records) + len(found.unread) != 1:
         unread = f"; {many(len(found.unread), 'file')} could not be read" if found.unread else ""
         terminal.show_text(f"{many(len(found.records), 'recorded GEMM')}, {len(bad)} with a fault{unread}.")
-    runs = found.runs
-    if runs:
-        terminal.show_text(f"The records are of {len(runs)} runs. Records have an order only within a run:")
-        for name, paths in list(runs.items())[:_MOST_RUNS]:
-            of_run = [path for path in paths if path in bad]
-            first_bad = f", the first: {of_run[0]}" if of_run else ""
-            counted = f"{many(len(paths), 'recorded GEMM')}, {len(of_run)} with a fault{first_bad}"
-            terminal.show_text(f"{name}: {counted}", _INDENT, 2 * _INDENT)
-        if len(runs) > _MOST_RUNS:
-            terminal.show_text(f"and {len(runs) - _MOST_RUNS} more, which --json has.", _INDENT)
     for path, why in list(found.unread.items())[:_MOST_FILES]:
         terminal.show_text(f"Not read: {path}: {why}")
     chosen = found.first_bad or next(iter(found.records.items()), None)
@@ -113,8 +96,7 @@ def _show(found: ReplayedFolder) -> None:
         return
     path, first = chosen
     if bad and len(found.records) > 1:
-        whose = " of the first run with a fault" if runs else ""
-        terminal.show_text(f"The first{whose}, in the order of execution: {path}")
+        terminal.show_text(f"The first, in the order of execution: {path}")
     terminal.show_text(first.verdict)
     for fault in first.faults[1:]:
         terminal.show_text(f"{fault.cause}: {fault.text}", _INDENT)
@@ -127,7 +109,6 @@ def _show(found: ReplayedFolder) -> None:
     terminal.show(lanes)
     if any(fault.cause == "kernel" for fault in first.faults):
         terminal.show(_worst(first))
-        terminal.show_as_it_is(picture(first), _INDENT)
     others = [path for path in bad if path != chosen[0]]
     for path in others[:_MOST_FILES]:
         terminal.show_text(bad[path].verdict)
@@ -147,23 +128,6 @@ def _worst(found: Replayed) -> Any:
 def _largest(ratios: torch.Tensor) -> list[tuple[int, float]]:
     order = ratios.argsort(descending=True, stable=True)[:_MOST_ROWS].tolist()
     return [(place, float(ratios[place])) for place in order]
-
-
-def picture(found: Replayed) -> str:
-    """The result as tiles, a character for the largest error in each, over its tolerance."""
-    shades = (
-        "".join(next((mark for most, mark in _SHADES if ratio <= most), _WORST) for ratio in row)
-        for row in found.tiles.tolist()
-    )
-    sizes = len(found.rows), len(found.columns)
-    down, across = (_tile(size, max(count, 1)) for size, count in zip(sizes, found.tiles.shape, strict=True))
-    extents = f"{sizes[0]} rows x {sizes[1]} columns of the result"
-    return "\n".join([f"{extents}, a character for {down} x {across}; {_LEGEND}", *shades])
-
-
-def _tile(size: int, count: int) -> str:
-    """The rows or columns of a tile; those of two tiles may differ by one."""
-    return str(size // count) if size % count == 0 else f"{size // count} or {size // count + 1}"
 
 
 def _as_json(found: ReplayedFolder) -> dict[str, Any]:
@@ -192,6 +156,5 @@ def _as_json(found: ReplayedFolder) -> dict[str, Any]:
             }
             for path, each in found.records.items()
         ],
-        "runs": {name: [str(path) for path in paths] for name, paths in found.runs.items()},
         "unread": {str(path): why for path, why in found.unread.items()},
     }

@@ -8,18 +8,14 @@ found.unread                     # path -> why a record could not be read
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from te_precision_callbacks.dumps.contents import Dump, a_dump
 from te_precision_callbacks.dumps.dump_files import load
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.listing import list_dumps
 from te_precision_callbacks.replay.gemm import replay_gemm
 from te_precision_callbacks.replay.verdict import Replayed
@@ -36,22 +32,6 @@ class ReplayedFolder:
 
     records: dict[Path, Replayed]
     unread: dict[Path, str]
-
-    @property
-    def runs(self) -> dict[str, list[Path]]:
-        """The records of each run, by its folder, and by the time of its first record where a folder has several runs;
-        empty if the records are of one run. Each run has an order of its own."""
-        headers = {path: found.header for path, found in self.records.items()}
-        of_run: dict[_Start, list[Path]] = {}
-        for path, start in _runs(headers).items():
-            of_run.setdefault(start, []).append(path)
-        folders = [start.folder for start in of_run]
-        found = {}
-        for start, paths in of_run.items():
-            begun = min(headers[path].time for path in paths)
-            alone = folders.count(start.folder) == 1
-            found[str(start.folder) if alone else f"{start.folder} from {begun} on"] = paths
-        return found
 
     @property
     def first_bad(self) -> tuple[Path, Replayed] | None:
@@ -89,61 +69,24 @@ def replay_file(path: str | os.PathLike[str]) -> Replayed:
 
 
 def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
-    """Replay all records in a folder and its folders, one run after the other; dumps of tensors are left out.
+    """Replay all records in a folder and its folders in the order of their time; dumps of tensors are left out.
 
     Raises:
         DumpError: there is no such folder, or it has no record.
     """
     listed = list_dumps(folder)
-    headers = {
-        entry.path: entry.header for entry in listed if entry.header is not None and entry.header.gemm is not None
-    }
-    records: dict[Path, Replayed] = {}
     unread = {file.path: file.why for file in listed.foreign if file.path.suffix == ".safetensors"}
-    if not headers and not unread:
+    found = [
+        ((header.time, header.iteration or 0, header.gemm.order, header.rank), entry.path)
+        for entry in listed
+        if (header := entry.header) is not None and header.gemm is not None
+    ]
+    if not found and not unread:
         raise DumpError(f"{folder}: no records of GEMMs. DumpTensors writes them with 'gemms', below its log folder.")
-    runs = _runs(headers)
-    for path in sorted(headers, key=lambda path: (runs.get(path, ()), *_order(headers[path]))):
+    records: dict[Path, Replayed] = {}
+    for _, path in sorted(found):
         try:
             records[path] = replay_file(path)
         except DumpError as error:
             unread[path] = str(error)
     return ReplayedFolder(records, unread)
-
-
-class _Start(NamedTuple):
-    """A start of a session: the folder of its dumps, and the first ``run`` of their headers."""
-
-    folder: Path
-    run: str
-
-
-def _runs(headers: Mapping[Path, Header]) -> dict[Path, _Start]:
-    """Record -> its run, if they are of several; empty if they can be of one, whose ranks may have a folder each.
-
-    Each rank has its own name for a start. The next start in a folder is that of a rank which has had one before.
-    """
-    of_folder: dict[Path, dict[tuple[str, int], list[Path]]] = {}
-    for path, header in headers.items():
-        of_folder.setdefault(_run_of(path), {}).setdefault((header.run, header.rank), []).append(path)
-    found: dict[Path, _Start] = {}
-    ranks: dict[_Start, set[int]] = {}
-    for folder, starts in of_folder.items():
-        start = _Start(folder, "")
-        for (run, rank), paths in sorted(starts.items()):
-            if rank in ranks.get(start, ()) or start not in ranks:
-                start = _Start(folder, run)
-            ranks.setdefault(start, set()).add(rank)
-            found |= dict.fromkeys(paths, start)
-    are_of_one = sum(map(len, ranks.values())) == len(set[int]().union(*ranks.values()))
-    return {} if are_of_one else found
-
-
-def _run_of(record: Path) -> Path:
-    """The folder of a run's dumps, which has one for each rank; of a record that lies elsewhere its own folder."""
-    folders = record.absolute().parents
-    return next((folder.parent for folder in folders if re.fullmatch(r"rank_\d+", folder.name)), folders[0])
-
-
-def _order(header: Header) -> tuple[int, int, int]:
-    return header.iteration or 0, 0 if header.gemm is None else header.gemm.order, header.rank

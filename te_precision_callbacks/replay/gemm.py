@@ -27,11 +27,20 @@ from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.dumps.contents import Dump
 from te_precision_callbacks.dumps.header import Gemm
 from te_precision_callbacks.gemm_error.accumulators import accumulated, accumulator_of
+from te_precision_callbacks.gemm_error.codes import CodeCheck
 from te_precision_callbacks.gemm_error.factors import factor_of
-from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, product, rounding_variance, thin
-from te_precision_callbacks.gemm_error.probes import probes, seed_of
+from te_precision_callbacks.gemm_error.judging import (
+    Call,
+    Judged,
+    judged,
+    probes,
+    product,
+    rounding_variance,
+    seed_of,
+    thin,
+)
 from te_precision_callbacks.replay.damage import damage_in_words
-from te_precision_callbacks.replay.operands import Codes, Recorded
+from te_precision_callbacks.replay.operands import Recorded
 from te_precision_callbacks.replay.verdict import Fault, Lane, Replayed
 
 PROBES = 64
@@ -79,7 +88,6 @@ def replay_gemm(dump: Dump, gemm: Gemm) -> Replayed:
         judge.gain,
         judge.found.rows,
         judge.found.columns,
-        _tiles(judge.ratios),
     )
 
 
@@ -182,35 +190,23 @@ def _lanes(kernel: _Kernel, left: Recorded, right: Recorded) -> tuple[Lane, ...]
     )
 
 
-def _faults_of_codes(tensor: str, checked: Codes) -> list[Fault]:
+def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
     """What is wrong with the codes and scales of an operand."""
+    codes, wrong, rounded, bias, zeros, expected_zeros, scales, wrong_scales = (each.item() for each in checked)
     found = []
-    if checked.wrong_scales:
-        found.append(f"{checked.wrong_scales:.0f} of {checked.scales:.0f} scales are not those of the format")
-    if checked.wrong:
-        found.append(f"{checked.wrong:.0f} of {checked.codes:.0f} codes are not the nearest number of the format")
-    if checked.rounded and not checked.wrong:
-        deviation = checked.bias / math.sqrt(checked.rounded / 4)
+    if wrong_scales:
+        found.append(f"{wrong_scales:.0f} of {scales:.0f} scales are not those of the format")
+    if wrong:
+        found.append(f"{wrong:.0f} of {codes:.0f} codes are not the nearest number of the format")
+    if rounded and not wrong:
+        deviation = bias / math.sqrt(rounded / 4)
         if abs(deviation) > _MOST_BIAS:
             way = "towards 0" if deviation < 0 else "away from 0"
-            found.append(
-                f"stochastic rounding has a bias {way}: {checked.bias / checked.rounded:+.3f} of a step on average"
-            )
-        excess = checked.zeros - checked.expected_zeros
-        if excess > _MOST_BIAS * math.sqrt(max(1.0, checked.expected_zeros)):
-            found.append(f"{checked.zeros:.0f} codes are 0, and {checked.expected_zeros:.0f} are expected to be")
+            found.append(f"stochastic rounding has a bias {way}: {bias / rounded:+.3f} of a step on average")
+        excess = zeros - expected_zeros
+        if excess > _MOST_BIAS * math.sqrt(max(1.0, expected_zeros)):
+            found.append(f"{zeros:.0f} codes are 0, and {expected_zeros:.0f} are expected to be")
     return [Fault("quantizer", f"{tensor}: {'; '.join(found)}", tensor)] if found else []
-
-
-def _tiles(ratios: torch.Tensor) -> torch.Tensor:
-    """The largest ratio in each of at most 32 x 64 tiles of a matrix."""
-    ratios = torch.maximum(ratios, torch.zeros_like(ratios))
-    most = zip(ratios.shape, (32, 64), strict=True)
-    rows, columns = (torch.arange(size) * tiles // max(size, tiles) for size, tiles in most)
-    height, width = (int(where[-1]) + 1 if len(where) else 0 for where in (rows, columns))
-    of_rows = ratios.new_zeros(height, ratios.shape[1])
-    of_rows.scatter_reduce_(0, rows.unsqueeze(1).expand_as(ratios), ratios, "amax")
-    return ratios.new_zeros(height, width).scatter_reduce_(1, columns.expand_as(of_rows), of_rows, "amax")
 
 
 def _distance(one: torch.Tensor | None, following: torch.Tensor | None) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -16,7 +15,7 @@ from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXF
 from te_precision_callbacks.base.numerics.recipes import Settings, round_blocks
 from te_precision_callbacks.dumps.contents import Dump, operand_of
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, Operand
-from te_precision_callbacks.gemm_error.codes import CodeCheck, Rules, check_codes
+from te_precision_callbacks.gemm_error.codes import WINDOW_COLUMNS, WINDOW_ROWS, CodeCheck, Rules, check_codes
 from te_precision_callbacks.gemm_error.factors import factor_of
 
 _RECIPE_OF_MODE = {
@@ -26,22 +25,6 @@ _RECIPE_OF_MODE = {
     BLOCK_2D: "fp8_block_scaling",
     NVFP4: "nvfp4",
 }
-
-_WINDOW_ROWS, _WINDOW_COLUMNS = 128, 1024
-"""What :func:`check_codes` checks at once."""
-
-
-class Codes(NamedTuple):
-    """What was found in all codes and scales of an operand; counts as of :class:`CodeCheck`."""
-
-    codes: float
-    wrong: float
-    rounded: float
-    bias: float
-    zeros: float
-    expected_zeros: float
-    scales: float
-    wrong_scales: float
 
 
 @dataclass(frozen=True)
@@ -141,15 +124,13 @@ class Recorded:
         elements = f"{many(lost, 'element')} of {self.described.tensor} that {verb} inf or nan"
         return f"{elements}, and the scales that follow from {these}"
 
-    def checked(self) -> Codes | None:
-        """All codes and scales, checked; None without an original, or for a plain tensor."""
+    def checked(self) -> CodeCheck | None:
+        """The check of all codes and scales; None without an original, or for a plain tensor."""
         if self.high is None or not isinstance(self.data, Stored) or self.described.rounding is None:
             return None
         rows, columns = self.data.matrix_shape
         total = torch.zeros(len(CodeCheck._fields), dtype=torch.float64)
-        of_rows, of_columns = -(-rows // _WINDOW_ROWS), -(-columns // _WINDOW_COLUMNS)
-        for row in range(of_rows):
-            for column in range(of_columns):
-                seed = (column << 20) + (row - (column << 20)) % of_rows  # that chooses this window
-                total += torch.stack(list(check_codes(self.data, self.high, self.rules, seed)))
-        return Codes(*total.tolist())
+        for row in range(-(-rows // WINDOW_ROWS)):
+            for column in range(-(-columns // WINDOW_COLUMNS)):
+                total += torch.stack(list(check_codes(self.data, self.high, self.rules, row, column)))
+        return CodeCheck(*total)

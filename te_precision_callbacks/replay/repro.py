@@ -6,14 +6,12 @@ write_repro(Path("repro.py"), record, replayed)     # repro.py and repro.safeten
 from __future__ import annotations
 
 import importlib.resources
-import itertools
 import shutil
 from pathlib import Path
 
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.replay.verdict import Replayed
 
-_FOLDER = importlib.resources.files("te_precision_callbacks.replay")
 _HEADING = '''"""{verdict}
 
 Recorded on {device} with {versions}.
@@ -22,9 +20,6 @@ It needs torch and safetensors, and no GPU. Where Transformer Engine can be impo
 The exit code is 1 if the fault is there: now, or where the GEMM cannot run, in the record.
 """
 '''
-
-_DAMAGE = "from te_precision_callbacks.replay.damage import damage_in_words\n"
-"""What the script has in place of this import: the functions of that module."""
 
 
 def check_script(script: Path, record: Path) -> None:
@@ -41,16 +36,9 @@ def check_script(script: Path, record: Path) -> None:
         raise DumpError(f"{script} is a folder. Name the script: {script / 'repro.py'}.")
     if script.suffix != ".py":
         raise DumpError(f"{script}: a script ends in .py. Name it {script.with_suffix('.py')}.")
-    taken = [path for path in (script, _data(script)) if path.exists() and path != record]
+    taken = [path for path in (script, script.with_suffix(".safetensors")) if path.exists() and path != record]
     if taken:
-        numbers = (script.with_stem(f"{script.stem}.{count}") for count in itertools.count(1))
-        free = next(path for path in numbers if not path.exists() and not _data(path).exists())
-        raise DumpError(f"{taken[0]} exists already, and is not overwritten. Name another script, such as {free}.")
-
-
-def _data(script: Path) -> Path:
-    """The record beside a script."""
-    return script.with_suffix(".safetensors")
+        raise DumpError(f"{taken[0]} exists already, and is not overwritten. Name another script.")
 
 
 def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
@@ -67,9 +55,8 @@ def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
     Raises:
         DumpError: a file cannot be written.
     """
-    data = _data(script)
-    body, damage = ((_FOLDER / name).read_text() for name in ("shown.py", "damage.py"))
-    body = body[body.index('"""', 3) + 4 :].replace(_DAMAGE, damage.partition("import torch\n")[2].lstrip())
+    data = script.with_suffix(".safetensors")
+    body = importlib.resources.files("te_precision_callbacks.replay").joinpath("shown.py").read_text()
     heading = _HEADING.format(
         verdict=replayed.verdict.replace("\\", "/").replace('"', "'"),
         device=replayed.gemm.device,
@@ -79,7 +66,7 @@ def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
     )
     try:
         script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(heading + body)
+        script.write_text(heading + body[body.index('"""', 3) + 4 :])
         if not data.exists() or not data.samefile(record):
             shutil.copyfile(record, data)
     except OSError as error:

@@ -55,7 +55,6 @@ class Replayed:
         not_judged: what cannot be judged, and why.
         gain: <result, codes> / |codes|^2, which is 1; None where it is not known.
         rows, columns: the ratio to the tolerance of each row and column, [n] and [m]; above 1 is wrong.
-        tiles: the largest ratio in each tile of the result, at most 32 x 64 tiles.
     """
 
     header: Header
@@ -66,7 +65,6 @@ class Replayed:
     gain: float | None
     rows: torch.Tensor
     columns: torch.Tensor
-    tiles: torch.Tensor
 
     @property
     def name(self) -> str:
@@ -80,10 +78,7 @@ class Replayed:
     def verdict(self) -> str:
         """The verdict in a line."""
         if self.faults:
-            first = self.faults[0]
-            return f"{self.name}: {first.cause}: {first.text}"
-        if self.gain is None and not self.lanes:
-            return f"{self.name}: not judged: {'; '.join(self.not_judged)}."
+            return f"{self.name}: {self.faults[0].cause}: {self.faults[0].text}"
         lane = next((lane for lane in self.lanes if lane.name == "original" and lane.error is not None), None)
         of_format = "" if lane is None else f"; the format costs {100 * (lane.error or 0):.2f} %"
         left = f" Not judged: {'; '.join(self.not_judged)}." if self.not_judged else ""

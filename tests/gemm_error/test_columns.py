@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from te_precision_callbacks.gemm_error.columns import KERNEL_MAXIMA, KERNEL_SUMS, kernel_columns
-from te_precision_callbacks.gemm_error.judging import Judged
+from te_precision_callbacks.gemm_error.judging import KERNEL_MAXIMA, KERNEL_SUMS, Judged, kernel_columns
 from te_precision_callbacks.statistics.table import STATISTICS
 
 
