@@ -5,7 +5,7 @@
   build       making the model on the meta device, which is the cost of its own code and of Transformer Engine's.
   check       planning the products, findings and features.
   rows        folding equal layers into rows, and printing them.
-  speed       what --speed adds: expected times, the waterfall and the advice, and printing them.
+  speed       what --speed adds: expected times and advice, and printing them.
 The memory is what the process has grown by in check and rows, behind the imports and the model.
 """
 

@@ -362,15 +362,14 @@ def _speed(checked: CheckedModel, device: Device, plan: CallPlan, *, calibrate: 
             "No matrix product of the model could be planned, so nothing can be estimated. A --batch plans products of"
             " layers of every class."
         )
-    notes: tuple[str, ...] = ()
+    notes = []
     if checked.not_counted:
         names = ", ".join(folded(checked.not_counted, most=8))
-        notes = (f"Times do not include {names}: their matrix products are unknown without a batch.",)
-    unknown = {}
+        notes.append(f"Times do not include {names}: their matrix products are unknown without a batch.")
     if checked.attention:
         names = ", ".join(folded(checked.attention, most=8))
-        unknown["attention: give --batch"] = f"its products depend on the lengths of sequences: {names}"
-    step = Step(checked.coverage, checked.recipe, notes=notes, unknown=unknown)
+        notes.append(f"Times do not include attention ({names}), which depends on sequence lengths. Give --batch.")
+    step = Step(checked.coverage, checked.recipe, notes=tuple(notes))
     return speed_of_step(step, device, plan=plan, recipe=None, calibrate=calibrate, table=table)
 
 

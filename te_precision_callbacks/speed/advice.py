@@ -22,9 +22,8 @@ from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.costs import padded
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.errors import SpeedError
-from te_precision_callbacks.speed.expected import ProductTime, shape_of, total
+from te_precision_callbacks.speed.expected import ProductTime, layers_without_gain, shape_of, total
 from te_precision_callbacks.speed.priced import PricedStep
-from te_precision_callbacks.speed.waterfall import layers_without_gain
 
 _LEAST_SHARE = 0.002
 """What saves less than this share of the products' time is not worth a line."""

@@ -1,7 +1,7 @@
-"""All that is expected of a step's speed: its products, the waterfall, and what to do.
+"""The expected speed of a step: its products, their total, and advice.
 
 speed = estimate_step(step_of_run(open_run("logs")), device_named("h200"))
-speed.times, speed.waterfall, speed.advice, speed.notes
+speed.times, speed.total, speed.advice, speed.notes
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.expected import CallPlan, Measured, ProductTime, Total, total
 from te_precision_callbacks.speed.priced import PricedStep
 from te_precision_callbacks.speed.recorded import Step
-from te_precision_callbacks.speed.waterfall import Waterfall, waterfall
 
 _LARGEST_MEMORY = 2.0**40
 """Bytes that no GPU has, for a device whose memory is not known."""
@@ -38,7 +37,6 @@ class StepSpeed:
         plan: how often operands are cast.
         times: the products, in their order.
         total: all of them together.
-        waterfall: from the ideal to the expected step.
         advice: what to do, what saves most first.
         notes: what the reader has to know about the figures.
     """
@@ -47,7 +45,6 @@ class StepSpeed:
     plan: CallPlan
     times: tuple[ProductTime, ...]
     total: Total
-    waterfall: Waterfall
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
 
@@ -58,7 +55,6 @@ class StepSpeed:
             "plan": self.plan,
             "products": [one.as_json() for one in self.times],
             "total": self.total.as_json(),
-            "waterfall": self.waterfall.as_json(),
             "advice": [one.as_json() for one in self.advice],
             "notes": list(self.notes),
         }
@@ -85,7 +81,6 @@ def estimate_step(
         plan,
         tuple(priced.times),
         total(priced.times, device),
-        waterfall(priced),
         tuple(advise(priced)),
         (*step.notes, *notes_of(priced.times, device)),
     )
@@ -145,6 +140,12 @@ def notes_of(times: Sequence[ProductTime], device: Device) -> list[str]:
             )
     if "fp8_block_scaling" in recipes and device.capability >= (10, 0):
         notes.append("fp8_block_scaling: emulated by MXFP8 on Blackwell, and priced as MXFP8; no time is published.")
+    partly = sum(1 for one in times if one.source == "calibrated GEMM, modeled cast")
+    if partly:
+        notes.append(
+            f"Of {many(partly, 'product')} only the GEMM was measured; the cast is the model's. Run --calibrate again"
+            " to measure it."
+        )
     unknown = sum(1 for one in times if one.recipe and one.cost is None)
     if unknown:
         notes.append(

@@ -50,8 +50,8 @@ from te_precision_callbacks.speed.devices import Device
 CallPlan = Literal["training", "benchmark"]
 CALL_PLANS: tuple[CallPlan, ...] = get_args(CallPlan)
 
-Source = Literal["model", "calibrated"]
-"""Where a time comes from: the cost model, or times of the same shapes that were measured before."""
+Source = Literal["model", "calibrated GEMM, modeled cast", "calibrated"]
+"""Origin of a time: the cost model, or a table of times measured for the same shapes."""
 
 Verdict = Literal["faster", "slower", "not resolved", "unknown", ""]
 
@@ -343,7 +343,8 @@ def _times_of_layer(
 ) -> list[ProductTime]:
     casts = _casts_of_layer(layer, device, table) if plan == "training" else {}
     return [
-        _time_of(product, recipe, casts.get(product.gemm, Cost(0.0)), device, plan, table) for product, recipe in layer
+        _time_of(product, recipe, casts.get(product.gemm, (Cost(0.0), 0.0)), device, plan, table)
+        for product, recipe in layer
     ]
 
 
@@ -363,6 +364,15 @@ def alike(times: Sequence[ProductTime], *, by_name: bool = False) -> dict[object
         key = form, *((p.gemm, p.backward, p.shape, p.calls, p.recipe, p.source, p.why, p.mask_share) for p in found)
         alike[key].append(found)
     return alike
+
+
+def layers_without_gain(times: Iterable[ProductTime]) -> set[str]:
+    """Layers whose products in low precision take at least as long as in BF16, casts included."""
+    added: dict[str, float] = defaultdict(float)
+    for one in times:
+        if one.cost is not None:
+            added[one.layer] += one.low_ms - one.high_ms
+    return {layer for layer, ms in added.items() if ms >= 0}
 
 
 def products_of_shapes(shapes: Sequence[Shape], recipe: str, *, plan: CallPlan = "benchmark") -> list[Product]:
@@ -403,7 +413,12 @@ def expected_shapes(
 
 
 def _time_of(
-    product: Product, recipe: str, casts: Cost, device: Device, plan: CallPlan, table: Measured | None
+    product: Product,
+    recipe: str,
+    casts_of_gemm: tuple[Cost, float],
+    device: Device,
+    plan: CallPlan,
+    table: Measured | None,
 ) -> ProductTime:
     shape = shape_of(product)
     count = calls_of(product)
@@ -434,12 +449,20 @@ def _time_of(
     if recipe == UNKNOWN or product.gemm not in GEMMS:
         return replace(made, recipe=UNKNOWN, source="model")
     device.check_recipe(recipe)
+    casts, modeled_ms = casts_of_gemm
     of_call = None if table is None else (table.call if plan == "benchmark" else table.gemm)(shape, recipe)
     if table is not None and measured is not None and of_call is not None:
         cost = of_call.times(count).plus(casts)
         width = _NORMAL * table.spread(shape, recipe)
+        source: Source = "calibrated"
+        if modeled_ms:
+            source = "calibrated GEMM, modeled cast"
+            scatter, transfer = device.fitted.scatter, 0.0 if device.is_measured else device.fitted.scatter.transfer
+            cast = scatter.quantile * math.hypot(scatter.cast, scatter.run, transfer)
+            width = math.hypot(width, cast * modeled_ms / cost.low_ms)
         speedup = high / cost.low_ms
-        return replace(made, cost=cost, interval=(speedup * math.exp(-width), speedup * math.exp(width)))
+        around = speedup * math.exp(-width), speedup * math.exp(width)
+        return replace(made, cost=cost, interval=around, source=source)
     one = call_cost(shape, recipe, device) if plan == "benchmark" else gemm_cost(shape, recipe, device)
     cost = one.times(count).plus(casts)
     high = high_ms(shape, device) * count  # both sides from one source
@@ -451,17 +474,21 @@ def calls_of(product: Product) -> float:
     return product.macs / (product.n * product.m * product.k * product.batch)
 
 
-def _casts_of_layer(layer: Sequence[tuple[Product, str]], device: Device, table: Measured | None) -> dict[str, Cost]:
-    """GEMM -> the casts that count with it in a step."""
+def _casts_of_layer(
+    layer: Sequence[tuple[Product, str]], device: Device, table: Measured | None
+) -> dict[str, tuple[Cost, float]]:
+    """GEMM -> the casts that count with it in a step, and the milliseconds of them that are not measured."""
     low = {product.gemm: (product, recipe) for product, recipe in layer if recipe in RECIPES and product.gemm in GEMMS}
     if not low:
         return {}
-    found: dict[str, Cost] = defaultdict(lambda: Cost(0.0))
+    found: dict[str, tuple[Cost, float]] = {}
     for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in low.items()}):
         product, recipe = low[first]
         device.check_recipe(recipe)
         rows, columns = operand_sizes(operand, first, shape_of(product))
+        calls = 1.0 if operand == "weight" else calls_of(product)
         cost = None if table is None else table.cast(recipe, operand, rows, columns, directions)
+        modeled_ms = 0.0
         if cost is None:
             cast = cast_of(
                 recipe,
@@ -473,7 +500,9 @@ def _casts_of_layer(layer: Sequence[tuple[Product, str]], device: Device, table:
             )
             of_bytes, of_launches = cast_ms(cast, recipe, device)
             cost = Cost(0.0, of_bytes, 0.0, of_launches)
-        found[first] = found[first].plus(cost.times(1.0 if operand == "weight" else calls_of(product)))
+            modeled_ms = cost.low_ms * calls
+        casts, before_ms = found.get(first, (Cost(0.0), 0.0))
+        found[first] = casts.plus(cost.times(calls)), before_ms + modeled_ms
     return found
 
 
@@ -532,14 +561,14 @@ def _around(speedup: float, variance: float, device: Device) -> tuple[float, flo
 def total(times: Iterable[ProductTime], device: Device) -> Total:
     """The time of several products together.
 
-    Products of one shape and recipe err together, and those of different ones apart. Products of which the cost is not
+    Modeled times of one shape and recipe err together, all others independently. Products of which the cost is not
     known are in no figure.
     """
     known = 0
     unknown = 0
     high = low = casts = 0.0
     of_kind: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    measured = 0.0
+    measured: dict[object, float] = defaultdict(float)
     sources = set()
     for one in times:
         if one.recipe and one.cost is None:
@@ -552,20 +581,22 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
         if one.cost is None:
             continue
         sources.add(one.source)
-        if one.source == "calibrated":
-            measured += (one.low_ms * math.log(one.interval[1] / one.interval[0]) / 2 / _NORMAL) ** 2
+        if one.source != "model":
+            deviation = one.low_ms * math.log(one.interval[1] / one.interval[0]) / 2 / _NORMAL
+            measured[one if one.source == "calibrated" else (one.shape, one.recipe)] += deviation
         else:
-            sums = of_kind[one.shape, one.recipe, one.source]
+            sums = of_kind[one.shape, one.recipe]
             sums[0] += one.high_ms
             sums[1] += one.cost.kernel_ms + one.cost.padding_ms
             sums[2] += one.cast_ms
     if not known or not low:
         return Total(high, low, casts, (math.nan, math.nan), unknown=unknown, known=known)
-    source: Source = "calibrated" if sources == {"calibrated"} else "model"
+    source: Source = next((each for each in get_args(Source) if each in sources), "model")
+    of_measured = sum(deviation**2 for deviation in measured.values())
     if not sources:
         return Total(high, low, casts, (1.0, 1.0), source, unknown, known)
     if not of_kind:
-        width, speedup = _NORMAL * math.sqrt(measured) / low, high / low
+        width, speedup = _NORMAL * math.sqrt(of_measured) / low, high / low
         around = speedup * math.exp(-width), speedup * math.exp(width)
         return Total(high, low, casts, around, source, unknown, known, is_low=True)
     scatter = device.fitted.scatter
@@ -573,5 +604,5 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
         (scatter.kernel * h / high) ** 2 + (scatter.kernel * k / low) ** 2 + (scatter.cast * c / low) ** 2
         for h, k, c in of_kind.values()
     )
-    variance += measured / low**2
+    variance += of_measured / low**2
     return Total(high, low, casts, _around(high / low, variance, device), source, unknown, known, is_low=True)

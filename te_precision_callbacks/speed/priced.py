@@ -1,4 +1,4 @@
-"""A step with the expected times of its products: what the waterfall and the advice begin with.
+"""A step with the expected times of its products: the input of the advice.
 
 priced = PricedStep.of(step, device)
 priced.products, priced.recipes, priced.times       # one for each product that has a time

@@ -2,17 +2,17 @@
 
 step = step_of_run(open_run("logs"))
 step = Step.of(session.coverage(), session.precision)
-step.coverage, step.recipes, step.world
+step.coverage, step.recipes, step.notes
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import pyarrow.compute as pc
 
-from te_precision_callbacks.coverage.coverage import Coverage, StateRow
+from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.coverage.recorded import other_steps_of_run, recorded_products
 from te_precision_callbacks.runs.recorded import RecordedRun
@@ -27,23 +27,19 @@ class Step:
     """A step of a training: what its time is estimated from.
 
     Attributes:
-        coverage: its products, and what is kept in which type.
+        coverage: its products.
         recipes: layer -> the recipe under which it ran; or one for all.
-        world: the number of ranks; None if it is not known.
         notes: what the reader of its times has to know.
-        unknown: parts of the step of which no time can be estimated -> why.
     """
 
     coverage: Coverage
     recipes: Mapping[str, str] | str
-    world: int | None = None
     notes: tuple[str, ...] = ()
-    unknown: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, coverage: Coverage, precision: Iterable[GemmPrecision], *, world: int | None = None) -> Step:
+    def of(cls, coverage: Coverage, precision: Iterable[GemmPrecision]) -> Step:
         """The step of a session: its coverage, and the recipes of its ``precision``."""
-        return cls(coverage, {one.layer: one.recipe for one in precision if one.recipe}, world)
+        return cls(coverage, {one.layer: one.recipe for one in precision if one.recipe})
 
 
 def step_of_run(run: RecordedRun) -> Step:
@@ -70,11 +66,7 @@ def step_of_run(run: RecordedRun) -> Step:
             f"The run has layers of {len(scopes)} scopes, such as pipeline stages, which run on different ranks. The"
             " total is the sum over all of them, and not the time of a step."
         )
-    state = tuple(
-        StateRow(row["subject"], row["dtype"], row["count"] or 0, row["bytes"] or 0) for row in run.states.to_pylist()
-    )
-    world = run.segments[-1].world if run.segments else None
-    return Step(Coverage(products, state=state), recipes, world, tuple(notes))
+    return Step(Coverage(products), recipes, tuple(notes))
 
 
 def _which_step(run: RecordedRun) -> str:

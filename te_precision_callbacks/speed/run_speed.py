@@ -66,7 +66,7 @@ class RunSpeed:
 
     def as_json(self) -> dict[str, Any]:
         """As ``te-precision speed RUN --json`` has it."""
-        found: dict[str, Any] = {"device": None, "plan": None, "products": [], "total": None, "waterfall": None}
+        found: dict[str, Any] = {"device": None, "plan": None, "products": [], "total": None}
         found |= {"advice": [], "notes": []}
         if self.expected is not None:
             found = self.expected.as_json()

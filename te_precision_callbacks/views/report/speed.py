@@ -55,7 +55,7 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
     Returns:
         ``summary``, the answer in a sentence; ``device``, null if it is not known; ``unknown``, why nothing is
         expected and what to do, empty if something is; ``trace``, what was measured; ``memory``, by kind in bytes; and
-        if something is expected ``total``, ``waterfall``, ``kinds``, ``roofline``, ``advice`` and ``notes``. Times are
+        if something is expected ``total``, ``kinds``, ``roofline``, ``advice`` and ``notes``. Times are
         milliseconds of a step.
     """
     found: dict[str, Any] = {"device": None, "unknown": "", "trace": None, "memory": _memory(run)}
@@ -77,7 +77,6 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
         "summary": f"The matrix products of a step: {in_short(speed)}",
         "plan": speed.plan,
         "total": _json(speed.total.as_json()),
-        "waterfall": _json(speed.waterfall.as_json()),
         "kinds": _kinds(speed, measured),
         "roofline": _roofline(step, speed),
         "advice": [{key: _visible(value) for key, value in one.as_json().items()} for one in speed.advice],
