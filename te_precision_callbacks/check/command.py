@@ -121,7 +121,7 @@ def check_command(
         bool,
         typer.Option(
             "--memory",
-            help="Print what low precision adds to memory and what it saves, by kind, and why it does not save more."
+            help="Print what low precision adds to memory and what it saves, by kind."
             " --tokens are then those of one forward.",
         ),
     ] = False,

@@ -53,12 +53,12 @@ def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], st
             row = {"gemm_id": number, "layer": rename(product.layer), "gemm": product.gemm, "tensor": tensor}
             operands.append({**row, "format": kind, "source": "seen", "since": 0})
     memory = [
-        {"layer": layer, "what": "weight", "kind": kind, "low": low, "high": high, "lives": lives, "counted": counted}
+        {"layer": layer, "what": "weight", "kind": kind, "low": low, "high": high, "lives": lives}
         for layer in ("layers.0.proj", "layers.1.proj")
-        for kind, low, high, lives, counted in (
-            ("parameter", 2 * MIB, 2 * MIB, "always", 2 * MIB),
-            ("weight_rowwise", MIB, 0, "always", None),
-            ("gradient_codes", 8 * MIB, 0, "in_backward", None),
+        for kind, low, high, lives in (
+            ("parameter", 2 * MIB, 2 * MIB, "always"),
+            ("weight_rowwise", MIB, 0, "always"),
+            ("gradient_codes", 8 * MIB, 0, "in_backward"),
         )
     ]
     (folder / "traces").mkdir(parents=True)
@@ -140,10 +140,10 @@ def test_the_trace_is_found_from_the_log_folder(tmp_path: Path) -> None:
 
 def test_memory_by_kind(run: RecordedRun) -> None:
     memory = speed_facts(run)["memory"]
-    assert {kind["kind"]: (kind["low"], kind["high"], kind["counted"]) for kind in memory["kinds"]} == {
-        "parameter": (4 * MIB, 4 * MIB, 4 * MIB),
-        "weight_rowwise": (2 * MIB, 0, None),
-        "gradient_codes": (8 * MIB, 0, None),  # one layer after the other
+    assert {kind["kind"]: (kind["low"], kind["high"]) for kind in memory["kinds"]} == {
+        "parameter": (4 * MIB, 4 * MIB),
+        "weight_rowwise": (2 * MIB, 0),
+        "gradient_codes": (8 * MIB, 0),  # one layer after the other
     }
     assert (memory["low"], memory["high"]) == (14 * MIB, 4 * MIB)
 

@@ -247,22 +247,12 @@ def _roofline(step: Step, speed: StepSpeed) -> dict[str, Any]:
 
 
 def _memory(run: RecordedRun) -> dict[str, Any]:
-    """Bytes by kind, planned in the precision that layers ran in and in high precision, and counted; on one rank."""
+    """Bytes by kind, planned in the precision that layers ran in and in high precision; on one rank."""
     kept = run.memory.to_pylist()
     rows = [MemoryRow(**row) for row in kept if row["kind"] in KINDS and row["lives"] in LIVES]
     memory = Memory(tuple(rows), "", (0, 0), None, False, False, {})
-    counted_bytes: dict[str, int] = defaultdict(int)
-    for row in rows:
-        if row.counted is not None:
-            counted_bytes[row.kind] += row.counted
     kinds = [
-        {
-            "kind": kind,
-            "name": KINDS[kind],
-            "low": found.low,
-            "high": found.high,
-            "counted": counted_bytes.get(kind),
-        }
+        {"kind": kind, "name": KINDS[kind], "low": found.low, "high": found.high}
         for kind, found in memory.by_kind().items()
     ]
     whole = memory.bytes()

@@ -136,16 +136,16 @@ function rooflineCard({ roofline: { ceilings, dots, left_out: left } }) {
 
 function memoryCard({ memory: { kinds, low, high } }) {
   if (!kinds.length) return [card("Memory", {}, el("p", { class: "quiet" }, "The run has no table of memory: it ended before its first whole step, or another program recorded it.")), () => {}];
-  const counted = kinds.some(({ counted: bytes }) => bytes !== null), unit = unitOfBytes(Math.max(...kinds.map((kind) => Math.max(kind.low, kind.high))));
+  const unit = unitOfBytes(Math.max(...kinds.map((kind) => Math.max(kind.low, kind.high))));
   const scaled = (bytes) => bytes === null ? null : bytes / 2 ** (10 * unit);
   const node = plotNode(96 + 38 * kinds.length, `Bytes by kind, as it runs and in BF16: ${kinds.map((kind) => `${kind.name} ${bytesInWords(kind.low)} and ${bytesInWords(kind.high)}`).join("; ")}`);
   const added = (one, other) => `${one > other ? "+" : one < other ? "−" : ""}${bytesInWords(Math.abs(one - other))}`;
   const made = card("Memory", {
     about: "Of the layers of one rank, planned in the precision that they ran in and in BF16.",
-    extra: [csvButton("memory", ["kind", "low", "high", "counted"], () => kinds.map((kind) => [kind.kind, kind.low, kind.high, kind.counted]))],
-  }, node, table(["kind", "#as it runs", "#in BF16", "#added", ...(counted ? ["#counted"] : [])], [
-    ...kinds.map((kind) => [kind.name, bytesInWords(kind.low), bytesInWords(kind.high), added(kind.low, kind.high), ...(counted ? [bytesInWords(kind.counted)] : [])]),
-    ["all on the device", bytesInWords(low), bytesInWords(high), added(low, high), ...(counted ? [""] : [])],
+    extra: [csvButton("memory", ["kind", "low", "high"], () => kinds.map((kind) => [kind.kind, kind.low, kind.high]))],
+  }, node, table(["kind", "#as it runs", "#in BF16", "#added"], [
+    ...kinds.map((kind) => [kind.name, bytesInWords(kind.low), bytesInWords(kind.high), added(kind.low, kind.high)]),
+    ["all on the device", bytesInWords(low), bytesInWords(high), added(low, high)],
   ]));
   const render = () => draw(node, [["in BF16", "high"], ["as it runs", "low"]].map(([name, key], group) => ({
     type: "bar", orientation: "h", name, y: kinds.map((_, at) => at), x: kinds.map((kind) => scaled(kind[key])), offset: 0.36 * (group - 1), width: 0.34,
