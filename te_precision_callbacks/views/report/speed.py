@@ -133,14 +133,12 @@ def _trace(
 
 
 def _trace_facts(measured: MeasuredStep) -> dict[str, Any]:
-    launches = measured.launches
     return {
         "device": visible(measured.device),
         "iterations": list(measured.iterations),
         "wall_ms": measured.wall_ms,
         "idle_ms": measured.idle_ms,
         "busy_share": _number(measured.busy_share),
-        "launch_bound": launches is not None and launches.is_bound,
         "kinds": [
             {"kind": kind, "format": form, "ms": ms, "share": ms / measured.work_ms if measured.work_ms else None}
             for (kind, form), ms in measured.by_kind().items()

@@ -162,7 +162,7 @@ function traceCard({ trace }) {
   const about = trace.problem ? "" : `${trace.name}: ${trace.device}, ${trace.iterations.length ? `iterations ${trace.iterations.map((step) => shown(step)).join(", ")}` : "one step"}.`;
   if (trace.problem) return card("Measured", {}, el("p", { role: "note" }, `The trace ${trace.name} gives no times: ${trace.problem}`));
   return card("Measured", { about, extra: [csvButton("measured", ["kind", "format", "ms"], () => trace.kinds.map(({ kind, format, ms }) => [kind, format, ms]))] },
-    el("p", {}, `A step took ${milliseconds(trace.wall_ms)} ms, of which ${milliseconds(trace.idle_ms)} ms were idle.`, trace.launch_bound && " It is launch bound: the device waits for the host."),
+    el("p", {}, `A step took ${milliseconds(trace.wall_ms)} ms, of which ${milliseconds(trace.idle_ms)} ms were idle.`),
     trace.beside && el("p", { class: "quiet" }, trace.beside),
     table(["kind", "format", "#ms", "#of the work"], trace.kinds.map(({ kind, format, ms, share }) => [kind, format.toUpperCase(), milliseconds(ms), share === null ? "" : `${shown(100 * share, 3)} %`])),
     trace.notes.map((note) => el("p", { class: "quiet" }, note)));
