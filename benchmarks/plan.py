@@ -35,9 +35,8 @@ def case_of(layers: int, recipe: str) -> dict[str, Any]:
     from te_precision_callbacks.check import check_model
     from te_precision_callbacks.check.printing import show
     from te_precision_callbacks.speed import device_named
-    from te_precision_callbacks.speed.estimate import estimate_step
+    from te_precision_callbacks.speed.estimate import Step, estimate_step
     from te_precision_callbacks.speed.printing import show_step
-    from te_precision_callbacks.speed.recorded import Step
 
     times = [time.perf_counter()]
     with torch.device("meta"):

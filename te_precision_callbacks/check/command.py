@@ -355,7 +355,7 @@ def _speed(checked: CheckedModel, device: Device, plan: CallPlan, *, calibrate: 
     """What is expected of the planned step."""
     from te_precision_callbacks.layers.folding import folded
     from te_precision_callbacks.speed.errors import SpeedError
-    from te_precision_callbacks.speed.recorded import Step
+    from te_precision_callbacks.speed.estimate import Step
 
     if not checked.coverage.macs():
         raise SpeedError(

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
         known_devices,
     )
     from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
-    from te_precision_callbacks.speed.estimate import StepSpeed, estimate_step
+    from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step
     from te_precision_callbacks.speed.expected import ProductTime, Total
-    from te_precision_callbacks.speed.recorded import Step, step_of_run
+    from te_precision_callbacks.speed.recorded import step_of_run
 
 __all__ = [
     "Advice",

@@ -106,7 +106,7 @@ class Calibration:
         Raises:
             CalibrationError: they are of another one.
         """
-        if self.device not in (device.title, *device.reported_as):
+        if not device.is_called(self.device):
             raise CalibrationError(
                 f"The measured times are of {self.device!r}, and times are expected for {device.title}. Measure them"
                 " there with --calibrate, or leave out --table."

@@ -128,6 +128,10 @@ class Device(BaseModel):
         """The peak of some kernels: ``bf16``, or one of the values of :data:`KERNEL_OF_RECIPE`."""
         return {HIGH: self.bf16_tflops, "nvfp4": self.fp4_tflops}.get(kernel, self.fp8_tflops)
 
+    def is_called(self, name: str) -> bool:
+        """Return whether a name, as a trace or ``torch.cuda.get_device_name`` reports it, is of this device."""
+        return name in (self.title, *self.reported_as)
+
     def check_recipe(self, recipe: str) -> None:
         """Check that the device runs a recipe.
 

@@ -7,25 +7,55 @@ speed.times, speed.total, speed.advice, speed.notes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.gemm_shapes import refusals
-from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
+from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, GemmName
+from te_precision_callbacks.coverage.coverage import Coverage, Product
+from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.speed.advice import Advice, advise
 from te_precision_callbacks.speed.costs import Shape
 from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.expected import CallPlan, Measured, ProductTime, Total, total
-from te_precision_callbacks.speed.priced import PricedStep
-from te_precision_callbacks.speed.recorded import Step
+from te_precision_callbacks.speed.expected import (
+    CallPlan,
+    Measured,
+    ProductTime,
+    Total,
+    counted,
+    recipes_of,
+    timed,
+    total,
+)
 
 _LARGEST_MEMORY = 2.0**40
 """Bytes that no GPU has, for a device whose memory is not known."""
 
 _ON_MANY = ("fp8_current_scaling", "fp8_delayed_scaling")
 """The recipes of which times on two devices are published."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a training: what its time is estimated from.
+
+    Attributes:
+        coverage: its products.
+        recipes: layer -> the recipe under which it ran; or one for all.
+        notes: what the reader of its times has to know.
+    """
+
+    coverage: Coverage
+    recipes: Mapping[str, str] | str
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, coverage: Coverage, precision: Iterable[GemmPrecision]) -> Step:
+        """The step of a session: its coverage, and the recipes of its ``precision``."""
+        return cls(coverage, {one.layer: one.recipe for one in precision if one.recipe})
 
 
 @dataclass(frozen=True)
@@ -75,15 +105,33 @@ def estimate_step(
     Raises:
         SpeedError: the device does not run a recipe.
     """
-    priced = PricedStep.of(step, device, plan=plan, recipe=recipe, table=table)
+    products = counted(step.coverage)
+    recipes = recipes_of(products, step.recipes)
+    alternative = recipe or _main_recipe(products, recipes)
+    if alternative:
+        device.check_recipe(alternative)
+
+    def price(others: Sequence[Product], in_recipes: Sequence[str]) -> list[ProductTime]:
+        return timed(others, in_recipes, device, plan=plan, table=table)
+
+    times = price(products, recipes)
     return StepSpeed(
         device,
         plan,
-        tuple(priced.times),
-        total(priced.times, device),
-        tuple(advise(priced)),
-        (*step.notes, *notes_of(priced.times, device)),
+        tuple(times),
+        total(times, device),
+        tuple(advise(products, recipes, times, device, alternative, price)),
+        (*step.notes, *notes_of(times, device)),
     )
+
+
+def _main_recipe(products: Sequence[Product], recipes: Sequence[str]) -> str:
+    """The recipe with the most multiply-adds in low precision; empty if nothing runs in low precision."""
+    macs: dict[str, int] = defaultdict(int)
+    for product, recipe in zip(products, recipes, strict=True):
+        if recipe in RECIPES:
+            macs[recipe] += product.macs
+    return max(macs, key=lambda name: macs[name], default="")
 
 
 def notes_of_shapes(shapes: Iterable[Shape], recipe: str, device: Device, plan: CallPlan) -> list[str]:

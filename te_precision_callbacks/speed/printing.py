@@ -16,7 +16,7 @@ from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.estimate import StepSpeed
 from te_precision_callbacks.speed.expected import CallPlan, ProductTime, Total, alike, total
 from te_precision_callbacks.speed.memory.printing import show_rows
-from te_precision_callbacks.speed.run_speed import RunSpeed
+from te_precision_callbacks.speed.recorded import RunSpeed
 from te_precision_callbacks.speed.trace import show as show_measured
 
 _MOST_ROWS = 60

@@ -14,14 +14,11 @@ from hypothesis import strategies as st
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
-from te_precision_callbacks.speed.advice import advise
 from te_precision_callbacks.speed.costs import Shape, call_cost, cast_of, high_ms, kernel_ms
 from te_precision_callbacks.speed.devices import device_named
-from te_precision_callbacks.speed.estimate import estimate_step
+from te_precision_callbacks.speed.estimate import Step, estimate_step
 from te_precision_callbacks.speed.expected import expected, recipe_of_product, total
-from te_precision_callbacks.speed.priced import PricedStep
 from te_precision_callbacks.speed.printing import reasons_in_words, show_step, show_times
-from te_precision_callbacks.speed.recorded import Step
 
 B300, H200 = device_named("b300"), device_named("h200")
 CURRENT = "fp8_current_scaling"
@@ -214,7 +211,7 @@ def test_advice_names_the_section_and_its_steps() -> None:
         *(replace(one, reason_ref=ref) for one in layer("fc1", 8192, (4096, 4096), low=())),
         *layer("fc2", 8192, (4096, 4096)),
     ]
-    found = [one.text for one in advise(PricedStep.of(Step(Coverage(products), ""), H200, recipe=CURRENT))]
+    found = [one.text for one in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice]
     assert f"let fc1 run in low precision again: kept in high precision by {ref}" in found
 
 
@@ -225,7 +222,7 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
         *layer("head", 8192, (8192, 32000), low=(), family="torch", reason=Reason.NOT_TE, calls=2),
     ]
     step = Step(Coverage(products), CURRENT)
-    found = advise(PricedStep.of(step, B300))
+    found = estimate_step(step, B300).advice
     saved = [one.saves_ms for one in found]
     assert saved == sorted(saved, reverse=True)
     texts = {one.text: one for one in found}
@@ -255,7 +252,7 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
 def test_sizes_that_are_refused_are_padded() -> None:
     products = layer("fc", 8192, (8192, 8200), low=(), reason=Reason.NOT_TE)
     [advice] = [
-        one for one in advise(PricedStep.of(Step(Coverage(products), ""), H200, recipe=CURRENT)) if "padded" in one.text
+        one for one in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice if "padded" in one.text
     ]
     assert advice.text.startswith("make fc Transformer Engine layers")
     assert "8200 to 8208" in advice.text

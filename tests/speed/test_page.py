@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import InspectSession, cli
 from te_precision_callbacks.speed import device_named, known_devices
-from te_precision_callbacks.speed.estimate import estimate_step
-from te_precision_callbacks.speed.recorded import Step
+from te_precision_callbacks.speed.estimate import Step, estimate_step
 from tests.docs.pages import PAGES, blocks
 
 PAGE = "docs/speed.md"

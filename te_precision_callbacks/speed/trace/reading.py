@@ -301,8 +301,6 @@ def _short(event: object) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-
-
 def _events(path: Path, trace: Trace) -> Iterator[Any]:
     """The events of a file; the facts before them go into the trace.
 

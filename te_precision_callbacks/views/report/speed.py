@@ -21,12 +21,11 @@ from te_precision_callbacks.runs.trace_files import own_traces
 from te_precision_callbacks.speed.costs import kernel_bytes
 from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
 from te_precision_callbacks.speed.errors import DeviceError, SpeedError
-from te_precision_callbacks.speed.estimate import StepSpeed, estimate_step
+from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step
 from te_precision_callbacks.speed.expected import ProductTime, Total, alike, counted, total
 from te_precision_callbacks.speed.memory.rows import KINDS, LIVES, Memory, MemoryRow
 from te_precision_callbacks.speed.printing import reasons_in_words, recipes_in_words
-from te_precision_callbacks.speed.recorded import Step, device_of_run, step_of_run
-from te_precision_callbacks.speed.run_speed import is_measured_on, measured_step
+from te_precision_callbacks.speed.recorded import device_of_run, measured_step, step_of_run
 from te_precision_callbacks.speed.trace import MeasuredStep, TraceError
 from te_precision_callbacks.views.speeds import in_short, without_gain
 
@@ -153,7 +152,7 @@ def _why_not_beside(measured: MeasuredStep, step: Step | None, speed: StepSpeed 
         return "Nothing is expected that measured times could be compared with."
     if not measured.on_device:
         return f"The trace is of a CPU. Its times are not comparable with those of {speed.device.title}."
-    if not is_measured_on(speed.device, measured):
+    if not speed.device.is_called(measured.device):
         return (
             f"The trace is of {visible(measured.device)}. Its times are not comparable with those of"
             f" {speed.device.title}."
