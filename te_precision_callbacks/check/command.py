@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from te_precision_callbacks.check.checked_model import CheckedModel
     from te_precision_callbacks.config import Config
     from te_precision_callbacks.config.early_steps import EarlySteps
+    from te_precision_callbacks.speed.costs import CallPlan
     from te_precision_callbacks.speed.devices import Device
     from te_precision_callbacks.speed.estimate import StepSpeed
-    from te_precision_callbacks.speed.expected import CallPlan
 
 _INDENT = 2
 _AUTO = "auto"

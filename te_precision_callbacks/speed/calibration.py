@@ -26,14 +26,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, OperandName
-from te_precision_callbacks.speed.costs import Cost, Shape
+from te_precision_callbacks.speed.costs import CallPlan, Cost, Shape, cast_users, operand_sizes
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.errors import CalibrationError, why_unreadable
-from te_precision_callbacks.speed.expected import CallPlan, ProductTime, cast_users, operand_sizes
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.speed.expected import ProductTime
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from te_precision_callbacks.base.terminal import Json, Run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from te_precision_callbacks.speed.costs import CallPlan
     from te_precision_callbacks.speed.devices import Device
     from te_precision_callbacks.speed.estimate import Step, StepSpeed
-    from te_precision_callbacks.speed.expected import CallPlan
     from te_precision_callbacks.speed.recorded import RunSpeed
 
 
@@ -200,8 +200,8 @@ def call_plan(name: str | None, default: CallPlan) -> CallPlan:
         SpeedError: there is no such plan.
     """
     from te_precision_callbacks.config.problems import suggestion
+    from te_precision_callbacks.speed.costs import CALL_PLANS
     from te_precision_callbacks.speed.errors import SpeedError
-    from te_precision_callbacks.speed.expected import CALL_PLANS
 
     found = next((each for each in CALL_PLANS if each == (name or default)), None)
     if found is None:

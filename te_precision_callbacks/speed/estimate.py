@@ -18,11 +18,10 @@ from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, GemmName
 from te_precision_callbacks.coverage.coverage import Coverage, Product
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.speed.advice import Advice, advise
-from te_precision_callbacks.speed.costs import Shape
+from te_precision_callbacks.speed.calibration import Calibration
+from te_precision_callbacks.speed.costs import CallPlan, Shape
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.expected import (
-    CallPlan,
-    Measured,
     ProductTime,
     Total,
     counted,
@@ -91,7 +90,7 @@ class StepSpeed:
 
 
 def estimate_step(
-    step: Step, device: Device, *, plan: CallPlan = "training", recipe: str = "", table: Measured | None = None
+    step: Step, device: Device, *, plan: CallPlan = "training", recipe: str = "", table: Calibration | None = None
 ) -> StepSpeed:
     """What is expected of a step.
 

@@ -1,7 +1,7 @@
 """Expected times of products: in BF16, and as they run, with an interval for the speed-up.
 
     times = expected(products, recipes, device)            # a plan or a run, in the plan of a training
-    times = expected_shapes([Shape.parse("15872x4096x4096")], "fp8_current_scaling", device)     # one call each
+    products = products_of_shapes([Shape.parse("15872x4096x4096")], "fp8_current_scaling")     # one call each
     for one in times:
         one.layer, one.gemm, one.high_ms, one.low_ms, one.speedup, one.interval, one.verdict
     total(times, device).speedup
@@ -20,35 +20,32 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
 from te_precision_callbacks.base.vocabulary import (
-    COLUMNWISE,
     GEMMS,
-    ONE_SCALE,
     OPERANDS,
     RECIPES,
-    ROWWISE,
     GemmName,
-    OperandName,
 )
 from te_precision_callbacks.coverage.coverage import Product, Reason
 from te_precision_callbacks.layers.folding import form_of
+from te_precision_callbacks.speed.calibration import Calibration
 from te_precision_callbacks.speed.costs import (
+    CallPlan,
     Cost,
     Shape,
     attention_ms,
     call_cost,
     cast_ms,
     cast_of,
+    cast_users,
     gemm_cost,
     high_ms,
+    operand_sizes,
 )
 from te_precision_callbacks.speed.devices import Device
-
-CallPlan = Literal["training", "benchmark"]
-CALL_PLANS: tuple[CallPlan, ...] = get_args(CallPlan)
 
 Source = Literal["model", "calibrated GEMM, modeled cast", "calibrated"]
 """Origin of a time: the cost model, or a table of times measured for the same shapes."""
@@ -60,32 +57,6 @@ _NORMAL = 1.96
 
 UNKNOWN = "unknown"
 """The recipe of a product in low precision whose recipe is not known."""
-
-
-class Measured(Protocol):
-    """Times that were measured on a device, in milliseconds; None for what was not measured."""
-
-    def high_ms(self, shape: Shape) -> float | None:
-        """A GEMM in BF16."""
-        ...
-
-    def gemm(self, shape: Shape, recipe: str) -> Cost | None:
-        """A GEMM of operands that were quantized before."""
-        ...
-
-    def call(self, shape: Shape, recipe: str) -> Cost | None:
-        """A forward that casts both operands."""
-        ...
-
-    def cast(
-        self, recipe: str, operand: OperandName, rows: int, columns: int, directions: tuple[bool, bool]
-    ) -> Cost | None:
-        """The cast of an operand: rowwise, columnwise or both."""
-        ...
-
-    def spread(self, shape: Shape, recipe: str) -> float:
-        """The relative standard deviation of a speed-up."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -280,7 +251,7 @@ def expected(
     device: Device,
     *,
     plan: CallPlan = "training",
-    table: Measured | None = None,
+    table: Calibration | None = None,
 ) -> list[ProductTime]:
     """The expected times of the products of a step that run, without look-ups and what is not counted.
 
@@ -304,7 +275,7 @@ def timed(
     device: Device,
     *,
     plan: CallPlan = "training",
-    table: Measured | None = None,
+    table: Calibration | None = None,
 ) -> list[ProductTime]:
     """The expected times of products if each runs in its recipe.
 
@@ -339,7 +310,7 @@ def _kind(product: Product, recipe: str) -> object:
 
 
 def _times_of_layer(
-    layer: Sequence[tuple[Product, str]], device: Device, plan: CallPlan, table: Measured | None
+    layer: Sequence[tuple[Product, str]], device: Device, plan: CallPlan, table: Calibration | None
 ) -> list[ProductTime]:
     casts = _casts_of_layer(layer, device, table) if plan == "training" else {}
     return [
@@ -393,32 +364,13 @@ def products_of_shapes(shapes: Sequence[Shape], recipe: str, *, plan: CallPlan =
     return found
 
 
-def expected_shapes(
-    shapes: Sequence[Shape],
-    recipe: str,
-    device: Device,
-    *,
-    plan: CallPlan = "benchmark",
-    table: Measured | None = None,
-) -> list[ProductTime]:
-    """The expected times of one call of each shape: of its forward in the plan ``benchmark``, and of the three GEMMs
-    of a linear layer in the plan ``training``.
-
-    Raises:
-        SpeedError: there is no such recipe, or the device does not run it.
-    """
-    device.check_recipe(recipe)
-    products = products_of_shapes(list(dict.fromkeys(shapes)), recipe, plan=plan)
-    return expected(products, recipe, device, plan=plan, table=table)
-
-
 def _time_of(
     product: Product,
     recipe: str,
     casts_of_gemm: tuple[Cost, float],
     device: Device,
     plan: CallPlan,
-    table: Measured | None,
+    table: Calibration | None,
 ) -> ProductTime:
     shape = shape_of(product)
     count = calls_of(product)
@@ -475,7 +427,7 @@ def calls_of(product: Product) -> float:
 
 
 def _casts_of_layer(
-    layer: Sequence[tuple[Product, str]], device: Device, table: Measured | None
+    layer: Sequence[tuple[Product, str]], device: Device, table: Calibration | None
 ) -> dict[str, tuple[Cost, float]]:
     """GEMM -> the casts that count with it in a step, and the milliseconds of them that are not measured."""
     low = {product.gemm: (product, recipe) for product, recipe in layer if recipe in RECIPES and product.gemm in GEMMS}
@@ -504,35 +456,6 @@ def _casts_of_layer(
         casts, before_ms = found.get(first, (Cost(0.0), 0.0))
         found[first] = casts.plus(cost.times(calls)), before_ms + modeled_ms
     return found
-
-
-def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
-    """The operands of a layer that are cast: each with the first GEMM that reads it, and whether its rows and columns
-    are cast. Transformer Engine casts no columns without rows of a gradient, nor of any operand with one scale.
-
-    Args:
-        low: the GEMMs of the layer that run in low precision, and their recipes.
-    """
-    for operand in get_args(OperandName):
-        rowwise, columnwise = ROWWISE[operand], COLUMNWISE[operand]
-        first = next((gemm for gemm in (rowwise, columnwise) if gemm in low), None)
-        if first is not None:
-            with_rows = rowwise in low or operand == "gradient" or low[first] in ONE_SCALE
-            yield operand, first, (with_rows, columnwise in low)
-
-
-def operand_sizes(operand: OperandName, gemm: str, shape: Shape) -> tuple[int, int]:
-    """The rows and columns of an operand in memory, from the shape of a GEMM that reads it."""
-    m, k, n = shape.m, shape.k, shape.n
-    sizes = {
-        ("activation", "fprop"): (m, k),
-        ("weight", "fprop"): (n, k),
-        ("weight", "dgrad"): (k, n),
-        ("gradient", "dgrad"): (m, k),
-        ("gradient", "wgrad"): (k, m),
-        ("activation", "wgrad"): (k, n),
-    }
-    return sizes[operand, gemm]
 
 
 def interval(high: float, cost: Cost, device: Device) -> tuple[float, float]:

@@ -12,9 +12,10 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.advice import Advice
+from te_precision_callbacks.speed.costs import CallPlan
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.estimate import StepSpeed
-from te_precision_callbacks.speed.expected import CallPlan, ProductTime, Total, alike, total
+from te_precision_callbacks.speed.expected import ProductTime, Total, alike, total
 from te_precision_callbacks.speed.memory.printing import show_rows
 from te_precision_callbacks.speed.recorded import RunSpeed
 from te_precision_callbacks.speed.trace import show as show_measured

@@ -11,9 +11,9 @@ import torch
 
 from te_precision_callbacks.speed import CalibrationError, device_named
 from te_precision_callbacks.speed.calibration import Calibration, Time, calibrate
-from te_precision_callbacks.speed.costs import Shape
+from te_precision_callbacks.speed.costs import CALL_PLANS, CallPlan, Shape
 from te_precision_callbacks.speed.estimate import notes_of
-from te_precision_callbacks.speed.expected import CALL_PLANS, CallPlan, expected, total
+from te_precision_callbacks.speed.expected import expected, total
 from tests.capability import any_capability, stand_for
 from tests.speed.test_expected import layer
 
