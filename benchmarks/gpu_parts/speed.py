@@ -11,7 +11,8 @@ import torch
 
 from gpu_parts.rows import Rows, Settings, run_part
 from te_precision_callbacks.speed import Device, Shape, SpeedError, device_named, device_reported
-from te_precision_callbacks.speed.calibration import Calibration, calibrate
+from te_precision_callbacks.speed.calibrating import calibrate
+from te_precision_callbacks.speed.calibration import Calibration
 from te_precision_callbacks.speed.expected import ProductTime, expected, products_of_shapes
 
 LARGE = ("15872x4096x12288", "15872x4096x4096", "15872x4096x16384", "15872x16384x4096", "4096x1024x256")

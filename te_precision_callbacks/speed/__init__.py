@@ -18,7 +18,8 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.speed.advice import Advice
-    from te_precision_callbacks.speed.calibration import Calibration, Time, calibrate
+    from te_precision_callbacks.speed.calibrating import calibrate
+    from te_precision_callbacks.speed.calibration import Calibration, Time
     from te_precision_callbacks.speed.costs import Cast, Cost, Shape, break_even, call_cost, cast_of, high_ms
     from te_precision_callbacks.speed.devices import (
         Constants,

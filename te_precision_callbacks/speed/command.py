@@ -224,7 +224,7 @@ def speed_of_step(
         SpeedError: as from :func:`~te_precision_callbacks.speed.estimate.estimate_step`.
         CalibrationError: the table cannot be used, or nothing can be measured here.
     """
-    from te_precision_callbacks.speed import calibration
+    from te_precision_callbacks.speed import calibrating, calibration
     from te_precision_callbacks.speed.estimate import estimate_step
     from te_precision_callbacks.speed.expected import expected
 
@@ -234,7 +234,7 @@ def speed_of_step(
         measured = calibration.Calibration.read(file)
     if calibrate and file is not None:
         times = expected(step.coverage, step.recipes, device, plan=plan)
-        measured = calibration.calibrate(times, plan=plan, table=measured, report=_progress)
+        measured = calibrating.calibrate(times, plan=plan, table=measured, report=_progress)
         measured.write(file)
     if measured is not None:
         measured.check_device(device)

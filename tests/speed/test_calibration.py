@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from te_precision_callbacks.speed import CalibrationError, device_named
-from te_precision_callbacks.speed.calibration import Calibration, Time, calibrate
+from te_precision_callbacks.speed.calibrating import calibrate
+from te_precision_callbacks.speed.calibration import Calibration, Time
 from te_precision_callbacks.speed.costs import CALL_PLANS, CallPlan, Shape
 from te_precision_callbacks.speed.estimate import notes_of
 from te_precision_callbacks.speed.expected import expected, total
