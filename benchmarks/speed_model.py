@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import speed_plans
 import yaml
 
 from te_precision_callbacks.speed.costs import Shape, call_cost, high_ms
@@ -275,24 +274,14 @@ def cells(constants: Constants) -> list[Cell]:
     return found
 
 
-def tables(*, plans: bool = True) -> Iterator[str]:
-    """The lines of the tables of docs/speed.md, with or without the plans of models."""
+def tables() -> Iterator[str]:
+    """The lines of the tables of docs/speed.md."""
     found = fitted()
     yield "Constants:"
     yield ""
     yield from _constants(found)
     yield ""
     yield from _cells(cells(found["b300"]))
-    yield ""
-    yield from _transfer(found["b300"])
-    yield ""
-    yield from _order(found["b300"])
-    if not plans:
-        return
-    yield ""
-    yield "Plans of five models, plan `training`: how many times as fast as in BF16 a step's products are expected:"
-    yield ""
-    yield from speed_plans.table()
 
 
 def _constants(found: Mapping[str, Constants]) -> Iterator[str]:
@@ -329,57 +318,6 @@ def _cells(found: Sequence[Cell]) -> Iterator[str]:
         f"The median error is {100 * statistics.median(errors):.1f} %, the worst {100 * max(errors):.1f} %"
         f" ({worst.layer}, {worst.recipe}). The interval includes the measured speed-up in {inside} of {len(low)}"
         " cells."
-    )
-    yield ""
-    yield from _gains_nothing(low)
-
-
-def _gains_nothing(low: Sequence[Cell]) -> Iterator[str]:
-    yield '"Gains nothing" over the cells in low precision. Measured, a cell gains nothing if it is at most as fast:'
-    yield ""
-    yield "| said of a cell if | said of | of these right (precision) | found of those that gain nothing (recall) |"
-    yield "|---|---|---|---|"
-    truth = [one.measured_speedup <= 1 for one in low]
-    for text, said in (
-        ("the expected speed-up is at most 1", [one.speedup <= 1 for one in low]),
-        ("the interval is below 1 (slower)", [one.interval[1] < 1 for one in low]),
-        ("the interval includes 1 (not resolved), or is below", [one.interval[0] <= 1 for one in low]),
-        ("its own times are measured (calibrated)", truth),
-    ):
-        right = sum(a and b for a, b in zip(truth, said, strict=True))
-        precision = f"{right} of {sum(said)}" if any(said) else "never said"
-        yield f"| {text} | {sum(said)} of {len(low)} | {precision} | {right} of {sum(truth)} |"
-    one = next(each for each in low if each.layer == "attention output" and each.recipe == CURRENT)
-    yield ""
-    yield (
-        f"The attention output with current scaling: measured {one.measured_speedup:.2f}, expected {one.speedup:.2f}"
-        f" ({one.interval[0]:.2f} to {one.interval[1]:.2f})."
-    )
-
-
-def _transfer(constants: Constants) -> Iterator[str]:
-    yield "The H200 NVL, with the constants of the B300: expected over measured, per layer:"
-    yield ""
-    yield f"| recipe | {' | '.join(f'{one}, {what}' for what in ('time', 'speed-up') for one in SHAPES)} |"
-    yield "|---" * 7 + "|"
-    for recipe, row in transferred(constants).items():
-        times = (f"{100 * (value - 1):+.1f} %" for value in row["time"])
-        speedups = (f"{100 * (value - 1):+.1f} %" if recipe != HIGH else "" for value in row["speed-up"])
-        yield f"| {recipe} | {' | '.join(times)} | {' | '.join(speedups)} |"
-
-
-def _order(constants: Constants) -> Iterator[str]:
-    device = device_named("b300").model_copy(update={"constants": constants})
-    sums = SUMS["b300"]
-    measured = {recipe: sum(sums[recipe].values()) for recipe in sums}
-    found = {recipe: sum(expected(s, recipe, device) for one in SHAPES for s in SHAPES[one]) for recipe in sums}
-
-    def in_order(times: Mapping[str, float]) -> str:
-        return ", ".join(f"{name} {times[name]:.2f}" for name in sorted(times, key=lambda name: times[name]))
-
-    yield (
-        f"Order of the recipes by a layer's total on the B300, ms: measured {in_order(measured)}; expected"
-        f" {in_order(found)}."
     )
 
 

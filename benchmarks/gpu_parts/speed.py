@@ -11,8 +11,9 @@ import torch
 
 from gpu_parts.rows import Rows, Settings, run_part
 from te_precision_callbacks.speed import Device, Shape, SpeedError, device_named, device_reported
-from te_precision_callbacks.speed.calibration import Calibration, calibrate
-from te_precision_callbacks.speed.expected import ProductTime, expected_shapes
+from te_precision_callbacks.speed.calibrating import calibrate
+from te_precision_callbacks.speed.calibration import Calibration
+from te_precision_callbacks.speed.expected import ProductTime, expected, products_of_shapes
 
 LARGE = ("15872x4096x12288", "15872x4096x4096", "15872x4096x16384", "15872x16384x4096", "4096x1024x256")
 """Those of Transformer Engine's tutorial, and one that is too small to gain."""
@@ -35,11 +36,12 @@ def check(settings: Settings, rows: Rows) -> None:
             rows.left_out(recipe, str(error))
             continue
         with rows.of(recipe):
-            expected = expected_shapes(shapes, recipe, device)
-            table = calibrate(expected, plan="benchmark", device=settings.device.type, table=table)
-            measured = expected_shapes(shapes, recipe, device, table=table)
+            products = products_of_shapes(shapes, recipe)
+            modeled = expected(products, recipe, device, plan="benchmark")
+            table = calibrate(modeled, plan="benchmark", device=settings.device.type, table=table)
+            measured = expected(products, recipe, device, plan="benchmark", table=table)
             found[recipe] = measured
-            _beside(rows, expected, measured, settings.backend_note)
+            _beside(rows, modeled, measured, settings.backend_note)
     _advice(rows, found)
 
 
@@ -51,8 +53,8 @@ def _device(settings: Settings, rows: Rows) -> Device:
     return device or device_named("h200")
 
 
-def _beside(rows: Rows, expected: list[ProductTime], measured: list[ProductTime], note: str) -> None:
-    for model, one in zip(expected, measured, strict=True):
+def _beside(rows: Rows, modeled: list[ProductTime], measured: list[ProductTime], note: str) -> None:
+    for model, one in zip(modeled, measured, strict=True):
         name = f"{one.recipe}, {one.shape}"
         if one.source != "calibrated":
             rows.left_out(f"{name}: measured", "the GEMM did not run")

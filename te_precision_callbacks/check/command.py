@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from te_precision_callbacks.check.checked_model import CheckedModel
     from te_precision_callbacks.config import Config
     from te_precision_callbacks.config.early_steps import EarlySteps
+    from te_precision_callbacks.speed.costs import CallPlan
     from te_precision_callbacks.speed.devices import Device
     from te_precision_callbacks.speed.estimate import StepSpeed
-    from te_precision_callbacks.speed.expected import CallPlan
 
 _INDENT = 2
 _AUTO = "auto"
@@ -121,7 +121,7 @@ def check_command(
         bool,
         typer.Option(
             "--memory",
-            help="Print what low precision adds to memory and what it saves, by kind, and why it does not save more."
+            help="Print what low precision adds to memory and what it saves, by kind."
             " --tokens are then those of one forward.",
         ),
     ] = False,
@@ -355,22 +355,21 @@ def _speed(checked: CheckedModel, device: Device, plan: CallPlan, *, calibrate: 
     """What is expected of the planned step."""
     from te_precision_callbacks.layers.folding import folded
     from te_precision_callbacks.speed.errors import SpeedError
-    from te_precision_callbacks.speed.recorded import Step
+    from te_precision_callbacks.speed.estimate import Step
 
     if not checked.coverage.macs():
         raise SpeedError(
             "No matrix product of the model could be planned, so nothing can be estimated. A --batch plans products of"
             " layers of every class."
         )
-    notes: tuple[str, ...] = ()
+    notes = []
     if checked.not_counted:
         names = ", ".join(folded(checked.not_counted, most=8))
-        notes = (f"Times do not include {names}: their matrix products are unknown without a batch.",)
-    unknown = {}
+        notes.append(f"Times do not include {names}: their matrix products are unknown without a batch.")
     if checked.attention:
         names = ", ".join(folded(checked.attention, most=8))
-        unknown["attention: give --batch"] = f"its products depend on the lengths of sequences: {names}"
-    step = Step(checked.coverage, checked.recipe, notes=notes, unknown=unknown)
+        notes.append(f"Times do not include attention ({names}), which depends on sequence lengths. Give --batch.")
+    step = Step(checked.coverage, checked.recipe, notes=tuple(notes))
     return speed_of_step(step, device, plan=plan, recipe=None, calibrate=calibrate, table=table)
 
 

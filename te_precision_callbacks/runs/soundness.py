@@ -26,7 +26,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 _ITERATIONS = ("iteration", "logging_step", "since", "until")
 _COUNTS = (
     *("series", "layer_id", "gemm_id", "macs", "bytes", "params", "n", "m", "k", "batch", "calls", "count"),
-    *("low", "high", "counted"),
+    *("low", "high"),
 )
 _LATEST = 1 << 52
 """The microseconds since 1970 at which times end, in the year 2112."""

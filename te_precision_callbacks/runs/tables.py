@@ -192,10 +192,9 @@ MEMORY = pa.schema(
         ("lives", pa.string()),  # always, to_backward, in_backward
         ("low", pa.int64()),  # planned bytes in the layer's precision
         ("high", pa.int64()),  # planned bytes in high precision
-        ("counted", pa.int64()),  # bytes of the real tensors; null: not counted
     ]
 )
-"""What the layers of a rank keep and save for the backward, as it was last."""
+"""Planned memory of the layers of a rank, as it was last."""
 
 FACTS: Mapping[str, pa.Schema] = {
     "layers": LAYERS,

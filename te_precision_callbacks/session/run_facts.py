@@ -37,7 +37,6 @@ from te_precision_callbacks.coverage.recipe_arguments import (
     uses_of,
 )
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.layers.naming import named_roots
 from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.reference import is_installed
@@ -47,7 +46,7 @@ from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume_audit import versions
 from te_precision_callbacks.sinks.step_records import Event, LayerInfo
-from te_precision_callbacks.speed.memory.of_run import device_memory, memory_of_run
+from te_precision_callbacks.speed.memory.planned import memory_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +159,6 @@ class RunFacts:
             "unconverted": dict(self._results.unconverted),
             "not_measured": self._not_measured(),
             "settings": self._settings(),
-            "device_memory": self._device_memory(),
         }
 
     def _not_measured(self) -> dict[str, list[str]]:
@@ -196,13 +194,6 @@ class RunFacts:
         if self._model.unmeasured or begin is None or last is None:
             return self._model.unmeasured
         return why_gemm_error_not_due(self._options.config, begin, last, ended=self._has_ended)
-
-    def _device_memory(self) -> Row | None:
-        """What the allocator of the model's GPU counts in this step; None if it is not measured."""
-        parameters = (p for _, root in named_roots(self._model.model) or () for p in root.parameters())
-        device = next((parameter.device for parameter in parameters), torch.device("cpu"))
-        found = device_memory(device)
-        return None if found is None else dataclasses.asdict(found)
 
     def _machine_facts(self) -> Row:
         facts = torch_facts()
@@ -356,7 +347,7 @@ class RunFacts:
         ]
 
     def _memory(self) -> list[Row]:
-        """What the layers keep and save; nothing where that cannot be found out."""
+        """The planned memory of the layers; empty if it cannot be planned."""
         counted = self._results.coverage.spans()[-1:]
         if not counted:
             return []
@@ -367,7 +358,7 @@ class RunFacts:
         except Exception as error:
             if not self._memory_failed:
                 self._memory_failed = True
-                logger.warning("What the layers keep in memory is not recorded: %s: %s", type(error).__name__, error)
+                logger.warning("The memory of the layers is not recorded: %s: %s", type(error).__name__, error)
             return []
         return [dataclasses.asdict(row) for row in memory]
 

@@ -5,7 +5,7 @@
     shape = Shape.parse("15872x4096x12288")      # tokens x in_features x out_features
     high_ms(shape, device), call_cost(shape, "fp8_current_scaling", device).low_ms
     speed = estimate_step(step_of_run(open_run("logs")), device)
-    speed.times, speed.waterfall, speed.advice
+    speed.times, speed.total, speed.advice
 
 docs/speed.md has the model, its constants, and how well it agrees with published times.
 """
@@ -18,7 +18,8 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.speed.advice import Advice
-    from te_precision_callbacks.speed.calibration import Calibration, Time, calibrate
+    from te_precision_callbacks.speed.calibrating import calibrate
+    from te_precision_callbacks.speed.calibration import Calibration, Time
     from te_precision_callbacks.speed.costs import Cast, Cost, Shape, break_even, call_cost, cast_of, high_ms
     from te_precision_callbacks.speed.devices import (
         Constants,
@@ -29,10 +30,9 @@ if TYPE_CHECKING:
         known_devices,
     )
     from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
-    from te_precision_callbacks.speed.estimate import StepSpeed, estimate_step
+    from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step
     from te_precision_callbacks.speed.expected import ProductTime, Total
-    from te_precision_callbacks.speed.recorded import Step, step_of_run
-    from te_precision_callbacks.speed.waterfall import Part, Waterfall
+    from te_precision_callbacks.speed.recorded import step_of_run
 
 __all__ = [
     "Advice",
@@ -43,7 +43,6 @@ __all__ = [
     "Cost",
     "Device",
     "DeviceError",
-    "Part",
     "ProductTime",
     "Scatter",
     "Shape",
@@ -52,7 +51,6 @@ __all__ = [
     "StepSpeed",
     "Time",
     "Total",
-    "Waterfall",
     "break_even",
     "calibrate",
     "call_cost",

@@ -1,6 +1,6 @@
 """What to do for speed, in the order of the milliseconds that it saves.
 
-    for advice in advise(PricedStep.of(step, device)):
+    for advice in estimate_step(step, device).advice:
         advice.text, advice.saves_ms, advice.interval, advice.patch
 
 Each advice is priced by the same model as the step, with only what it changes changed. Two of them may not add up: a
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.base.patches import keep_high
@@ -22,9 +22,7 @@ from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.costs import padded
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.errors import SpeedError
-from te_precision_callbacks.speed.expected import ProductTime, shape_of, total
-from te_precision_callbacks.speed.priced import PricedStep
-from te_precision_callbacks.speed.waterfall import layers_without_gain
+from te_precision_callbacks.speed.expected import ProductTime, layers_without_gain, shape_of, total
 
 _LEAST_SHARE = 0.002
 """What saves less than this share of the products' time is not worth a line."""
@@ -74,20 +72,46 @@ class Advice:
         }
 
 
-def advise(priced: PricedStep) -> list[Advice]:
-    """What to do, what saves most first, and last what is a guess, whose interval has no lower end."""
-    whole = sum(one.low_ms for one in priced.times if not math.isnan(one.low_ms))
-    found = [one for one in _Advisor(priced).all() if one.saves_ms > _LEAST_SHARE * whole]
-    return sorted(found, key=lambda one: (not math.isfinite(one.interval[0]), -one.saves_ms))
+Price = Callable[[Sequence[Product], Sequence[str]], list[ProductTime]]
+"""Times of products in recipes, on the device of a step."""
+
+
+def advise(
+    products: Sequence[Product],
+    recipes: Sequence[str],
+    times: Sequence[ProductTime],
+    device: Device,
+    alternative: str,
+    price: Price,
+) -> list[Advice]:
+    """Return what to do, the largest saving first, and last the guesses, whose interval has no lower end.
+
+    Args:
+        products, recipes, times: those of the step.
+        device: the device.
+        alternative: the recipe that layers in high precision could run in; empty for none.
+        price: estimates other products, or other recipes, on the device.
+    """
+    whole = _sum(times)
+    found = _Advisor(products, recipes, times, device, alternative, price).all()
+    worthwhile = [one for one in found if one.saves_ms > _LEAST_SHARE * whole]
+    return sorted(worthwhile, key=lambda one: (not math.isfinite(one.interval[0]), -one.saves_ms))
 
 
 class _Advisor:
     """Arguments are those of :func:`advise`."""
 
-    def __init__(self, priced: PricedStep) -> None:
-        self._timed = priced.timed
-        self._products, self._recipes, self._times = priced.products, priced.recipes, priced.times
-        self._device, self._recipe = priced.device, priced.recipe
+    def __init__(
+        self,
+        products: Sequence[Product],
+        recipes: Sequence[str],
+        times: Sequence[ProductTime],
+        device: Device,
+        alternative: str,
+        price: Price,
+    ) -> None:
+        self._products, self._recipes, self._times = products, recipes, times
+        self._device, self._recipe, self._timed = device, alternative, price
 
     def all(self) -> Iterable[Advice]:
         yield from self._keep_high()

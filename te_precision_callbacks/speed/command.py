@@ -25,11 +25,10 @@ from te_precision_callbacks.base.terminal import Json, Run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from te_precision_callbacks.speed.costs import CallPlan
     from te_precision_callbacks.speed.devices import Device
-    from te_precision_callbacks.speed.estimate import StepSpeed
-    from te_precision_callbacks.speed.expected import CallPlan
-    from te_precision_callbacks.speed.recorded import Step
-    from te_precision_callbacks.speed.run_speed import RunSpeed
+    from te_precision_callbacks.speed.estimate import Step, StepSpeed
+    from te_precision_callbacks.speed.recorded import RunSpeed
 
 
 DeviceName = Annotated[
@@ -135,7 +134,7 @@ def speed_command(
         _show_shapes(str(shapes), recipe, device, calls, expect, as_json=as_json)
         return
     from te_precision_callbacks.runs.choosing import chosen_run
-    from te_precision_callbacks.speed.run_speed import run_speed
+    from te_precision_callbacks.speed.recorded import run_speed
 
     recorded, told = chosen_run(path, run)
     if told:
@@ -145,7 +144,7 @@ def speed_command(
 
 def _show_trace(trace: Path, *, as_json: bool) -> None:
     """Print what a step took in a trace whose run is not known."""
-    from te_precision_callbacks.speed.run_speed import RunSpeed
+    from te_precision_callbacks.speed.recorded import RunSpeed
     from te_precision_callbacks.speed.trace import measure, read_trace
 
     _show(RunSpeed(None, measure(read_trace(trace)), (), ()), as_json=as_json)
@@ -177,10 +176,9 @@ def _show_shapes(
     from te_precision_callbacks.coverage.coverage import Coverage
     from te_precision_callbacks.speed.costs import Shape
     from te_precision_callbacks.speed.devices import device_named
-    from te_precision_callbacks.speed.estimate import notes_of_shapes
+    from te_precision_callbacks.speed.estimate import Step, notes_of_shapes
     from te_precision_callbacks.speed.expected import products_of_shapes
     from te_precision_callbacks.speed.printing import show_times
-    from te_precision_callbacks.speed.recorded import Step
 
     chosen = device_named(device)
     chosen.check_recipe(recipe)
@@ -202,8 +200,8 @@ def call_plan(name: str | None, default: CallPlan) -> CallPlan:
         SpeedError: there is no such plan.
     """
     from te_precision_callbacks.config.problems import suggestion
+    from te_precision_callbacks.speed.costs import CALL_PLANS
     from te_precision_callbacks.speed.errors import SpeedError
-    from te_precision_callbacks.speed.expected import CALL_PLANS
 
     found = next((each for each in CALL_PLANS if each == (name or default)), None)
     if found is None:
@@ -226,7 +224,7 @@ def speed_of_step(
         SpeedError: as from :func:`~te_precision_callbacks.speed.estimate.estimate_step`.
         CalibrationError: the table cannot be used, or nothing can be measured here.
     """
-    from te_precision_callbacks.speed import calibration
+    from te_precision_callbacks.speed import calibrating, calibration
     from te_precision_callbacks.speed.estimate import estimate_step
     from te_precision_callbacks.speed.expected import expected
 
@@ -236,7 +234,7 @@ def speed_of_step(
         measured = calibration.Calibration.read(file)
     if calibrate and file is not None:
         times = expected(step.coverage, step.recipes, device, plan=plan)
-        measured = calibration.calibrate(times, plan=plan, table=measured, report=_progress)
+        measured = calibrating.calibrate(times, plan=plan, table=measured, report=_progress)
         measured.write(file)
     if measured is not None:
         measured.check_device(device)

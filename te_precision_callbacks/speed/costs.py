@@ -35,10 +35,11 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple, get_args
 
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, rules, takes_any_layout
-from te_precision_callbacks.base.vocabulary import ONE_SCALE, OperandName
+from te_precision_callbacks.base.vocabulary import COLUMNWISE, ONE_SCALE, ROWWISE, GemmName, OperandName
 from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
 from te_precision_callbacks.speed.errors import SpeedError
 
@@ -53,6 +54,10 @@ _BYTES_OF_KERNEL = {HIGH: 2.0, "fp8": 1.0, "fp8_block": 1.0, "mxfp8": 1 + 1 / 32
 
 _LARGEST = 2**31
 """No dimension of a GEMM is larger."""
+
+
+CallPlan = Literal["training", "benchmark"]
+CALL_PLANS: tuple[CallPlan, ...] = get_args(CallPlan)
 
 
 class Shape(NamedTuple):
@@ -290,3 +295,32 @@ def break_even(device: Device, recipe: str = "fp8_current_scaling", *, products:
     saved = products * 2 * (1 / (device.bf16_tflops * fitted.kernel[HIGH]) - 1 / (peak * fitted.kernel[kernel]))
     both = cast_of(recipe, "activation", 1, device.capability).bytes
     return both / (saved * device.bandwidth_tbs * fitted.cast[recipe])
+
+
+def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
+    """The operands of a layer that are cast: each with the first GEMM that reads it, and whether its rows and columns
+    are cast. Transformer Engine casts no columns without rows of a gradient, nor of any operand with one scale.
+
+    Args:
+        low: the GEMMs of the layer that run in low precision, and their recipes.
+    """
+    for operand in get_args(OperandName):
+        rowwise, columnwise = ROWWISE[operand], COLUMNWISE[operand]
+        first = next((gemm for gemm in (rowwise, columnwise) if gemm in low), None)
+        if first is not None:
+            with_rows = rowwise in low or operand == "gradient" or low[first] in ONE_SCALE
+            yield operand, first, (with_rows, columnwise in low)
+
+
+def operand_sizes(operand: OperandName, gemm: str, shape: Shape) -> tuple[int, int]:
+    """The rows and columns of an operand in memory, from the shape of a GEMM that reads it."""
+    m, k, n = shape.m, shape.k, shape.n
+    sizes = {
+        ("activation", "fprop"): (m, k),
+        ("weight", "fprop"): (n, k),
+        ("weight", "dgrad"): (k, n),
+        ("gradient", "dgrad"): (m, k),
+        ("gradient", "wgrad"): (k, m),
+        ("activation", "wgrad"): (k, n),
+    }
+    return sizes[operand, gemm]

@@ -95,7 +95,6 @@ class Device(BaseModel):
         capability: its compute capability.
         bf16_tflops, fp8_tflops, fp4_tflops: peaks in 10^12 operations a second; None: there are no such tensor cores.
         bandwidth_tbs: of its memory, in 10^12 bytes a second.
-        link_gbs: NVLink or PCIe in one direction, in 10^9 bytes a second; None if unknown.
         memory_gb: its memory in 10^9 bytes; None if unknown.
         constants: the set of constants.yaml that it takes, or a set of its own.
         sources: what the figures come from.
@@ -111,7 +110,6 @@ class Device(BaseModel):
     fp8_tflops: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     fp4_tflops: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     bandwidth_tbs: float = Field(gt=0, allow_inf_nan=False)
-    link_gbs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     memory_gb: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     constants: str | Constants
     sources: dict[str, str] = Field(default_factory=dict)
@@ -129,6 +127,10 @@ class Device(BaseModel):
     def peak_tflops(self, kernel: str) -> float | None:
         """The peak of some kernels: ``bf16``, or one of the values of :data:`KERNEL_OF_RECIPE`."""
         return {HIGH: self.bf16_tflops, "nvfp4": self.fp4_tflops}.get(kernel, self.fp8_tflops)
+
+    def is_called(self, name: str) -> bool:
+        """Return whether a name, as a trace or ``torch.cuda.get_device_name`` reports it, is of this device."""
+        return name in (self.title, *self.reported_as)
 
     def check_recipe(self, recipe: str) -> None:
         """Check that the device runs a recipe.

@@ -1,6 +1,7 @@
 """The exceptions of speed models.
 
 PrecisionDebugError
+    TraceError                   a file that is not a trace of torch.profiler, is cut off, or is of another run
     SpeedError                   what was asked cannot be estimated: a shape, a recipe, a run without products
         DeviceError              a device that is not known, or a device file that cannot be used
         CalibrationError         measured times that cannot be used, or cannot be measured here
@@ -21,6 +22,10 @@ class DeviceError(SpeedError):
 
 class CalibrationError(SpeedError):
     """A table of measured times that cannot be used, or times that cannot be measured on this machine."""
+
+
+class TraceError(PrecisionDebugError, ValueError):
+    """A file is not a trace of torch.profiler, is cut off, or is of another run."""
 
 
 def why_unreadable(error: OSError | ValueError) -> str:

@@ -1,32 +1,60 @@
-"""All that is expected of a step's speed: its products, the waterfall, and what to do.
+"""The expected speed of a step: its products, their total, and advice.
 
 speed = estimate_step(step_of_run(open_run("logs")), device_named("h200"))
-speed.times, speed.waterfall, speed.advice, speed.notes
+speed.times, speed.total, speed.advice, speed.notes
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.gemm_shapes import refusals
-from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
+from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, GemmName
+from te_precision_callbacks.coverage.coverage import Coverage, Product
+from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.speed.advice import Advice, advise
-from te_precision_callbacks.speed.costs import Shape
+from te_precision_callbacks.speed.calibration import Calibration
+from te_precision_callbacks.speed.costs import CallPlan, Shape
 from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.expected import CallPlan, Measured, ProductTime, Total, total
-from te_precision_callbacks.speed.priced import PricedStep
-from te_precision_callbacks.speed.recorded import Step
-from te_precision_callbacks.speed.waterfall import Waterfall, waterfall
+from te_precision_callbacks.speed.expected import (
+    ProductTime,
+    Total,
+    counted,
+    recipes_of,
+    timed,
+    total,
+)
 
 _LARGEST_MEMORY = 2.0**40
 """Bytes that no GPU has, for a device whose memory is not known."""
 
 _ON_MANY = ("fp8_current_scaling", "fp8_delayed_scaling")
 """The recipes of which times on two devices are published."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a training: what its time is estimated from.
+
+    Attributes:
+        coverage: its products.
+        recipes: layer -> the recipe under which it ran; or one for all.
+        notes: what the reader of its times has to know.
+    """
+
+    coverage: Coverage
+    recipes: Mapping[str, str] | str
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, coverage: Coverage, precision: Iterable[GemmPrecision]) -> Step:
+        """The step of a session: its coverage, and the recipes of its ``precision``."""
+        return cls(coverage, {one.layer: one.recipe for one in precision if one.recipe})
 
 
 @dataclass(frozen=True)
@@ -38,7 +66,6 @@ class StepSpeed:
         plan: how often operands are cast.
         times: the products, in their order.
         total: all of them together.
-        waterfall: from the ideal to the expected step.
         advice: what to do, what saves most first.
         notes: what the reader has to know about the figures.
     """
@@ -47,7 +74,6 @@ class StepSpeed:
     plan: CallPlan
     times: tuple[ProductTime, ...]
     total: Total
-    waterfall: Waterfall
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
 
@@ -58,14 +84,13 @@ class StepSpeed:
             "plan": self.plan,
             "products": [one.as_json() for one in self.times],
             "total": self.total.as_json(),
-            "waterfall": self.waterfall.as_json(),
             "advice": [one.as_json() for one in self.advice],
             "notes": list(self.notes),
         }
 
 
 def estimate_step(
-    step: Step, device: Device, *, plan: CallPlan = "training", recipe: str = "", table: Measured | None = None
+    step: Step, device: Device, *, plan: CallPlan = "training", recipe: str = "", table: Calibration | None = None
 ) -> StepSpeed:
     """What is expected of a step.
 
@@ -79,16 +104,33 @@ def estimate_step(
     Raises:
         SpeedError: the device does not run a recipe.
     """
-    priced = PricedStep.of(step, device, plan=plan, recipe=recipe, table=table)
+    products = counted(step.coverage)
+    recipes = recipes_of(products, step.recipes)
+    alternative = recipe or _main_recipe(products, recipes)
+    if alternative:
+        device.check_recipe(alternative)
+
+    def price(others: Sequence[Product], in_recipes: Sequence[str]) -> list[ProductTime]:
+        return timed(others, in_recipes, device, plan=plan, table=table)
+
+    times = price(products, recipes)
     return StepSpeed(
         device,
         plan,
-        tuple(priced.times),
-        total(priced.times, device),
-        waterfall(priced),
-        tuple(advise(priced)),
-        (*step.notes, *notes_of(priced.times, device)),
+        tuple(times),
+        total(times, device),
+        tuple(advise(products, recipes, times, device, alternative, price)),
+        (*step.notes, *notes_of(times, device)),
     )
+
+
+def _main_recipe(products: Sequence[Product], recipes: Sequence[str]) -> str:
+    """The recipe with the most multiply-adds in low precision; empty if nothing runs in low precision."""
+    macs: dict[str, int] = defaultdict(int)
+    for product, recipe in zip(products, recipes, strict=True):
+        if recipe in RECIPES:
+            macs[recipe] += product.macs
+    return max(macs, key=lambda name: macs[name], default="")
 
 
 def notes_of_shapes(shapes: Iterable[Shape], recipe: str, device: Device, plan: CallPlan) -> list[str]:
@@ -145,6 +187,12 @@ def notes_of(times: Sequence[ProductTime], device: Device) -> list[str]:
             )
     if "fp8_block_scaling" in recipes and device.capability >= (10, 0):
         notes.append("fp8_block_scaling: emulated by MXFP8 on Blackwell, and priced as MXFP8; no time is published.")
+    partly = sum(1 for one in times if one.source == "calibrated GEMM, modeled cast")
+    if partly:
+        notes.append(
+            f"Of {many(partly, 'product')} only the GEMM was measured; the cast is the model's. Run --calibrate again"
+            " to measure it."
+        )
     unknown = sum(1 for one in times if one.recipe and one.cost is None)
     if unknown:
         notes.append(

@@ -1,7 +1,7 @@
 """Expected times of products: in BF16, and as they run, with an interval for the speed-up.
 
     times = expected(products, recipes, device)            # a plan or a run, in the plan of a training
-    times = expected_shapes([Shape.parse("15872x4096x4096")], "fp8_current_scaling", device)     # one call each
+    products = products_of_shapes([Shape.parse("15872x4096x4096")], "fp8_current_scaling")     # one call each
     for one in times:
         one.layer, one.gemm, one.high_ms, one.low_ms, one.speedup, one.interval, one.verdict
     total(times, device).speedup
@@ -20,38 +20,35 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
 from te_precision_callbacks.base.vocabulary import (
-    COLUMNWISE,
     GEMMS,
-    ONE_SCALE,
     OPERANDS,
     RECIPES,
-    ROWWISE,
     GemmName,
-    OperandName,
 )
 from te_precision_callbacks.coverage.coverage import Product, Reason
 from te_precision_callbacks.layers.folding import form_of
+from te_precision_callbacks.speed.calibration import Calibration
 from te_precision_callbacks.speed.costs import (
+    CallPlan,
     Cost,
     Shape,
     attention_ms,
     call_cost,
     cast_ms,
     cast_of,
+    cast_users,
     gemm_cost,
     high_ms,
+    operand_sizes,
 )
 from te_precision_callbacks.speed.devices import Device
 
-CallPlan = Literal["training", "benchmark"]
-CALL_PLANS: tuple[CallPlan, ...] = get_args(CallPlan)
-
-Source = Literal["model", "calibrated"]
-"""Where a time comes from: the cost model, or times of the same shapes that were measured before."""
+Source = Literal["model", "calibrated GEMM, modeled cast", "calibrated"]
+"""Origin of a time: the cost model, or a table of times measured for the same shapes."""
 
 Verdict = Literal["faster", "slower", "not resolved", "unknown", ""]
 
@@ -60,32 +57,6 @@ _NORMAL = 1.96
 
 UNKNOWN = "unknown"
 """The recipe of a product in low precision whose recipe is not known."""
-
-
-class Measured(Protocol):
-    """Times that were measured on a device, in milliseconds; None for what was not measured."""
-
-    def high_ms(self, shape: Shape) -> float | None:
-        """A GEMM in BF16."""
-        ...
-
-    def gemm(self, shape: Shape, recipe: str) -> Cost | None:
-        """A GEMM of operands that were quantized before."""
-        ...
-
-    def call(self, shape: Shape, recipe: str) -> Cost | None:
-        """A forward that casts both operands."""
-        ...
-
-    def cast(
-        self, recipe: str, operand: OperandName, rows: int, columns: int, directions: tuple[bool, bool]
-    ) -> Cost | None:
-        """The cast of an operand: rowwise, columnwise or both."""
-        ...
-
-    def spread(self, shape: Shape, recipe: str) -> float:
-        """The relative standard deviation of a speed-up."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -280,7 +251,7 @@ def expected(
     device: Device,
     *,
     plan: CallPlan = "training",
-    table: Measured | None = None,
+    table: Calibration | None = None,
 ) -> list[ProductTime]:
     """The expected times of the products of a step that run, without look-ups and what is not counted.
 
@@ -304,7 +275,7 @@ def timed(
     device: Device,
     *,
     plan: CallPlan = "training",
-    table: Measured | None = None,
+    table: Calibration | None = None,
 ) -> list[ProductTime]:
     """The expected times of products if each runs in its recipe.
 
@@ -339,11 +310,12 @@ def _kind(product: Product, recipe: str) -> object:
 
 
 def _times_of_layer(
-    layer: Sequence[tuple[Product, str]], device: Device, plan: CallPlan, table: Measured | None
+    layer: Sequence[tuple[Product, str]], device: Device, plan: CallPlan, table: Calibration | None
 ) -> list[ProductTime]:
     casts = _casts_of_layer(layer, device, table) if plan == "training" else {}
     return [
-        _time_of(product, recipe, casts.get(product.gemm, Cost(0.0)), device, plan, table) for product, recipe in layer
+        _time_of(product, recipe, casts.get(product.gemm, (Cost(0.0), 0.0)), device, plan, table)
+        for product, recipe in layer
     ]
 
 
@@ -365,6 +337,15 @@ def alike(times: Sequence[ProductTime], *, by_name: bool = False) -> dict[object
     return alike
 
 
+def layers_without_gain(times: Iterable[ProductTime]) -> set[str]:
+    """Layers whose products in low precision take at least as long as in BF16, casts included."""
+    added: dict[str, float] = defaultdict(float)
+    for one in times:
+        if one.cost is not None:
+            added[one.layer] += one.low_ms - one.high_ms
+    return {layer for layer, ms in added.items() if ms >= 0}
+
+
 def products_of_shapes(shapes: Sequence[Shape], recipe: str, *, plan: CallPlan = "benchmark") -> list[Product]:
     """The products of one call of each shape, named after it: its forward in the plan ``benchmark``, and the three
     GEMMs of a linear layer in the plan ``training``."""
@@ -383,27 +364,13 @@ def products_of_shapes(shapes: Sequence[Shape], recipe: str, *, plan: CallPlan =
     return found
 
 
-def expected_shapes(
-    shapes: Sequence[Shape],
-    recipe: str,
-    device: Device,
-    *,
-    plan: CallPlan = "benchmark",
-    table: Measured | None = None,
-) -> list[ProductTime]:
-    """The expected times of one call of each shape: of its forward in the plan ``benchmark``, and of the three GEMMs
-    of a linear layer in the plan ``training``.
-
-    Raises:
-        SpeedError: there is no such recipe, or the device does not run it.
-    """
-    device.check_recipe(recipe)
-    products = products_of_shapes(list(dict.fromkeys(shapes)), recipe, plan=plan)
-    return expected(products, recipe, device, plan=plan, table=table)
-
-
 def _time_of(
-    product: Product, recipe: str, casts: Cost, device: Device, plan: CallPlan, table: Measured | None
+    product: Product,
+    recipe: str,
+    casts_of_gemm: tuple[Cost, float],
+    device: Device,
+    plan: CallPlan,
+    table: Calibration | None,
 ) -> ProductTime:
     shape = shape_of(product)
     count = calls_of(product)
@@ -434,12 +401,20 @@ def _time_of(
     if recipe == UNKNOWN or product.gemm not in GEMMS:
         return replace(made, recipe=UNKNOWN, source="model")
     device.check_recipe(recipe)
+    casts, modeled_ms = casts_of_gemm
     of_call = None if table is None else (table.call if plan == "benchmark" else table.gemm)(shape, recipe)
     if table is not None and measured is not None and of_call is not None:
         cost = of_call.times(count).plus(casts)
         width = _NORMAL * table.spread(shape, recipe)
+        source: Source = "calibrated"
+        if modeled_ms:
+            source = "calibrated GEMM, modeled cast"
+            scatter, transfer = device.fitted.scatter, 0.0 if device.is_measured else device.fitted.scatter.transfer
+            cast = scatter.quantile * math.hypot(scatter.cast, scatter.run, transfer)
+            width = math.hypot(width, cast * modeled_ms / cost.low_ms)
         speedup = high / cost.low_ms
-        return replace(made, cost=cost, interval=(speedup * math.exp(-width), speedup * math.exp(width)))
+        around = speedup * math.exp(-width), speedup * math.exp(width)
+        return replace(made, cost=cost, interval=around, source=source)
     one = call_cost(shape, recipe, device) if plan == "benchmark" else gemm_cost(shape, recipe, device)
     cost = one.times(count).plus(casts)
     high = high_ms(shape, device) * count  # both sides from one source
@@ -451,17 +426,21 @@ def calls_of(product: Product) -> float:
     return product.macs / (product.n * product.m * product.k * product.batch)
 
 
-def _casts_of_layer(layer: Sequence[tuple[Product, str]], device: Device, table: Measured | None) -> dict[str, Cost]:
-    """GEMM -> the casts that count with it in a step."""
+def _casts_of_layer(
+    layer: Sequence[tuple[Product, str]], device: Device, table: Calibration | None
+) -> dict[str, tuple[Cost, float]]:
+    """GEMM -> the casts that count with it in a step, and the milliseconds of them that are not measured."""
     low = {product.gemm: (product, recipe) for product, recipe in layer if recipe in RECIPES and product.gemm in GEMMS}
     if not low:
         return {}
-    found: dict[str, Cost] = defaultdict(lambda: Cost(0.0))
+    found: dict[str, tuple[Cost, float]] = {}
     for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in low.items()}):
         product, recipe = low[first]
         device.check_recipe(recipe)
         rows, columns = operand_sizes(operand, first, shape_of(product))
+        calls = 1.0 if operand == "weight" else calls_of(product)
         cost = None if table is None else table.cast(recipe, operand, rows, columns, directions)
+        modeled_ms = 0.0
         if cost is None:
             cast = cast_of(
                 recipe,
@@ -473,37 +452,10 @@ def _casts_of_layer(layer: Sequence[tuple[Product, str]], device: Device, table:
             )
             of_bytes, of_launches = cast_ms(cast, recipe, device)
             cost = Cost(0.0, of_bytes, 0.0, of_launches)
-        found[first] = found[first].plus(cost.times(1.0 if operand == "weight" else calls_of(product)))
+            modeled_ms = cost.low_ms * calls
+        casts, before_ms = found.get(first, (Cost(0.0), 0.0))
+        found[first] = casts.plus(cost.times(calls)), before_ms + modeled_ms
     return found
-
-
-def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
-    """The operands of a layer that are cast: each with the first GEMM that reads it, and whether its rows and columns
-    are cast. Transformer Engine casts no columns without rows of a gradient, nor of any operand with one scale.
-
-    Args:
-        low: the GEMMs of the layer that run in low precision, and their recipes.
-    """
-    for operand in get_args(OperandName):
-        rowwise, columnwise = ROWWISE[operand], COLUMNWISE[operand]
-        first = next((gemm for gemm in (rowwise, columnwise) if gemm in low), None)
-        if first is not None:
-            with_rows = rowwise in low or operand == "gradient" or low[first] in ONE_SCALE
-            yield operand, first, (with_rows, columnwise in low)
-
-
-def operand_sizes(operand: OperandName, gemm: str, shape: Shape) -> tuple[int, int]:
-    """The rows and columns of an operand in memory, from the shape of a GEMM that reads it."""
-    m, k, n = shape.m, shape.k, shape.n
-    sizes = {
-        ("activation", "fprop"): (m, k),
-        ("weight", "fprop"): (n, k),
-        ("weight", "dgrad"): (k, n),
-        ("gradient", "dgrad"): (m, k),
-        ("gradient", "wgrad"): (k, m),
-        ("activation", "wgrad"): (k, n),
-    }
-    return sizes[operand, gemm]
 
 
 def interval(high: float, cost: Cost, device: Device) -> tuple[float, float]:
@@ -532,14 +484,14 @@ def _around(speedup: float, variance: float, device: Device) -> tuple[float, flo
 def total(times: Iterable[ProductTime], device: Device) -> Total:
     """The time of several products together.
 
-    Products of one shape and recipe err together, and those of different ones apart. Products of which the cost is not
+    Modeled times of one shape and recipe err together, all others independently. Products of which the cost is not
     known are in no figure.
     """
     known = 0
     unknown = 0
     high = low = casts = 0.0
     of_kind: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    measured = 0.0
+    measured: dict[object, float] = defaultdict(float)
     sources = set()
     for one in times:
         if one.recipe and one.cost is None:
@@ -552,20 +504,22 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
         if one.cost is None:
             continue
         sources.add(one.source)
-        if one.source == "calibrated":
-            measured += (one.low_ms * math.log(one.interval[1] / one.interval[0]) / 2 / _NORMAL) ** 2
+        if one.source != "model":
+            deviation = one.low_ms * math.log(one.interval[1] / one.interval[0]) / 2 / _NORMAL
+            measured[one if one.source == "calibrated" else (one.shape, one.recipe)] += deviation
         else:
-            sums = of_kind[one.shape, one.recipe, one.source]
+            sums = of_kind[one.shape, one.recipe]
             sums[0] += one.high_ms
             sums[1] += one.cost.kernel_ms + one.cost.padding_ms
             sums[2] += one.cast_ms
     if not known or not low:
         return Total(high, low, casts, (math.nan, math.nan), unknown=unknown, known=known)
-    source: Source = "calibrated" if sources == {"calibrated"} else "model"
+    source: Source = next((each for each in get_args(Source) if each in sources), "model")
+    of_measured = sum(deviation**2 for deviation in measured.values())
     if not sources:
         return Total(high, low, casts, (1.0, 1.0), source, unknown, known)
     if not of_kind:
-        width, speedup = _NORMAL * math.sqrt(measured) / low, high / low
+        width, speedup = _NORMAL * math.sqrt(of_measured) / low, high / low
         around = speedup * math.exp(-width), speedup * math.exp(width)
         return Total(high, low, casts, around, source, unknown, known, is_low=True)
     scatter = device.fitted.scatter
@@ -573,5 +527,5 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
         (scatter.kernel * h / high) ** 2 + (scatter.kernel * k / low) ** 2 + (scatter.cast * c / low) ** 2
         for h, k, c in of_kind.values()
     )
-    variance += measured / low**2
+    variance += of_measured / low**2
     return Total(high, low, casts, _around(high / low, variance, device), source, unknown, known, is_low=True)

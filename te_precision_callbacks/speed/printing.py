@@ -12,13 +12,13 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.advice import Advice
+from te_precision_callbacks.speed.costs import CallPlan
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.estimate import StepSpeed
-from te_precision_callbacks.speed.expected import CallPlan, ProductTime, Total, alike, total
+from te_precision_callbacks.speed.expected import ProductTime, Total, alike, total
 from te_precision_callbacks.speed.memory.printing import show_rows
-from te_precision_callbacks.speed.run_speed import RunSpeed
+from te_precision_callbacks.speed.recorded import RunSpeed
 from te_precision_callbacks.speed.trace import show as show_measured
-from te_precision_callbacks.speed.waterfall import Waterfall
 
 _MOST_ROWS = 60
 _MOST_NAMES = 4
@@ -99,9 +99,8 @@ def _mask_in_words(product: ProductTime) -> str:
 
 
 def show_step(speed: StepSpeed) -> None:
-    """Print what is expected of a step: its products, the waterfall, what to do, and notes."""
+    """Print what is expected of a step: its products, advice and notes."""
     show_times(speed.times, speed.total, speed.device, speed.plan)
-    _show_waterfall(speed.waterfall)
     _show_advice(speed.advice)
     terminal.show_notes(speed.notes)
 
@@ -146,33 +145,6 @@ def _show_beside(known: RunSpeed, times: Sequence[ProductTime]) -> None:
 def _gemm_ms(one: ProductTime) -> float:
     """What the GEMM alone of a product is expected to take."""
     return one.low_ms - one.cast_ms
-
-
-def _show_waterfall(fall: Waterfall) -> None:
-    table = terminal.table("from the ideal to the expected step", "ms", "so far", "")
-    so_far = 0.0
-    for part in fall.parts:
-        if part.kind == "unknown":
-            cells = (part.name, "unknown", "", part.why)
-        else:
-            so_far += part.ms
-            marked = "estimate: " if part.kind == "estimate" else ""
-            cells = (part.name, milliseconds(part.ms), milliseconds(so_far), f"{marked}{part.why}")
-        table.add_row(*map(terminal.cell, cells))
-    terminal.show(table)
-    subject = "The known parts of the step" if fall.unknown else "The step"
-    text = (
-        f"{subject}: {milliseconds(fall.high_ms)} ms in BF16, {milliseconds(fall.expected_ms)} ms expected"
-        f" ({fall.speedup:.2f} times as fast), {milliseconds(fall.ideal_ms)} ms ideal"
-        f" ({fall.ideal_speedup:.2f})."
-    )
-    if fall.unknown:
-        names = ", ".join(part.name for part in fall.unknown)
-        text += f" Unknown and not included: {names}."
-        text += " The upper bound without any time in linear layers is therefore unknown."
-    elif math.isfinite(fall.ceiling):
-        text += f" Upper bound, without any time in linear layers: {fall.ceiling:.2f} times as fast."
-    terminal.show_text(text)
 
 
 def _show_advice(advice: Sequence[Advice]) -> None:

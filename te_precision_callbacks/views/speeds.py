@@ -10,9 +10,9 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.speed.estimate import StepSpeed, estimate_step
+from te_precision_callbacks.speed.expected import layers_without_gain
 from te_precision_callbacks.speed.printing import times_faster
 from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
-from te_precision_callbacks.speed.waterfall import layers_without_gain
 
 
 def speed_of(run: RecordedRun) -> StepSpeed:

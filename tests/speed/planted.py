@@ -47,7 +47,6 @@ class Planted:
         recompute: bool = False,
         again: int = 1,
         late: float = 10.0,
-        wait: float = 0.0,
     ) -> None:
         self.events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {}}]
         self.truth: list[Kernel] = []
@@ -66,11 +65,6 @@ class Planted:
             with self._range("Optimizer.step#FusedAdam.step"):
                 with self._operator("aten::_fused_adamw_", None):
                     self._kernel("void multi_tensor_apply_kernel<AdamFunctor>", 300, "", "", "optimizer")
-            if wait:
-                self._event("cuda_runtime", "cudaStreamSynchronize", self._now, max(0.0, self._free - self._now) + 1)
-                self._now = max(self._now, self._free) + 1 + wait
-                with self._operator("aten::add", None):
-                    self._kernel("void at::native::vectorized_elementwise_kernel<4>", 5, "", "", "elementwise", "")
 
     # ------------------------------------------------------------------ the model
 

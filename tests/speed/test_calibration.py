@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from te_precision_callbacks.speed import CalibrationError, device_named
-from te_precision_callbacks.speed.calibration import Calibration, Time, calibrate
-from te_precision_callbacks.speed.costs import Shape
-from te_precision_callbacks.speed.expected import CALL_PLANS, CallPlan, expected
+from te_precision_callbacks.speed.calibrating import calibrate
+from te_precision_callbacks.speed.calibration import Calibration, Time
+from te_precision_callbacks.speed.costs import CALL_PLANS, CallPlan, Shape
+from te_precision_callbacks.speed.estimate import notes_of
+from te_precision_callbacks.speed.expected import expected, total
 from tests.capability import any_capability, stand_for
 from tests.speed.test_expected import layer
 
@@ -55,6 +58,22 @@ def test_what_is_refused_is_left_to_the_model(caplog: pytest.LogCaptureFixture) 
     )
     assert again[0].source == "model"
     assert again[0].high_ms == times[0].high_ms, "both sides of a speed-up come from one source"
+
+
+def test_a_cast_that_was_not_measured_is_named_and_widens_the_interval() -> None:
+    device = device_named("h200").model_copy(update={"title": "cpu"})
+    products = layer("fc", 128, (64, 96))
+    table = calibrate(expected(products, "fp8_current_scaling", device), device="cpu")
+    whole = expected(products, "fp8_current_scaling", device, table=table)
+    table.times = {key: time for key, time in table.times.items() if not key.startswith("cast")}
+    fprop, dgrad, wgrad = expected(products, "fp8_current_scaling", device, table=table)
+    assert fprop.source == dgrad.source == "calibrated GEMM, modeled cast"
+    assert wgrad.source == "calibrated", "its casts count with the others"
+    spread = table.spread(fprop.shape, "fp8_current_scaling")
+    assert math.log(fprop.interval[1] / fprop.interval[0]) > 2 * 1.96 * spread
+    assert total([fprop, dgrad, wgrad], device).source == "calibrated GEMM, modeled cast"
+    assert total(whole, device).source == "calibrated"
+    assert any("only the GEMM was measured" in note for note in notes_of([fprop, dgrad, wgrad], device))
 
 
 def test_the_file(tmp_path: Path) -> None:

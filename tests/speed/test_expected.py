@@ -1,4 +1,4 @@
-"""Expected times of a step's products, the waterfall and the advice, against sums that are counted by hand."""
+"""Expected times of a step's products and the advice, against sums that are counted by hand."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, StateRow
+from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
-from te_precision_callbacks.speed.advice import advise
 from te_precision_callbacks.speed.costs import Shape, call_cost, cast_of, high_ms, kernel_ms
 from te_precision_callbacks.speed.devices import device_named
-from te_precision_callbacks.speed.estimate import estimate_step
+from te_precision_callbacks.speed.estimate import Step, estimate_step
 from te_precision_callbacks.speed.expected import expected, recipe_of_product, total
-from te_precision_callbacks.speed.priced import PricedStep
-from te_precision_callbacks.speed.printing import show_step, show_times
-from te_precision_callbacks.speed.recorded import Step
-from te_precision_callbacks.speed.waterfall import waterfall
+from te_precision_callbacks.speed.printing import reasons_in_words, show_step, show_times
 
 B300, H200 = device_named("b300"), device_named("h200")
 CURRENT = "fp8_current_scaling"
@@ -89,17 +85,11 @@ def test_only_directions_that_are_read_are_written(low: tuple[str, ...], bytes_o
 
 def test_attention_counts_without_its_mask() -> None:
     attention = Product("core", "attention", "qk", False, 512, 512, 64, 32, 1, 512 * 512 * 64 * 32, {"q": "BF16"})
-    products = [*layer("fc", 4096, (4096, 4096)), attention]
-    parts = {part.name: part for part in waterfall(PricedStep.of(Step(Coverage(products), CURRENT), H200)).parts}
-    assert parts["attention and other products"].why.endswith("causal attention takes about half")
     causal = replace(attention, mask_share=513 / 1024)
-    known = {
-        part.name: part
-        for part in waterfall(PricedStep.of(Step(Coverage([*products[:-1], causal]), CURRENT), H200)).parts
-    }
-    assert known["attention and other products"].why.endswith("causal attention is counted without its masked part")
-    ratio = known["attention and other products"].ms / parts["attention and other products"].ms
-    assert ratio == pytest.approx(513 / 1024)
+    [whole], [half] = (expected([one], CURRENT, H200) for one in (attention, causal))
+    assert half.high_ms / whole.high_ms == pytest.approx(513 / 1024)
+    assert reasons_in_words([whole]) == ["counted in full: mask unknown"]
+    assert reasons_in_words([half]) == ["counted at 50.1 %: causal mask"]
 
 
 def test_a_guess_ranks_after_what_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +164,7 @@ def test_what_is_not_known_is_in_no_figure() -> None:
     unknown = estimate_step(Step(Coverage(products[:3]), ""), B300)
     assert unknown.total.unknown == 3
     assert math.isnan(unknown.times[0].low_ms)
-    assert unknown.waterfall.expected_ms == 0
+    assert unknown.total.low_ms == 0
 
 
 def test_the_interval_of_many_shapes_is_narrower() -> None:
@@ -203,7 +193,7 @@ PRODUCTS = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(PRODUCTS, st.sampled_from(["training", "benchmark"]), st.sampled_from(["h100", "h200_nvl", "b300"]))
-def test_the_waterfall_adds_up(
+def test_the_total_is_the_sum_of_the_products(
     found: list[tuple[int, int, int, tuple[str, ...], Reason, int]], plan: str, name: str
 ) -> None:
     products = []
@@ -211,43 +201,8 @@ def test_the_waterfall_adds_up(
         products += layer(f"l{number}", tokens, (k, n), low=low, reason=reason, calls=calls)
     device = device_named(name)
     speed = estimate_step(Step(Coverage(products), CURRENT), device, plan=plan)  # type: ignore[arg-type]
-    fall = speed.waterfall
-    assert fall.expected_ms == pytest.approx(sum(one.low_ms for one in speed.times), rel=1e-9)
-    assert fall.high_ms == pytest.approx(sum(one.high_ms for one in speed.times), rel=1e-9)
-    assert fall.ideal_ms <= fall.expected_ms * (1 + 1e-9) or fall.recipe == "" or any(p.ms < 0 for p in fall.parts)
-    assert speed.total.low_ms == pytest.approx(fall.expected_ms, rel=1e-9)
-
-
-def test_the_rest_of_a_step() -> None:
-    """A model of 1e9 parameters in BF16 with master weights and two states, 8 ranks, 10 norms of 32 MiB."""
-    state = (
-        StateRow("parameter", "bfloat16", 10, 2_000_000_000),
-        StateRow("gradient", "bfloat16", 10, 2_000_000_000),
-        StateRow("master_weight", "float32", 10, 4_000_000_000),
-        StateRow("optimizer_state", "float32", 20, 8_000_000_000),
-        StateRow("reduce", "bfloat16", 1, 2_000_000_000),
-        StateRow("norm", "bfloat16", 10, 0),
-        StateRow("residual", "bfloat16", 4, 4 * 2**25),
-    )
-    fall = waterfall(
-        PricedStep.of(Step(Coverage(layer("fc", 4096, (4096, 4096)), state=state), CURRENT, world=8), H200)
-    )
-    ms = {part.name: part.ms for part in fall.parts}
-    rate = 4.8e9 * H200.fitted.bandwidth
-    assert ms["optimizer"] == pytest.approx((2 * 8 + 2 * 4 + 2 + 2) * 1e9 / rate)
-    assert ms["norms outside of Transformer Engine"] == pytest.approx(5 * 10 * 2**25 / rate)
-    assert ms["reduction of gradients"] == pytest.approx(2 * 7 / 8 * 2e9 / 450e6)
-    assert fall.unknown == ()
-    assert fall.ceiling == pytest.approx(fall.high_ms / fall.rest_ms)
-    assert fall.ceiling > fall.ideal_speedup > fall.speedup
-
-
-def test_without_types_the_rest_is_unknown() -> None:
-    fall = waterfall(PricedStep.of(Step(Coverage(layer("fc", 4096, (4096, 4096))), CURRENT), H200))
-    assert [part.name for part in fall.unknown] == ["norms and activations", "optimizer", "communication"]
-    assert fall.ceiling == math.inf
-    one_rank = waterfall(PricedStep.of(Step(Coverage(layer("fc", 4096, (4096, 4096))), CURRENT, world=1), H200))
-    assert "communication" not in [part.name for part in one_rank.unknown]
+    assert speed.total.low_ms == pytest.approx(sum(one.low_ms for one in speed.times), rel=1e-9)
+    assert speed.total.high_ms == pytest.approx(sum(one.high_ms for one in speed.times), rel=1e-9)
 
 
 def test_advice_names_the_section_and_its_steps() -> None:
@@ -256,7 +211,7 @@ def test_advice_names_the_section_and_its_steps() -> None:
         *(replace(one, reason_ref=ref) for one in layer("fc1", 8192, (4096, 4096), low=())),
         *layer("fc2", 8192, (4096, 4096)),
     ]
-    found = [one.text for one in advise(PricedStep.of(Step(Coverage(products), ""), H200, recipe=CURRENT))]
+    found = [one.text for one in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice]
     assert f"let fc1 run in low precision again: kept in high precision by {ref}" in found
 
 
@@ -267,7 +222,7 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
         *layer("head", 8192, (8192, 32000), low=(), family="torch", reason=Reason.NOT_TE, calls=2),
     ]
     step = Step(Coverage(products), CURRENT)
-    found = advise(PricedStep.of(step, B300))
+    found = estimate_step(step, B300).advice
     saved = [one.saves_ms for one in found]
     assert saved == sorted(saved, reverse=True)
     texts = {one.text: one for one in found}
@@ -297,7 +252,7 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
 def test_sizes_that_are_refused_are_padded() -> None:
     products = layer("fc", 8192, (8192, 8200), low=(), reason=Reason.NOT_TE)
     [advice] = [
-        one for one in advise(PricedStep.of(Step(Coverage(products), ""), H200, recipe=CURRENT)) if "padded" in one.text
+        one for one in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice if "padded" in one.text
     ]
     assert advice.text.startswith("make fc Transformer Engine layers")
     assert "8200 to 8208" in advice.text

@@ -50,19 +50,12 @@ OTHERS = {
     "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_64x6_tn_align8>": ("gemm", "bf16"),
     "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x128_32x3_nt_align1>": ("gemm", "tf32"),
     "volta_sgemm_128x32_nt": ("gemm", "fp32"),
-    "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x192x64_MI16x16x1": ("gemm", "bf16"),
-    "Cijk_Ailk_Bljk_HHS_BH_MT64x64x32": ("gemm", "fp16"),
-    "Cijk_Alik_Bljk_F8BS_BH_Bias_MT128x128": ("gemm", "fp8"),
-    "Cijk_Ailk_Bjlk_S_B_MT64x64": ("gemm", "fp32"),
     "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128>": ("attention", ""),
-    "attn_fwd": ("attention", ""),
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("communication", ""),
-    "void fbgemm_gpu::permute_2D_data_kernel<false, int>": ("embedding", ""),
     "Memcpy DtoD (Device -> Device)": ("copy", ""),
     "Memset (Device)": ("copy", ""),
     "triton_poi_fused_addmm_gelu_view_15": ("elementwise", ""),
     "triton_red_fused__unsafe_view_add_mean_mul_pow_rsqrt_1": ("norm", ""),
-    "igemm_wrw_gtcx3_nhwc_bf16_bx0_ex1_bt64x64x64": ("convolution", ""),
 }
 """Names from public traces and reports."""
 

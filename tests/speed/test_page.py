@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import InspectSession, cli
 from te_precision_callbacks.speed import device_named, known_devices
-from te_precision_callbacks.speed.estimate import estimate_step
-from te_precision_callbacks.speed.recorded import Step
+from te_precision_callbacks.speed.estimate import Step, estimate_step
 from tests.docs.pages import PAGES, blocks
 
 PAGE = "docs/speed.md"
@@ -50,18 +49,14 @@ def test_a_session_and_its_run(
         y.sum().backward()
         optimizer.step()
         session.step()
-    live = estimate_step(Step.of(session.coverage(), session.precision, world=1), device_named("h200"))
+    live = estimate_step(Step.of(session.coverage(), session.precision), device_named("h200"))
     session.stop()
     capsys.readouterr()
     names: dict[str, Any] = {}
     exec(blocks(PAGE, "python")[0], names)
     speed = names["speed"]
     assert [one.as_json() for one in speed.times] == [one.as_json() for one in live.times]
-    assert speed.waterfall == live.waterfall
     assert {one.recipe for one in speed.times} == {"fp8_current_scaling", ""}
-    parts = {part.name: part.kind for part in speed.waterfall.parts}
-    assert parts["optimizer"] == "estimate"
-    assert "communication" not in parts, "one rank"
     assert "keep" in capsys.readouterr().out
 
 

@@ -28,9 +28,8 @@ from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session import profiling as profiling_module
 from te_precision_callbacks.speed.trace import measure, read_trace, show
 from te_precision_callbacks.speed.trace.assigning import assign
-from te_precision_callbacks.speed.trace.calls import Call, calls_of
+from te_precision_callbacks.speed.trace.calls import Call, calls_of, work_of
 from te_precision_callbacks.speed.trace.contexts import contexts_of
-from te_precision_callbacks.speed.trace.work import work_of
 from tests.conftest import statistics
 
 QUIET: dict[str, Any] = {"quiet": True, "statistics_log": "off"}

@@ -62,7 +62,7 @@ def write(gpu: str | None, *, inside: str = "") -> Path:
             ]
         writer.put_facts("gemms", gemms)
         writer.put_facts("operands", operands)
-        row = {"layer": "head", "what": "weight", "lives": "always", "counted": None}
+        row = {"layer": "head", "what": "weight", "lives": "always"}
         writer.put_facts("memory", [{**row, "kind": "high_weight", "low": 2048, "high": 2048}])
         writer.add_step(0)
     traces = Path("logs/precision_records") / writer.run_id / "traces"

@@ -5,7 +5,7 @@ Usage::
     te-precision check config.yaml --model package.module:function --recipe mxfp8 --tokens 4096 --memory
 
     memory = plan_memory(model, named_te_modules(model), recipe, tokens=4096)
-    show(memory)                      # bytes by kind beside BF16, and why they are not fewer
+    show(memory)                      # bytes by kind beside BF16
     memory.added(lives="always")      # bytes that low precision adds to what is always there
 """
 
@@ -19,16 +19,12 @@ if TYPE_CHECKING:
     from te_precision_callbacks.speed.memory.planned import plan_memory
     from te_precision_callbacks.speed.memory.printing import as_json, show
     from te_precision_callbacks.speed.memory.rows import Memory, MemoryRow
-    from te_precision_callbacks.speed.memory.why import MemoryReason, break_even_tokens, reasons
 
 __all__ = [
     "Memory",
-    "MemoryReason",
     "MemoryRow",
     "as_json",
-    "break_even_tokens",
     "plan_memory",
-    "reasons",
     "show",
 ]
 

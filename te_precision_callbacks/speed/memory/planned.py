@@ -27,31 +27,33 @@ parameter. Sources: ``_linear_forward_impl`` (``pytorch/module/linear.py``), ``_
 ``_LayerNormMLP._forward``, ``_GroupedLinear.forward``, ``BasicLinear._functional_forward``
 (``pytorch/ops/basic/basic_linear.py``); ``quantize_weight`` and ``reset_parameters`` (``pytorch/module/base.py``);
 ``DelayedScalingRecipeState`` (``pytorch/quantization.py``); ``get_cublas_workspace``
-(``pytorch/cpp_extensions/gemm.py``).
+(``pytorch/cpp_extensions/gemm.py``); ``Quantizer.inner_tensor_specs`` (``pytorch/quantized_tensor.py`` and
+``pytorch/tensor/*_tensor.py``), which describes the buffers of a quantized tensor; per-tensor FP8 as
+``Float8CurrentScalingQuantizer`` has it, since Float8Quantizer of delayed scaling does not describe them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.base.vocabulary import ONE_SCALE, class_names, recipe_of
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.base.vocabulary import (
+    HYBRID_QUANTIZER,
+    IDENTITY_QUANTIZER,
+    ONE_SCALE,
+    class_names,
+    recipe_of,
+)
+from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.planned_products import MadeQuantizers
 from te_precision_callbacks.coverage.precision_audit import quantizers_of_layers, recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
-from te_precision_callbacks.speed.memory.buffers import (
-    CodeBytes,
-    UnknownMemoryError,
-    is_quantized,
-    planned_bytes,
-    takes_any_layout,
-)
-from te_precision_callbacks.speed.memory.counted import is_weight, layer_of_parameter
 from te_precision_callbacks.speed.memory.rows import (
     ACTIVATION_INPUT,
     ACTIVATION_OUTPUT,
@@ -69,6 +71,34 @@ from te_precision_callbacks.speed.memory.rows import (
 )
 
 _FLOAT32 = torch.float32.itemsize
+
+_ROWWISE = ("_data", "_rowwise_data", "rowwise_data")
+_COLUMNWISE = ("_transpose", "_columnwise_data", "columnwise_data")
+"""Attributes of the storages in ``pytorch/tensor/storage`` that hold codes; all others hold scales."""
+
+
+class UnknownMemoryError(PrecisionDebugError, TypeError):
+    """A layer whose bytes are not known, such as one with a quantizer of a user's own recipe."""
+
+
+class CodeBytes(NamedTuple):
+    """The bytes of a quantized tensor.
+
+    Attributes:
+        rowwise: its rowwise codes, which on some GPUs serve both directions.
+        columnwise: its columnwise codes.
+        scales: scales and amaxes of both directions.
+        high: what is kept in high precision.
+    """
+
+    rowwise: int = 0
+    columnwise: int = 0
+    scales: int = 0
+    high: int = 0
+
+    def plus(self, other: CodeBytes) -> CodeBytes:
+        """The sum of two."""
+        return CodeBytes(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def plan_memory(
@@ -103,6 +133,40 @@ def plan_memory(
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of one forward on one rank.")
     return _Planner(model, modules, recipe, tokens, recipes or {}, calls, cached=cached).planned()
+
+
+def memory_of_run(model: Model, modules: Sequence[NamedModule], products: Iterable[Product]) -> Memory:
+    """Plan the memory of a model that trains, for the recipes and rows that it runs with.
+
+    A layer that was called several times in a forward counts once, with the rows of one call. Workspaces of cuBLAS are
+    there only on a GPU.
+
+    Args:
+        model: the model.
+        modules: its modules of Transformer Engine.
+        products: the matrix products of its step.
+    """
+    calls: dict[str, list[int]] = {}
+    low: set[str] = set()
+    for product in products:
+        if product.gemm == "fprop" and product.n:
+            calls[product.layer] = [max(product.n, *calls.get(product.layer, [0]))]
+        if product.is_low:
+            low.add(product.layer)
+    recipes: dict[str, Any] = {}
+    cached = False
+    for named in modules:
+        module: Any = named.module
+        recipe = module.fp8_meta.get("recipe") if getattr(module, "fp8", False) else None
+        cached |= bool(vars(module).get("_fp8_workspaces"))
+        recipes |= {layer.name: recipe if layer.name in low else None for layer in named.layers}
+    for found in named_operations(model):
+        states: Any = (vars(found.module).get("_fp8_metas") or {}).get("forward") or {}
+        recipes |= {layer: states.get("recipe") if layer in low else None for layer in found.layers}
+    planned = plan_memory(model, modules, None, cached=cached, recipes=recipes, calls=calls)
+    if not any(parameter.device.type == "cuda" for named in modules for parameter in named.module.parameters()):
+        planned = replace(planned, rows=tuple(row for row in planned if row.kind != "workspace"))
+    return planned
 
 
 @dataclass(frozen=True)
@@ -539,3 +603,81 @@ def _saves_unknown(module: torch.nn.Module) -> bool:
         type(module).__module__.startswith(("torch.nn.", "transformer_engine."))
         and type(module).__name__ not in ("FusedScaleMaskSoftmax", "FlashAttention", "FusedAttention", "_Conv")
     )
+
+
+def layer_of_parameter(name: str, layers: Sequence[str]) -> str:
+    """The layer of a module that a parameter or workspace belongs to, by its name in the module."""
+    if len(layers) == 1:
+        return layers[0]
+    if name.startswith("fc2"):
+        return layers[1]
+    number = name.removeprefix("weight").removeprefix("bias")
+    return layers[int(number)] if number.isdigit() and int(number) < len(layers) else layers[0]
+
+
+def is_weight(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter of a module is the weight of a GEMM, by its name and dimensions."""
+    return parameter.ndim > 1 and "bias" not in name
+
+
+def planned_bytes(
+    quantizer: Any, shape: tuple[int, int], *, rowwise: bool, columnwise: bool, itemsize: int = 2
+) -> CodeBytes:
+    """What a tensor has that a quantizer makes, once the directions that are not needed are dropped.
+
+    Args:
+        quantizer: one of Transformer Engine's; its usage is set to the directions.
+        shape: rows and columns of the tensor.
+        rowwise, columnwise: the directions that are kept.
+        itemsize: bytes of a number in high precision.
+
+    Raises:
+        UnknownMemoryError: it does not describe its buffers.
+    """
+    names = class_names(quantizer)
+    if not rowwise and not columnwise:
+        return CodeBytes()
+    if HYBRID_QUANTIZER in names:
+        sides = [(quantizer.rowwise_quantizer, rowwise, False), (quantizer.columnwise_quantizer, False, columnwise)]
+        found = CodeBytes()
+        for part, in_rows, in_columns in sides:
+            if part is not None:
+                found = found.plus(
+                    planned_bytes(part, shape, rowwise=in_rows, columnwise=in_columns, itemsize=itemsize)
+                )
+        return found
+    if IDENTITY_QUANTIZER in names:
+        return CodeBytes(high=math.prod(shape) * itemsize)
+    if recipe_of(quantizer) in ONE_SCALE:
+        in_both = takes_any_layout()
+        codes = math.prod(shape)
+        return CodeBytes(codes * (rowwise or in_both), codes * (columnwise and not in_both), torch.float32.itemsize)
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    try:
+        specs = quantizer.inner_tensor_specs(shape)
+    except (NotImplementedError, AttributeError) as error:
+        raise UnknownMemoryError(
+            f"{type(quantizer).__name__}: it is not known which buffers this quantizer of a recipe of your own makes."
+        ) from error
+    return _summed((name, math.prod(size) * dtype.itemsize) for name, (size, dtype) in specs.items())
+
+
+def takes_any_layout() -> bool:
+    """Whether per-tensor FP8 keeps one copy of codes for both directions on this GPU."""
+    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
+
+    return bool(is_non_tn_fp8_gemm_supported())
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether this is one of Transformer Engine's quantized tensors, or a storage of several."""
+    return tensor is not None and any(
+        name in ("QuantizedTensorStorage", "GroupedTensorStorage") for name in class_names(tensor)
+    )
+
+
+def _summed(sizes: Iterable[tuple[str, int]]) -> CodeBytes:
+    found = {"rowwise": 0, "columnwise": 0, "scales": 0}
+    for name, size in sizes:
+        found["rowwise" if name in _ROWWISE else "columnwise" if name in _COLUMNWISE else "scales"] += size
+    return CodeBytes(**found)

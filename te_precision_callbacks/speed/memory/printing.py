@@ -6,7 +6,7 @@ show(memory)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from te_precision_callbacks.base import terminal
@@ -23,21 +23,18 @@ from te_precision_callbacks.speed.memory.rows import (
     by_kind,
     total,
 )
-from te_precision_callbacks.speed.memory.why import MemoryReason, break_even_factor, break_even_tokens, reasons
 
 _MOST_NAMES = 4
-_MOST_REASONS = 8
 _COLUMNS = ("", "planned", "in high precision", "added")
-_INDENT = 2
 
 
 def show(memory: Memory) -> None:
-    """Print the bytes by kind beside high precision, the break-even, and why they are not fewer, fitted to the
-    terminal."""
+    """Print the bytes by kind beside high precision, and notes, fitted to the terminal."""
     terminal.show_text(_heading(memory))
     show_rows(memory.rows)
-    for line in _below(memory):
-        terminal.show_text(line, hanging=_INDENT + len(line) - len(line.lstrip()))
+    for layers, why in _not_planned(memory):
+        terminal.show_text(f"Not planned: {layers}: {why}", hanging=2)
+    terminal.show_notes(memory.notes)
 
 
 def show_rows(rows: Sequence[MemoryRow]) -> None:
@@ -48,37 +45,13 @@ def show_rows(rows: Sequence[MemoryRow]) -> None:
     for cells in _cells_of(rows):
         table.add_row(*map(terminal.cell, cells))
     terminal.show(table)
-    for line in _balances(rows):
-        terminal.show_text(line)
-
-
-def _below(memory: Memory) -> list[str]:
-    """The lines below the rows: the break-even, why the bytes are not fewer, and notes."""
-    lines = []
-    factor = break_even_factor(memory)
-    if factor is not None:
-        of = f"{factor:.2f} times the tokens" if memory.tokens is None else f"{factor * memory.tokens:,.0f} tokens"
-        state = ", and the scales and amax history of delayed scaling," if memory.bytes("scaling_state").low else ""
-        lines.append(
-            f"A forward of {of} or more saves as many bytes of activations as the codes and scales of weights{state}"
-            " add."
-        )
-    found = reasons(memory)
-    if found:
-        lines += ["", "Why memory is not lower"]
-        lines += [line for reason in found[:_MOST_REASONS] for line in _of_reason(reason)]
-    for layers, why in _not_planned(memory):
-        lines += ["", f"Not planned: {layers}: {why}"]
-    return lines + [text for note in memory.notes for text in ("", f"Note: {note}")]
-
-
-def _balances(rows: Sequence[MemoryRow]) -> list[str]:
-    """What low precision adds or saves while what is there, in lines."""
-    return [_balance([row for row in rows if row.lives == lives], lives) for lives in LIVES if _has(rows, lives)]
+    for lives in LIVES:
+        if any(row.lives == lives for row in rows):
+            terminal.show_text(_balance([row for row in rows if row.lives == lives], lives))
 
 
 def as_json(memory: Memory) -> dict[str, Any]:
-    """The memory as an object for JSON: totals, layers, reasons, and what is not known."""
+    """The memory as an object for JSON: totals, rows, and what is not known."""
     return {
         "recipe": memory.recipe or "none",
         "capability": "{}.{}".format(*memory.capability),
@@ -88,9 +61,7 @@ def as_json(memory: Memory) -> dict[str, Any]:
         "total": _as_object(memory.bytes()),
         "kinds": {kind: _as_object(found) for kind, found in memory.by_kind().items()},
         "lives": {lives: _as_object(memory.bytes(lives=lives)) for lives in LIVES},
-        "break_even_tokens": break_even_tokens(memory),
         "rows": [dataclasses.asdict(row) for row in memory],
-        "reasons": [dataclasses.asdict(reason) for reason in reasons(memory)],
         "not_planned": dict(memory.not_planned),
         "notes": list(memory.notes),
     }
@@ -112,10 +83,6 @@ def _heading(memory: Memory) -> str:
     )
 
 
-def _has(rows: Iterable[MemoryRow], lives: Lives) -> bool:
-    return any(row.lives == lives for row in rows)
-
-
 def _cells_of(rows: Sequence[MemoryRow]) -> list[tuple[str, ...]]:
     found = [(KINDS[kind], *_cells(bytes_)) for kind, bytes_ in by_kind(rows).items()]
     return [*found, ("all on the device", *_cells(total(rows)))]
@@ -130,11 +97,6 @@ def _balance(rows: Sequence[MemoryRow], lives: Lives) -> str:
     does = "adds nothing" if not added else f"adds {size(added)}" if added > 0 else f"saves {size(-added)}"
     what = LIVES[lives] if lives == "always" else f"kept {LIVES[lives]}"
     return f"What is {what}: low precision {does}."
-
-
-def _of_reason(reason: MemoryReason) -> list[str]:
-    where = ", ".join(folded(reason.layers, most=_MOST_NAMES))
-    return [f"  {size(reason.bytes)}: {reason.why}", f"    {reason.remedy}", *([f"    {where}"] if where else [])]
 
 
 def _not_planned(memory: Memory) -> list[tuple[str, str]]:

@@ -17,8 +17,6 @@ Kind = Literal[
     "weight_columnwise",
     "weight_scales",
     "init_value",
-    "master_weight",
-    "optimizer_state",
     "gradient",
     "saved_high",
     "saved_rowwise",
@@ -36,8 +34,6 @@ KINDS: Mapping[Kind, str] = {
     "weight_columnwise": "codes of weights, columnwise",
     "weight_scales": "scales of weights",
     "init_value": "initial values of quantized weights, in host memory",
-    "master_weight": "master weights",
-    "optimizer_state": "state of the optimizer",
     "gradient": "gradients of parameters",
     "saved_high": "activations saved in high precision",
     "saved_rowwise": "codes of saved activations, rowwise",
@@ -58,9 +54,7 @@ LIVES: Mapping[Lives, str] = {
     "in_backward": "in the backward of a layer",
 }
 
-QUANTIZED_WEIGHT: tuple[Kind, ...] = ("weight_rowwise", "weight_columnwise", "weight_scales")
-SAVED_CODES: tuple[Kind, ...] = ("saved_rowwise", "saved_columnwise", "saved_scales")
-SAVED: tuple[Kind, ...] = ("saved_high", *SAVED_CODES)
+SAVED: tuple[Kind, ...] = ("saved_high", "saved_rowwise", "saved_columnwise", "saved_scales")
 
 WEIGHT, INPUT, NORM_INPUT, NORM_STATISTICS, NORM_OUTPUT = (
     "weight",
@@ -97,7 +91,6 @@ class MemoryRow:
         low: planned bytes in the precision that the layer runs in.
         high: planned bytes of the same layer in high precision.
         lives: how long they are there.
-        counted: bytes of the real tensors; None where nothing was counted.
     """
 
     layer: str
@@ -106,7 +99,6 @@ class MemoryRow:
     low: int
     high: int
     lives: Lives
-    counted: int | None = None
 
     @property
     def added(self) -> int:

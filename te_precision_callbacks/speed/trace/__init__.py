@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.speed.trace.errors import TraceError
-    from te_precision_callbacks.speed.trace.measured import Launches, MeasuredProduct, MeasuredStep, Unassigned
-    from te_precision_callbacks.speed.trace.measuring import measure
+    from te_precision_callbacks.speed.errors import TraceError
+    from te_precision_callbacks.speed.trace.measuring import MeasuredProduct, MeasuredStep, Unassigned, measure
     from te_precision_callbacks.speed.trace.printing import as_json, show
-    from te_precision_callbacks.speed.trace.reading import read_trace
-    from te_precision_callbacks.speed.trace.timeline import Trace
+    from te_precision_callbacks.speed.trace.reading import Trace, read_trace
 
 __all__ = [
-    "Launches",
     "MeasuredProduct",
     "MeasuredStep",
     "Trace",

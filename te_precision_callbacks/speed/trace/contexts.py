@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from te_precision_callbacks.speed.trace.range_names import read_iteration, read_layer, read_unended
-from te_precision_callbacks.speed.trace.timeline import NOTHING, HostKind, Trace, nested
+from te_precision_callbacks.speed.trace.reading import NOTHING, HostEvents, HostKind, Trace, column
 
 Pass = Literal["forward", "backward", "recompute", "optimizer", ""]
 """The part of a step: ``recompute`` is a forward that an activation checkpoint runs again in the backward; empty for
@@ -60,7 +62,7 @@ class Contexts:
 
 def contexts_of(trace: Trace) -> Contexts:
     """Find what the events of the host belong to."""
-    order, outer = nested(trace.host)
+    order, outer = _nested(trace.host)
     host, names = trace.host, trace.names
     of = [_OUTSIDE] * len(order)
     iterations: dict[int, tuple[float, float]] = {}
@@ -86,6 +88,30 @@ def contexts_of(trace: Trace) -> Contexts:
     }
     ended = {number: span for number, span in sorted(iterations.items()) if number not in unended}
     return Contexts(of, outer, ended, linked or _by_sequence(trace, of, order))
+
+
+def _nested(events: HostEvents) -> tuple[list[int], list[int]]:
+    """Which event of the host runs inside of which.
+
+    Returns:
+        The places of the events in the order of their threads and begins, an outer one first; and of each place that of
+        the event around it, NOTHING without one.
+    """
+    begin, end, lane = column(events.begin, np.float64), column(events.end, np.float64), column(events.lane, np.int32)
+    order = np.lexsort((-end, begin, lane)).tolist()
+    outer = [NOTHING] * len(order)
+    begins, ends, lanes = begin.tolist(), end.tolist(), lane.tolist()
+    stack: list[int] = []
+    now = NOTHING
+    for place in order:
+        if lanes[place] != now:
+            now, stack = lanes[place], []
+        while stack and ends[stack[-1]] <= begins[place]:
+            stack.pop()
+        if stack:
+            outer[place] = stack[-1]
+        stack.append(place)
+    return order, outer
 
 
 def _in_range(around: Context, name: str) -> Context:

@@ -1,6 +1,6 @@
 """Which kind of work a kernel or an operator does, by its name: tables of patterns, each with its source.
 
-The first row that matches counts. Names of kernels are read as CUPTI and roctracer give them, demangled or not.
+The first row that matches counts. Names of kernels are read as CUPTI gives them, demangled or not.
 """
 
 from __future__ import annotations
@@ -60,25 +60,16 @@ _TE = "NVIDIA/TransformerEngine, transformer_engine/common/"
 
 _KERNELS: tuple[_Row, ...] = (
     # ---- memory, as Kineto names it
-    _Row("copy", r"^Memcpy |^Memset |^Copy(Host|Device)|^FillBuffer|__amd_rocclr_(copy|fill)", "Kineto; ROCclr's blit"),
+    _Row("copy", r"^Memcpy |^Memset ", "Kineto"),
     # ---- communication
-    _Row("communication", r"(?i)(nccl|rccl)(Dev)?Kernel|^nccl|mscclKernel|msccl", "NVIDIA/nccl, ROCm/rccl src/device"),
+    _Row("communication", r"(?i)nccl(Dev)?Kernel|^nccl", "NVIDIA/nccl"),
     _Row(
         "communication",
         r"userbuffers_|kuserbuffers|reduce_(bf16|fp8_in_bf16_out)_cuda|(producer|consumer)(_batch)?_kernel"
         r"|wait_until_on_stream_and_reset",
         f"{_TE}comm_gemm_overlap/userbuffers, nvshmem_api",
     ),
-    _Row(
-        "communication",
-        r"multimem_|_all_reduce_kernel|cross_device_reduce|nvshmem|symm_mem|barrier_kernel|(one|two)_shot",
-        "pytorch aten CUDASymmetricMemoryOps.cu; vLLM custom_all_reduce.cuh",
-    ),
-    _Row(
-        "communication",
-        r"(?i)allreduce|reduce_?scatter|all_?gather_kernel|recat_copy_async",
-        "TensorRT-LLM; fbgemm_gpu",
-    ),
+    _Row("communication", r"multimem_|nvshmem|symm_mem|barrier_kernel", "pytorch aten CUDASymmetricMemoryOps.cu"),
     # ---- casts of Transformer Engine, before its GEMMs: its Hadamard transforms are written as GEMMs
     _Row("cast", r"(?i)rht_gemm_device|hadamard|MultiAmax|ZeroAmax", f"{_TE}hadamard_transform"),
     _Row(
@@ -109,13 +100,6 @@ _KERNELS: tuple[_Row, ...] = (
         r"swizzle_(row|col|block)?_?scaling|swizzle_.*_kernel|multi_(un)?padding_kernel|set_float_kernel",
         f"{_TE}swizzle, util/padding.cu, gemm/cublaslt_gemm.cu",
     ),
-    _Row("norm", r"(?i)rms_?norm.*quant|layer_?norm.*quant", "ROCm/aiter, vLLM: norms that write quantized results"),
-    _Row(
-        "cast",
-        r"(?i)quantize_with_block_size|scaled_fp8_quant|per_(token|tensor|block)_.*quant|h?fp8_(quantize|gpu|qparam)|hfp8|FP8(rowwise|_qparam|_quantize)|_quant_(fp8|mx|kernel)"
-        r"|quantize_mx|dynamic_per_|fp8_quantize|QuantizeSmem|to_mx|mx_quant|DynamicQuant|nvfp4_quant|cvt_fp16_to_fp4",
-        "pytorch/ao mx_formats; vLLM csrc/quantization; TensorRT-LLM; ROCm/aiter",
-    ),
     # ---- compiled by Inductor: what its name says was fused, before the names of what is inside
     _Row("gemm", r"^triton_(tem|mm)_.*(mm|matmul)", "torch/_inductor: templates"),
     _Row("cast", r"^triton_.*(amax.*(clamp|to_copy)|float8|fp8)", "torch/_inductor: names of fused operators"),
@@ -127,16 +111,14 @@ _KERNELS: tuple[_Row, ...] = (
     # ---- attention
     _Row(
         "attention",
-        r"(?i)flash_?(attn|fwd|bwd|attention)|pytorch_flash|flash::|fmha|attn_(fwd|bwd)|attention_kernel|_attn_|mha_"
-        r"|sdpa|BlockFmha|paged_?attention|FlashAttn|FlashMask|unified_attention|mla_|sage_(fwd|bwd|attn)",
-        "Dao-AILab/flash-attention; cuDNN's"
-        " sdpa; xFormers fmha; ROCm/aotriton attn_fwd; ROCm/composable_kernel; flashinfer",
+        r"(?i)flash_?(attn|fwd|bwd|attention)|pytorch_flash|flash::|fmha|attention_kernel|_attn_|sdpa|FlashAttn",
+        "Dao-AILab/flash-attention; cuDNN's sdpa; pytorch aten",
     ),
     _Row(
         "attention",
         r"cudnn_generated.*(fort|flash|fprop_wgmma.*sdpa)|thd_\w+_kernel|prepare_kernel_(fwd|bwd)|transpose_to_bhsd"
-        r"|(convert_(bshd|thd)|copy_to_kv|reindex_kv|store_kv|reshape_and_cache|cu_seqlens)",
-        f"{_TE}fused_attn; vLLM cache",
+        r"|convert_(bshd|thd)|copy_to_kv|cu_seqlens",
+        f"{_TE}fused_attn",
     ),
     # ---- GEMMs of cuBLASLt since CUDA 12.8: nvjet_[sm100_]<types>_<tile>; q: 8 bits, o: 4, t: BF16, h: FP16
     _Row("gemm", r"nvjet_(sm\d+\w*_)?oo\w+.*vec16UE4M3", "cuBLASLt 12.9 and later", "nvfp4"),
@@ -148,14 +130,13 @@ _KERNELS: tuple[_Row, ...] = (
     _Row("gemm", r"nvjet_(sm\d+\w*_)?h", "cuBLASLt 12.8 and later", "fp16"),
     _Row("gemm", r"nvjet_", "cuBLASLt 12.8 and later"),
     # ---- convolutions, some of which are called GEMM
-    _Row("norm", r"cudnn::bn_|cudnn.*(batch_?norm|layer_?norm|rms_?norm)|MIOpenBatchNorm", "cuDNN; ROCm/MIOpen"),
+    _Row("norm", r"cudnn::bn_|cudnn.*(batch_?norm|layer_?norm|rms_?norm)", "cuDNN"),
     _Row(
         "convolution",
-        r"(?i)igemm_(fwd|bwd|wrw)_|implicit_(conv|gemm)|xmma_(fprop|dgrad|wgrad)|(fprop|dgrad|wgrad)_(optimized|analytic)"
-        r"|scudnn|hcudnn|winograd|(dgrad|wgrad_alg\d|conv2d)\w*_engine|grouped_conv|conv_?(2d|3d|depthwise|fwd|bwd|kernel)"
-        r"|(nchw|nhwc)To(Nchw|Nhwc)|convolve|miopen\w*conv|im2col|col2im|batched_transpose_\d+x\d+|SubTensorOp"
-        r"|tensorTransform|cask_cudnn|Im2d2Col|transpose_(CNHW2NCHW|NCHW2CNHW)|scalePackedTensor",
-        "cuDNN's engines; ROCm/MIOpen: igemm, layout transforms",
+        r"(?i)implicit_(conv|gemm)|xmma_(fprop|dgrad|wgrad)|(fprop|dgrad|wgrad)_(optimized|analytic)|scudnn|hcudnn"
+        r"|winograd|(dgrad|wgrad_alg\d|conv2d)\w*_engine|grouped_conv|conv_?(2d|3d|depthwise|fwd|bwd|kernel)"
+        r"|(nchw|nhwc)To(Nchw|Nhwc)|convolve|im2col|col2im|cask_cudnn|scalePackedTensor",
+        "cuDNN's engines; pytorch aten",
     ),
     # ---- GEMMs of cuBLAS before: sm90_xmma_gemm_<A><B>_<..>, and of CUTLASS
     _Row(
@@ -165,21 +146,11 @@ _KERNELS: tuple[_Row, ...] = (
         "nvfp4",
     ),
     _Row(
-        "gemm",
-        r"bmm_\w*MxE4m3_MxE2m1|bmm_\w*MxE2m1MxE4m3|bmm_\w*MxE2m1",
-        "flashinfer: batched GEMMs of TensorRT-LLM",
-        "mxfp4",
-    ),
-    _Row("gemm", r"bmm_\w*E2m1", "flashinfer: batched GEMMs of TensorRT-LLM", "nvfp4"),
-    _Row("gemm", r"bmm_\w*MxE4m3", "flashinfer: batched GEMMs of TensorRT-LLM", "mxfp8"),
-    _Row("gemm", r"bmm_\w*E4m3|gemm_\w*E4m3", "flashinfer: GEMMs of TensorRT-LLM", "fp8"),
-    _Row("gemm", r"bmm_\w*Bfloat16|bmm_\w*Fp32", "flashinfer: GEMMs of TensorRT-LLM", "bf16"),
-    _Row(
         "gemm", r"(?i)bstensorop.*(ue8m0|mx).*(e[45]m[32])|mxfp8.*gemm|gemm.*mxfp8|mxf8f6f4", "NVIDIA/cutlass", "mxfp8"
     ),
     _Row(
         "gemm",
-        r"(?i)(xmma_gemm|tensorop|wgmma|(?<!fb)gemm|device_kernel).*(e4m3|e5m2|float_e4|float_e5|fp8|float8)|(fp8|float8)\w*(gemm|_mm|matmul)"
+        r"(?i)(xmma_gemm|tensorop|wgmma|gemm|device_kernel).*(e4m3|e5m2|float_e4|float_e5|fp8|float8)|(fp8|float8)\w*(gemm|_mm|matmul)"
         r"|deep_?gemm",
         "cuBLAS xmma; NVIDIA/cutlass; deepseek-ai/DeepGEMM; torch _scaled_mm; triton",
         "fp8",
@@ -200,14 +171,6 @@ _KERNELS: tuple[_Row, ...] = (
     _Row("gemm", r"xmma_gemm_f32f32|(volta|ampere|maxwell|turing)_sgemm|sgemm|simt_sgemm", "cuBLAS; CUTLASS", "fp32"),
     _Row("gemm", r"dgemm|d884gemm|xmma_gemm_f64", "cuBLAS; CUTLASS", "fp64"),
     _Row("gemm", r"xmma_gemm_i8|i16832gemm|imma", "cuBLAS; CUTLASS", "int8"),
-    # ---- GEMMs of AMD: Tensile's Cijk_<A>_<B>_<types>: B BF16, H FP16, S FP32, F8 and B8 FP8
-    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_(F8|B8)", "ROCm/hipBLASLt: Tensile", "fp8"),
-    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_(BBS|BSS|B_B?S?_)", "ROCm/hipBLASLt: Tensile", "bf16"),
-    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_(HHS|HSS|H_H?S?_|HB)", "ROCm/hipBLASLt: Tensile", "fp16"),
-    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_S\w*_?SX|Cijk_\w{4,5}_\w{4,5}_S_(MX|X)", "ROCm/hipBLASLt: Tensile", "tf32"),
-    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_S", "ROCm/hipBLASLt: Tensile", "fp32"),
-    _Row("gemm", r"Cijk_\w{4,5}_\w{4,5}_D", "ROCm/hipBLASLt: Tensile", "fp64"),
-    _Row("gemm", r"Cijk_", "ROCm/rocBLAS: Tensile"),
     _Row(
         "gemm",
         r"(gemv\w*|gemvx::kernel|gemvNSP|dot_kernel|splitKreduce_kernel|reduce_1Block)\w*<.*__nv_bfloat16",
@@ -238,23 +201,22 @@ _KERNELS: tuple[_Row, ...] = (
     ),
     _Row(
         "gemm",
-        r"(?i)(?<!fb)gemm|_mm_kernel|matmul|fused_moe_kernel|wvSplitK|LLGemm|tensorop|hipblas|^mm_|_mm$",
-        "NVIDIA/cutlass; triton; vLLM; ROCm/composable_kernel, aiter",
+        r"(?i)gemm|_mm_kernel|matmul|tensorop|^mm_|_mm$",
+        "NVIDIA/cutlass; triton",
     ),
     # ---- norms
     _Row(
         "norm",
         r"(?i)rmsnorm|rms_norm|layer_?norm|ln_(fwd|bwd)_\w*kernel|batch_?norm|group_?norm|RowwiseMoments|GammaBeta"
         r"|ComputeInternalGradients|Compute(Backward)?FusedParams|weight_norm|compute_(g|b)rad_weights|l2norm_kernel(?!.*multi)",
-        f"{_TE}normalization; pytorch aten native/cuda; NVIDIA/apex; vLLM",
+        f"{_TE}normalization; pytorch aten native/cuda; NVIDIA/apex",
     ),
     # ---- experts
     _Row(
         "routing",
-        r"(?i)moe_(permute|unpermute|align|sum|topk|sort)|permute_(kernel|with)|_permute_kernel|_unpermute|row_id_map|chunk_sort"
-        r"|sort_chunks|fused_(topk|moe_aux|score)|fused_router|topk_|TopK|gating|routing|grouped_topk|MoeSorting|radix_(topk|kernel)"
-        r"|splits_to_offsets|bitmatrix|finalizeMoe|moe::dev::|expandInputRows|expert",
-        f"{_TE}permutation, fused_router; NVIDIA/Megatron-LM; vLLM; flashinfer trtllm routing",
+        r"(?i)moe_(permute|unpermute)|permute_(kernel|with)|_permute_kernel|_unpermute|row_id_map|chunk_sort|sort_chunks"
+        r"|fused_(topk|moe_aux|score)|fused_router|topk_|TopK|gating|routing|splits_to_offsets|expert",
+        f"{_TE}permutation, fused_router; NVIDIA/Megatron-LM",
     ),
     # ---- optimizers
     _Row(
@@ -270,12 +232,11 @@ _KERNELS: tuple[_Row, ...] = (
         f"pytorch aten; {_TE}fused_softmax, pytorch/triton/cross_entropy.py",
     ),
     # ---- embeddings
-    _Row("elementwise", r"(?i)rotary|_rope_|rope_", f"{_TE}fused_rope; vLLM; sglang"),
+    _Row("elementwise", r"(?i)rotary|_rope_|rope_", f"{_TE}fused_rope"),
     _Row(
         "embedding",
-        r"(?i)embedding|split_embedding|permute_pooled_embs|vectorized_gather_kernel|compute_grad_weight|sum_and_scatter"
-        r"|krn_partial|linearize_index|permute_.*(indices|lengths|data)|bounds_check_indices|indexSelect",
-        "pytorch aten; fbgemm_gpu",
+        r"(?i)embedding|vectorized_gather_kernel|compute_grad_weight|sum_and_scatter|krn_partial|indexSelect",
+        "pytorch aten",
     ),
     # ---- copies: those that only move
     _Row(
@@ -289,19 +250,19 @@ _KERNELS: tuple[_Row, ...] = (
     _Row(
         "reduction",
         r"reduce_kernel|ReduceOp|(?i:reduce)|DeviceRadixSort|DeviceScan|DeviceSelect|DeviceReduce|DeviceRunLength|DeviceSegmented"
-        r"|DeviceMerge|cub::|rocprim|thrust::|hipcub|bitonicSort|radixSort|sort_|cumsum|scan|histogram|unique|gatherTopK|sbtopk|mbtopk"
+        r"|DeviceMerge|cub::|thrust::|bitonicSort|radixSort|sort_|cumsum|scan|histogram|unique|gatherTopK|sbtopk|mbtopk"
         r"|computeDigit|ArgMax|max_pool|avg_pool|adaptive_|upsample|kernelHistogram|BlockReduce|find_bound|computeBlock"
         r"|gatherKth|countRadix|searchsorted|to_dense_representation|fillindex",
-        "pytorch aten native/cuda; NVIDIA/cub; ROCm/rocPRIM",
+        "pytorch aten native/cuda; NVIDIA/cub",
     ),
     # ---- all that takes elements one by one
     _Row(
         "elementwise",
         r"(?i)elementwise|gelu|silu|relu|swiglu|geglu|act_and_mul|(gated_)?act_kernel|dgated|scaled_(gated|unary)|unary_|dropout"
         r"|rope|rotary|index_|scatter|gather|arange|distribution_|where_|masked|triu|tril|clamp|bias|add_kernel|mul_kernel|CUDAFunctor"
-        r"|philox|random|bernoulli|normal_|uniform_|flip|roll_|repeat|pad\b|reflection_pad|element_mul|activation|_fused_kernel|glu"
-        r"|_mhc_|fused_(add|mul)|pointwise|populate_rng|extract_seed|convert_|tiny_delay|spin_kernel|sin_cos|cos_sin|bitmask|compute_cuda_kernel|scal_kernel|compute_position|page_indices|kv_indices|token_ids",
-        f"pytorch aten native/cuda; {_TE}activation, fused_rope, dropout; vLLM",
+        r"|philox|random|bernoulli|normal_|uniform_|flip|roll_|repeat|pad\b|reflection_pad|element_mul|activation|glu"
+        r"|fused_(add|mul)|pointwise|populate_rng|extract_seed|convert_|compute_cuda_kernel|scal_kernel",
+        f"pytorch aten native/cuda; {_TE}activation, fused_rope, dropout",
     ),
 )
 """The kernels of devices. To add one, add a row with where its name comes from, above the rows that would match too."""

@@ -1,30 +1,149 @@
-"""From a trace to what a step took, by layer, pass, GEMM and kind."""
+"""From a trace to the time of a step, by layer, pass, GEMM and kind of kernel."""
 
 from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import in_sentence
-from te_precision_callbacks.speed.trace.assigning import UnitLayer, assign, is_part, layers_of_units
-from te_precision_callbacks.speed.trace.belonging import (
+from te_precision_callbacks.speed.errors import TraceError
+from te_precision_callbacks.speed.trace.assigning import (
     QuantizedGemms,
+    UnitLayer,
+    assign,
     is_low,
+    is_part,
+    layers_of_units,
     quantized_gemms,
     ranged_layers,
     require_own_gemms,
     require_own_layers,
 )
-from te_precision_callbacks.speed.trace.calls import Call, calls_of
+from te_precision_callbacks.speed.trace.calls import Call, Work, calls_of, union, work_of
 from te_precision_callbacks.speed.trace.contexts import Pass, contexts_of
-from te_precision_callbacks.speed.trace.errors import TraceError
-from te_precision_callbacks.speed.trace.idling import launches_of
 from te_precision_callbacks.speed.trace.kinds import KernelKind, format_of_types
-from te_precision_callbacks.speed.trace.measured import MeasuredProduct, MeasuredStep, Unassigned
-from te_precision_callbacks.speed.trace.timeline import NOTHING, Trace
-from te_precision_callbacks.speed.trace.work import Work, union, work_of
+from te_precision_callbacks.speed.trace.reading import NOTHING, Trace
+
+KeyT = TypeVar("KeyT")
+
+
+@dataclass(frozen=True)
+class MeasuredProduct:
+    """What kernels of one kind took for a layer in a pass, in a step.
+
+    Attributes:
+        layer: the layer of a GEMM; of other kernels its module, where several layers share one; empty where no layer is
+            known.
+        gemm: as ``Product.gemm``; empty for kernels of other kinds, for attention in one kernel, and where it is not
+            known.
+        of_pass: the pass; empty outside of forward, backward and optimizer.
+        kind: what the kernels do; None if their names are unknown.
+        format: the format of a GEMM's operands; empty for other kinds, and where nothing says it.
+        ms: milliseconds of a step, the mean of the iterations in the trace; kernels that ran at the same time count
+            fully.
+        calls: kernels, or operators of the host, of a step.
+        inferred: whether the layer or the GEMM was inferred from order and shape, and no range says it.
+    """
+
+    layer: str
+    gemm: str
+    of_pass: Pass
+    kind: KernelKind | None
+    format: str
+    ms: float
+    calls: float
+    inferred: bool
+
+
+class Unassigned(NamedTuple):
+    """A kernel whose kind nobody knows.
+
+    Attributes:
+        name: its name.
+        ms: milliseconds of a step.
+    """
+
+    name: str
+    ms: float
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What a step really took: the mean of the iterations in a trace.
+
+    ``sum(row.ms for row in products) - overlap_ms + idle_ms`` is ``wall_ms``.
+
+    Attributes:
+        device: the name of the device, or ``CPU``.
+        on_device: whether kernels of a device were measured; else operators of the host.
+        rank: the rank that the trace is of; None if it does not say it.
+        iterations: the iterations in the trace; empty if no range says them, and the whole trace counts as one step.
+        wall_ms: milliseconds from the first kernel of a step to that of the next one, or to the last kernel.
+        busy_ms: milliseconds in which any kernel ran.
+        idle_ms: the others.
+        overlap_ms: milliseconds that kernels ran while another kernel ran.
+        products: the rows, by time.
+        unassigned: the kernels whose kind nobody knows, by time.
+        notes: what is uncertain of the measurement, in words.
+    """
+
+    device: str
+    on_device: bool
+    rank: int | None
+    iterations: tuple[int, ...]
+    wall_ms: float
+    busy_ms: float
+    idle_ms: float
+    overlap_ms: float
+    products: tuple[MeasuredProduct, ...]
+    unassigned: tuple[Unassigned, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def work_ms(self) -> float:
+        """Milliseconds of all kernels."""
+        return sum(row.ms for row in self.products)
+
+    @property
+    def busy_share(self) -> float:
+        """The share of the step in which any kernel ran, from 0 to 1; nan without a time."""
+        return self.busy_ms / self.wall_ms if self.wall_ms else float("nan")
+
+    @property
+    def unassigned_share(self) -> float:
+        """The share of the kernels' time of which nobody knows the kind; nan without a kernel."""
+        work = self.work_ms
+        return sum(row.ms for row in self.unassigned) / work if work else float("nan")
+
+    @property
+    def without_layer_share(self) -> float:
+        """The share of the GEMMs' time without a layer; nan without a GEMM."""
+        gemms = [row for row in self.products if row.kind in ("gemm", "convolution")]
+        whole = sum(row.ms for row in gemms)
+        return sum(row.ms for row in gemms if not row.layer) / whole if whole else float("nan")
+
+    def by_kind(self) -> dict[tuple[str, str], float]:
+        """Kind and format -> milliseconds, by time; the kind ``unknown`` of kernels that nobody knows."""
+        return self._sums(lambda row: (row.kind or "unknown", row.format))
+
+    def by_pass(self) -> dict[str, float]:
+        """Pass -> milliseconds, by time; ``other`` outside of all passes."""
+        return self._sums(lambda row: row.of_pass or "other")
+
+    def by_layer(self) -> dict[str, float]:
+        """Layer -> milliseconds, by time; empty for all without a layer."""
+        return self._sums(lambda row: row.layer)
+
+    def _sums(self, key: Callable[[MeasuredProduct], KeyT]) -> dict[KeyT, float]:
+        sums: dict[KeyT, float] = defaultdict(float)
+        for row in self.products:
+            sums[key(row)] += row.ms
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
 
 _NOWHERE = UnitLayer("", False)
 
@@ -75,7 +194,6 @@ def measure(trace: Trace, products: Iterable[Product] = (), *, is_own: bool = Fa
         overlap_ms=(total - busy) / 1e3 / steps,
         products=rows,
         unassigned=tuple(Unassigned(name, ms) for name, ms in sorted(unknown.items(), key=lambda item: -item[1])),
-        launches=launches_of(trace, work, wall, steps) if trace.has_device else None,
         notes=(*_notes(trace, work, calls, run, iterations, quantized), *against),
     )
 

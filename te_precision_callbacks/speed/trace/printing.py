@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.speed.trace.measured import Launches, MeasuredStep
+from te_precision_callbacks.speed.trace.measuring import MeasuredStep
 
 _MOST_LAYERS = 20
 _MOST_UNKNOWN = 10
@@ -20,7 +20,7 @@ _PASSES = ("forward", "backward", "recompute", "optimizer", "other")
 
 
 def show(step: MeasuredStep, *, most_layers: int = _MOST_LAYERS) -> None:
-    """Print a measured step, fitted to the terminal: kinds, passes, layers by time, idle time, and what is uncertain.
+    """Print a measured step, fitted to the terminal: kinds, passes, layers by time, and what is uncertain.
 
     Args:
         step: the step.
@@ -59,19 +59,7 @@ def _head(step: MeasuredStep) -> list[str]:
     return [
         f"{step.device}{rank}: {of or 'the whole trace'}.",
         f"Step {_ms(step.wall_ms)}, {busy} {_percent(step.busy_share)} of it, idle {_ms(step.idle_ms)}.",
-        *([_launches(step, step.launches)] if step.launches is not None else []),
     ]
-
-
-def _launches(step: MeasuredStep, launches: Launches) -> str:
-    wall = step.wall_ms or float("nan")
-    verdict = "Launch bound" if launches.is_bound else "Not launch bound"
-    return (
-        f"{verdict}: the GPU waits for {_percent(launches.late_ms / wall)} of the step while the host launches"
-        f" ({_ms(launches.late_ms)}), {_percent(launches.after_wait_ms / wall)} after the host has waited for the GPU,"
-        f" and {_percent(launches.queued_ms / wall)} with work in the queue. Medians: a kernel {launches.device_us:.1f}"
-        f" us, from launch to launch {launches.host_us:.1f} us; {launches.kernels:.0f} kernels a step."
-    )
 
 
 def _show_kinds(step: MeasuredStep) -> None:

@@ -9,16 +9,140 @@ of torch's ``profiler_kineto.cpp``, in their spellings since torch 1.8.
 
 from __future__ import annotations
 
+import enum
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from te_precision_callbacks.speed.trace.errors import TraceError
-from te_precision_callbacks.speed.trace.timeline import NOTHING, HostKind, Operands, Trace
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.speed.errors import TraceError
+
+NOTHING = -1
+"""A number that an event does not have."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class HostKind(enum.IntEnum):
+    """What an event of the host is."""
+
+    OPERATOR = 0
+    RANGE = 1
+    CALL = 2
+    """A call of the CUDA runtime or driver."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The operands that an operator was given.
+
+    Attributes:
+        shapes: the sizes of each; empty for what is no tensor.
+        types: the type of each, as torch's profiler names it: ``c10::BFloat16``.
+    """
+
+    shapes: Shapes
+    types: tuple[str, ...]
+
+
+@dataclass
+class Events:
+    """Events in columns, in the order of the file until :meth:`Trace.close`. Times in microseconds.
+
+    Attributes:
+        begin, end: when.
+        name: the number of the name.
+        lane: the number of the thread, or of the stream.
+        link: the correlation of calls and kernels; NOTHING without one.
+    """
+
+    begin: array[float] = field(default_factory=lambda: array("d"))
+    end: array[float] = field(default_factory=lambda: array("d"))
+    name: array[int] = field(default_factory=lambda: array("i"))
+    lane: array[int] = field(default_factory=lambda: array("i"))
+    link: array[int] = field(default_factory=lambda: array("q"))
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+
+@dataclass
+class HostEvents(Events):
+    """Operators, ranges and calls of the runtime.
+
+    Attributes:
+        kind: a :class:`HostKind`.
+        sequence: the number of an operator's node in autograd; NOTHING without one.
+        operands: the number of its operands; NOTHING without shapes.
+    """
+
+    kind: array[int] = field(default_factory=lambda: array("b"))
+    sequence: array[int] = field(default_factory=lambda: array("q"))
+    operands: array[int] = field(default_factory=lambda: array("i"))
+
+
+@dataclass
+class DeviceEvents(Events):
+    """Kernels, copies and fills of a device.
+
+    Attributes:
+        external: the number of the operator that launched it, where the trace says so; NOTHING without one.
+        captured: the number of its node in a CUDA graph; 0 outside of graphs.
+    """
+
+    external: array[int] = field(default_factory=lambda: array("q"))
+    captured: array[int] = field(default_factory=lambda: array("q"))
+
+
+@dataclass
+class Trace:
+    """A trace.
+
+    Attributes:
+        path: the file.
+        device: the name of the device; empty if the trace does not say it.
+        rank: the rank of the process; None if the trace does not say it.
+        names: the names of events, by number.
+        operands: the operands of operators, by number.
+        host: what the host did.
+        on_device: what the device did.
+        forward_of: (lane, begin) of an operator of a backward -> that of the forward whose node it is.
+        externals: the number of an operator in the trace -> its place in ``host``.
+        has_shapes: whether any operator tells its shapes.
+    """
+
+    path: Path
+    device: str = ""
+    rank: int | None = None
+    names: list[str] = field(default_factory=list)
+    operands: list[Operands] = field(default_factory=list)
+    host: HostEvents = field(default_factory=HostEvents)
+    on_device: DeviceEvents = field(default_factory=DeviceEvents)
+    forward_of: dict[tuple[int, float], tuple[int, float]] = field(default_factory=dict)
+    externals: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def has_shapes(self) -> bool:
+        return bool(self.operands)
+
+    @property
+    def has_device(self) -> bool:
+        """Whether a device did anything; else operators of the host take the place of kernels."""
+        return len(self.on_device) > 0
+
+
+def column(values: Sequence[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
+    """A column as an array."""
+    return np.frombuffer(values, dtype=kind) if len(values) else np.empty(0, dtype=kind)  # type: ignore[call-overload]
+
 
 _PIECE = 1 << 22
 """The characters that are read at once; no event of Kineto is nearly as long."""
@@ -35,8 +159,6 @@ _HOST = {
     "user_annotation": HostKind.RANGE,
     "cuda_runtime": HostKind.CALL,
     "cuda_driver": HostKind.CALL,
-    "hip_runtime": HostKind.CALL,
-    "hip_driver": HostKind.CALL,
     "runtime": HostKind.CALL,
 }
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"})
@@ -177,9 +299,6 @@ def _whole(value: object) -> int:
 def _short(event: object) -> str:
     text = repr(event)
     return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-# ---------------------------------------------------------------------- the file, in pieces
 
 
 def _events(path: Path, trace: Trace) -> Iterator[Any]:

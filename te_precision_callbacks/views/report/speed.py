@@ -21,12 +21,11 @@ from te_precision_callbacks.runs.trace_files import own_traces
 from te_precision_callbacks.speed.costs import kernel_bytes
 from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
 from te_precision_callbacks.speed.errors import DeviceError, SpeedError
-from te_precision_callbacks.speed.estimate import StepSpeed, estimate_step
+from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step
 from te_precision_callbacks.speed.expected import ProductTime, Total, alike, counted, total
 from te_precision_callbacks.speed.memory.rows import KINDS, LIVES, Memory, MemoryRow
 from te_precision_callbacks.speed.printing import reasons_in_words, recipes_in_words
-from te_precision_callbacks.speed.recorded import Step, device_of_run, step_of_run
-from te_precision_callbacks.speed.run_speed import is_measured_on, measured_step
+from te_precision_callbacks.speed.recorded import device_of_run, measured_step, step_of_run
 from te_precision_callbacks.speed.trace import MeasuredStep, TraceError
 from te_precision_callbacks.views.speeds import in_short, without_gain
 
@@ -55,7 +54,7 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
     Returns:
         ``summary``, the answer in a sentence; ``device``, null if it is not known; ``unknown``, why nothing is
         expected and what to do, empty if something is; ``trace``, what was measured; ``memory``, by kind in bytes; and
-        if something is expected ``total``, ``waterfall``, ``kinds``, ``roofline``, ``advice`` and ``notes``. Times are
+        if something is expected ``total``, ``kinds``, ``roofline``, ``advice`` and ``notes``. Times are
         milliseconds of a step.
     """
     found: dict[str, Any] = {"device": None, "unknown": "", "trace": None, "memory": _memory(run)}
@@ -77,7 +76,6 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
         "summary": f"The matrix products of a step: {in_short(speed)}",
         "plan": speed.plan,
         "total": _json(speed.total.as_json()),
-        "waterfall": _json(speed.waterfall.as_json()),
         "kinds": _kinds(speed, measured),
         "roofline": _roofline(step, speed),
         "advice": [{key: _visible(value) for key, value in one.as_json().items()} for one in speed.advice],
@@ -134,14 +132,12 @@ def _trace(
 
 
 def _trace_facts(measured: MeasuredStep) -> dict[str, Any]:
-    launches = measured.launches
     return {
         "device": visible(measured.device),
         "iterations": list(measured.iterations),
         "wall_ms": measured.wall_ms,
         "idle_ms": measured.idle_ms,
         "busy_share": _number(measured.busy_share),
-        "launch_bound": launches is not None and launches.is_bound,
         "kinds": [
             {"kind": kind, "format": form, "ms": ms, "share": ms / measured.work_ms if measured.work_ms else None}
             for (kind, form), ms in measured.by_kind().items()
@@ -156,7 +152,7 @@ def _why_not_beside(measured: MeasuredStep, step: Step | None, speed: StepSpeed 
         return "Nothing is expected that measured times could be compared with."
     if not measured.on_device:
         return f"The trace is of a CPU. Its times are not comparable with those of {speed.device.title}."
-    if not is_measured_on(speed.device, measured):
+    if not speed.device.is_called(measured.device):
         return (
             f"The trace is of {visible(measured.device)}. Its times are not comparable with those of"
             f" {speed.device.title}."
@@ -248,22 +244,12 @@ def _roofline(step: Step, speed: StepSpeed) -> dict[str, Any]:
 
 
 def _memory(run: RecordedRun) -> dict[str, Any]:
-    """Bytes by kind, planned in the precision that layers ran in and in high precision, and counted; on one rank."""
+    """Bytes by kind, planned in the precision that layers ran in and in high precision; on one rank."""
     kept = run.memory.to_pylist()
     rows = [MemoryRow(**row) for row in kept if row["kind"] in KINDS and row["lives"] in LIVES]
     memory = Memory(tuple(rows), "", (0, 0), None, False, False, {})
-    counted_bytes: dict[str, int] = defaultdict(int)
-    for row in rows:
-        if row.counted is not None:
-            counted_bytes[row.kind] += row.counted
     kinds = [
-        {
-            "kind": kind,
-            "name": KINDS[kind],
-            "low": found.low,
-            "high": found.high,
-            "counted": counted_bytes.get(kind),
-        }
+        {"kind": kind, "name": KINDS[kind], "low": found.low, "high": found.high}
         for kind, found in memory.by_kind().items()
     ]
     whole = memory.bytes()

@@ -8,7 +8,6 @@ of a weight. All sizes here are multiples of 512, so that no scale is padded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,8 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks.base.counts import size
 from te_precision_callbacks.check.named_recipes import recipe_named
 from te_precision_callbacks.layers.naming import named_te_modules
-from te_precision_callbacks.speed.memory import Memory, break_even_tokens, plan_memory, reasons, show
+from te_precision_callbacks.speed.memory import Memory, plan_memory, show
+from te_precision_callbacks.speed.memory.rows import ACTIVATION_INPUT, total
 from tests.capability import any_capability, stand_for
 from tests.check.running import BF16
 
@@ -109,12 +109,10 @@ def test_layer_norm_mlp(hidden: int, inner: int, activation: str) -> None:
     assert memory.bytes("saved_rowwise") == memory.bytes("saved_columnwise") == (M * (hidden + inner) // 2, 0)
     assert memory.bytes("saved_scales") == (2 * M * (hidden + inner) // 16 + 4 * 4, 0)
     assert memory.bytes("weight_columnwise") == (hidden * (before + inner) // 2, 0)
-    found = {reason.key: reason.bytes for reason in reasons(memory)}
-    assert found["activation_input"] == 2 * M * before
-    assert found["both_directions"] == M * (hidden + inner) // 2
+    assert total(memory.of(what=ACTIVATION_INPUT)).low == 2 * M * before
     # 4 bits in both directions, with a scale for 16 numbers; of the layer with more outputs alone
     codes = M * max(hidden, before) * (1 + 2 / 16)
-    assert found["gradient_codes"] == memory.bytes("gradient_codes").low == pytest.approx(codes, rel=1e-3)
+    assert memory.bytes("gradient_codes").low == pytest.approx(codes, rel=1e-3)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -146,42 +144,18 @@ def test_blackwell_needs_no_transposes(recipe: str) -> None:
     assert hopper.bytes("weight_columnwise").low == 4096 * 4096
     assert blackwell.bytes("weight_columnwise").low == 0
     assert blackwell.bytes("saved_rowwise").low == hopper.bytes("saved_columnwise").low == M * 4096
-    assert "columnwise_weights" in {reason.key for reason in reasons(hopper)}
-    assert "columnwise_weights" not in {reason.key for reason in reasons(blackwell)}
 
 
-def test_the_break_even(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Codes of a weight take 2 N K and a little, and a saved input is M K smaller: at M = 2 N they are even."""
+def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     memory = planned(te.Linear(4096, 4096, bias=False, params_dtype=BF16, device="meta"), "fp8_current_scaling")
-    assert break_even_tokens(memory) == pytest.approx(2 * 4096, rel=1e-6)
     monkeypatch.setenv("COLUMNS", "200")
     show(memory)
     wide = capsys.readouterr().out
-    assert (
-        "A forward of 8,192 tokens or more saves as many bytes of activations as the codes and scales of weights add.\n"
-        in wide
-    )
     monkeypatch.setenv("COLUMNS", "60")
     show(memory)
     narrow = capsys.readouterr().out
     assert max(map(len, narrow.splitlines())) <= 60
     assert {word for word in wide.split() if "─" not in word} <= set(narrow.split()), "the same words, wrapped"
-    show(replace(memory, tokens=None))
-    factor = f"{2 * 4096 / M:.2f} times the tokens or more"
-    assert factor in " ".join(capsys.readouterr().out.split()), (
-        "as a batch has it, whose tokens are those of each layer"
-    )
-
-
-def test_the_break_even_of_delayed_scaling_names_all_that_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """A scale and 1024 amaxes for each of 5 tensors are many beside a small weight."""
-    memory = planned(te.Linear(64, 64, bias=False, params_dtype=BF16, device="meta"), "fp8_delayed_scaling")
-    added, saved_by_token = 2 * 64 * 64 + 4 + 5 * 4 * 1025, (M * 64 - 4) / M
-    assert break_even_tokens(memory) == pytest.approx(added / saved_by_token, rel=1e-12)
-    show(memory)
-    assert "as the codes and scales of weights, and the scales and amax history of delayed scaling, add." in " ".join(
-        capsys.readouterr().out.split()
-    )
 
 
 def test_primary_weights_take_the_place_of_the_parameter() -> None:
@@ -203,7 +177,6 @@ def test_without_tokens_nothing_saved_is_planned(capsys: pytest.CaptureFixture[s
         model = torch.nn.ModuleDict({"layer": te.Linear(128, 128, params_dtype=BF16, device="meta")})
         memory = plan_memory(model, named_te_modules(model), recipe_named("fp8_current_scaling"))
     assert not any(row.kind.startswith("saved") for row in memory)
-    assert break_even_tokens(memory) is None
     show(memory)
     assert "tokens of a forward are unknown" in " ".join(capsys.readouterr().out.split())
 

@@ -91,7 +91,6 @@ def test_the_command(folder: Path) -> None:
     printed = CliRunner().invoke(cli.app, [*PLAN, "--memory", "--cached-weights"])
     assert printed.exit_code == 0, printed.output
     assert "codes of weights kept over micro-batches" in printed.stdout
-    assert "Weights are kept twice: 32.0 KiB in high precision" in printed.stdout
     found = json.loads(CliRunner().invoke(cli.app, [*PLAN, "--memory", "--json"]).stdout)["memory"]
     assert found["kinds"]["weight_rowwise"] == {"low": 2 * 64 * 128, "high": 0, "added": 2 * 64 * 128}
     assert {row["layer"] for row in found["rows"]} == {"first", "second", "head", ""}

@@ -13,9 +13,9 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.layers.naming import named_te_modules
 from te_precision_callbacks.speed.memory import plan_memory
-from te_precision_callbacks.speed.memory.counted import SavedTensors, kept_rows
 from tests.capability import any_capability, stand_for
 from tests.check.running import BF16, RECIPES
+from tests.speed.memory.counting import SavedTensors, kept_rows
 
 TOKENS = 256
 NOT_COUNTED = {"workspace", "gradient_codes"}

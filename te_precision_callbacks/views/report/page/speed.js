@@ -1,16 +1,15 @@
-// What low precision buys: the waterfall, layers, the roofline, memory, and what to do. Times are milliseconds of a step.
+// What low precision buys: layers, the roofline, memory, and what to do. Times are milliseconds of a step.
 
 const SPEED_COLOURS = {
   high: PRECISIONS.bf16, low: PRECISIONS.fp8, cast: "#7cc3ee", measured: "#009e73",
-  ideal: PRECISIONS.fp8, loss: PRECISIONS.fp32, estimate: "#8894a0", sum: "#5b6875",
+  interval: PRECISIONS.fp32,
 };
 const KERNEL_COLOURS = { ...PRECISIONS, fp8_block: "#009e73" };
-const PART_NAMES = { ideal: "ideal", loss: "what it loses", estimate: "the rest of the step, an estimate" };
 const KINDS_IN_PLOT = 20;
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 // Blue is too dark on a dark page, where a lighter one stands for casts.
-const ON_DARK = { [PRECISIONS.fp8]: "#4aa8e8", [SPEED_COLOURS.cast]: "#c3e5fa", [SPEED_COLOURS.sum]: "#93a0ad" };
+const ON_DARK = { [PRECISIONS.fp8]: "#4aa8e8", [SPEED_COLOURS.cast]: "#c3e5fa" };
 const speedColour = (colour) => isDark() ? ON_DARK[colour] ?? colour : colour;
 
 const milliseconds = (value) => value === null || value === undefined ? "unknown" : shown(value, 3);
@@ -35,50 +34,13 @@ const namedAxis = (names, range) => ({
 });
 
 function speedVerdict({ speed }) {
-  const { total, waterfall: fall } = speed, slow = total && total.speedup_low !== null && total.speedup_low <= 1;
-  const unknown = (fall?.parts ?? []).filter(({ kind }) => kind === "unknown").map(({ name }) => name);
+  const { total } = speed, slow = total && total.speedup_low !== null && total.speedup_low <= 1;
   return el("section", { class: `card verdict ${!total || total.speedup_low === null ? "none" : slow ? "warning" : "healthy"}`, "aria-labelledby": "speed-verdict" },
     el("h2", { id: "speed-verdict" }, `${speed.summary}.`),
     speed.unknown && el("p", {}, speed.unknown),
     total && el("p", {}, `All matrix products of a step: ${milliseconds(total.low_ms)} ms as they run, ${milliseconds(total.high_ms)} ms in BF16.`,
       total.unknown > 0 && ` ${shown(total.unknown)} products of unknown cost are not included.`),
-    fall && el("p", {}, `The step, as far as it is known: ${milliseconds(fall.expected_ms)} ms expected, ${milliseconds(fall.high_ms)} ms in BF16 (${shown(fall.speedup, 3)} times as fast), ${milliseconds(fall.ideal_ms)} ms ideal (${shown(fall.ideal_speedup, 3)}).`,
-      unknown.length > 0 && ` Unknown and not included: ${unknown.join(", ")}. The upper bound without any time in linear layers is therefore unknown.`,
-      !unknown.length && fall.ceiling !== null && ` Upper bound, without any time in linear layers: ${shown(fall.ceiling, 3)} times as fast.`),
     total && el("p", { class: "quiet" }, `Expected times from a cost model of ${speed.device}; 95 % confidence intervals in parentheses.`));
-}
-
-function waterfallCard({ waterfall: fall }) {
-  let sum = 0;
-  const rows = fall.parts.map((part) => {
-    const from = sum;
-    sum += part.ms ?? 0;
-    return { ...part, from, to: sum };
-  });
-  const names = [...rows.map(({ name }) => name), "expected step", "step in BF16"];
-  const node = plotNode(90 + 30 * names.length, `Waterfall from the ideal to the expected step: ${rows.map(({ name, ms }) => `${name} ${milliseconds(ms)} ms`).join(", ")}; together ${milliseconds(fall.expected_ms)} ms`);
-  const told = ({ kind, why }) => [kind === "estimate" && "estimate", why].filter(Boolean).join(": ");
-  const made = card("From the ideal to the expected step", {
-    about: "Milliseconds of a step. The ideal runs every linear layer in low precision without casts; each bar begins where the one above it ends.",
-    extra: [csvButton("waterfall", ["part", "kind", "ms", "so far", "from"], () => rows.map(({ name, kind, ms, to, why }) => [name, kind, ms, ms === null ? null : to, why]))],
-  }, node, table(["part", "#ms", "#so far", "from"], rows.map((row) => [row.name, milliseconds(row.ms), row.ms === null ? "" : milliseconds(row.to), told(row)])));
-  const render = () => {
-    const bars = Object.entries(PART_NAMES).map(([kind, name]) => [name, speedColour(SPEED_COLOURS[kind]),
-      rows.map((row, at) => ({ ...row, at })).filter((row) => row.kind === kind && row.ms !== null)]);
-    const sums = [["expected step", fall.expected_ms], ["step in BF16", fall.high_ms]].map(([name, ms], at) => ({ name, ms, from: 0, at: rows.length + at }));
-    const most = Math.max(fall.expected_ms, fall.high_ms) || 1;
-    return draw(node, [...bars, ["the whole step", speedColour(SPEED_COLOURS.sum), sums]].filter(([, , own]) => own.length).map(([name, color, own]) => ({
-      type: "bar", orientation: "h", name, y: own.map(({ at }) => at), x: own.map(({ ms }) => ms), base: own.map(({ from }) => from), width: 0.62,
-      marker: { color }, text: own.map(({ ms }) => milliseconds(ms)), textposition: "outside", cliponaxis: false, textangle: 0,
-      customdata: own.map((row) => plotText(row.name)), hovertemplate: "%{customdata}: %{text} ms<extra></extra>",
-    })), {
-      barmode: "overlay", margin: { l: roomForNames(), r: 24, t: 8, b: 40 },
-      xaxis: { range: [0, most * 1.12], title: { text: "ms of a step" }, fixedrange: true },
-      yaxis: namedAxis(names, [names.length - 0.5, -0.5]),
-      annotations: rows.flatMap((row, at) => row.ms === null ? [{ x: row.from, y: at, text: "unknown", showarrow: false, xanchor: "left", xshift: 4, font: { size: 12 } }] : []),
-    });
-  };
-  return [made, render];
 }
 
 const kindName = ({ name, layers }) => layers > 1 ? `${name} (${shown(layers)})` : name;
@@ -114,8 +76,8 @@ function layersCard(report) {
       ...(measured ? [bar("measured", 2, SPEED_COLOURS.measured, inPlot.map((row) => row.measured_ms))] : []),
       ...(whiskers.length ? [{
         type: "scatter", mode: "markers", name: "interval of 95 %", x: whiskers.map(({ at }) => low[at]), y: whiskers.map(({ at }) => at + width * (1.5 - groups / 2)),
-        marker: { size: 7, symbol: "line-ns-open", color: SPEED_COLOURS.loss }, hoverinfo: "skip", error_x: {
-          type: "data", symmetric: false, thickness: 1.6, width: 5, color: SPEED_COLOURS.loss,
+        marker: { size: 7, symbol: "line-ns-open", color: SPEED_COLOURS.interval }, hoverinfo: "skip", error_x: {
+          type: "data", symmetric: false, thickness: 1.6, width: 5, color: SPEED_COLOURS.interval,
           array: whiskers.map(({ row }) => row.high_ms / row.speedup_low - row.low_ms), arrayminus: whiskers.map(({ row }) => row.low_ms - row.high_ms / row.speedup_high),
         },
       }] : []),
@@ -174,16 +136,16 @@ function rooflineCard({ roofline: { ceilings, dots, left_out: left } }) {
 
 function memoryCard({ memory: { kinds, low, high } }) {
   if (!kinds.length) return [card("Memory", {}, el("p", { class: "quiet" }, "The run has no table of memory: it ended before its first whole step, or another program recorded it.")), () => {}];
-  const counted = kinds.some(({ counted: bytes }) => bytes !== null), unit = unitOfBytes(Math.max(...kinds.map((kind) => Math.max(kind.low, kind.high))));
+  const unit = unitOfBytes(Math.max(...kinds.map((kind) => Math.max(kind.low, kind.high))));
   const scaled = (bytes) => bytes === null ? null : bytes / 2 ** (10 * unit);
   const node = plotNode(96 + 38 * kinds.length, `Bytes by kind, as it runs and in BF16: ${kinds.map((kind) => `${kind.name} ${bytesInWords(kind.low)} and ${bytesInWords(kind.high)}`).join("; ")}`);
   const added = (one, other) => `${one > other ? "+" : one < other ? "−" : ""}${bytesInWords(Math.abs(one - other))}`;
   const made = card("Memory", {
     about: "Of the layers of one rank, planned in the precision that they ran in and in BF16.",
-    extra: [csvButton("memory", ["kind", "low", "high", "counted"], () => kinds.map((kind) => [kind.kind, kind.low, kind.high, kind.counted]))],
-  }, node, table(["kind", "#as it runs", "#in BF16", "#added", ...(counted ? ["#counted"] : [])], [
-    ...kinds.map((kind) => [kind.name, bytesInWords(kind.low), bytesInWords(kind.high), added(kind.low, kind.high), ...(counted ? [bytesInWords(kind.counted)] : [])]),
-    ["all on the device", bytesInWords(low), bytesInWords(high), added(low, high), ...(counted ? [""] : [])],
+    extra: [csvButton("memory", ["kind", "low", "high"], () => kinds.map((kind) => [kind.kind, kind.low, kind.high]))],
+  }, node, table(["kind", "#as it runs", "#in BF16", "#added"], [
+    ...kinds.map((kind) => [kind.name, bytesInWords(kind.low), bytesInWords(kind.high), added(kind.low, kind.high)]),
+    ["all on the device", bytesInWords(low), bytesInWords(high), added(low, high)],
   ]));
   const render = () => draw(node, [["in BF16", "high"], ["as it runs", "low"]].map(([name, key], group) => ({
     type: "bar", orientation: "h", name, y: kinds.map((_, at) => at), x: kinds.map((kind) => scaled(kind[key])), offset: 0.36 * (group - 1), width: 0.34,
@@ -200,7 +162,7 @@ function traceCard({ trace }) {
   const about = trace.problem ? "" : `${trace.name}: ${trace.device}, ${trace.iterations.length ? `iterations ${trace.iterations.map((step) => shown(step)).join(", ")}` : "one step"}.`;
   if (trace.problem) return card("Measured", {}, el("p", { role: "note" }, `The trace ${trace.name} gives no times: ${trace.problem}`));
   return card("Measured", { about, extra: [csvButton("measured", ["kind", "format", "ms"], () => trace.kinds.map(({ kind, format, ms }) => [kind, format, ms]))] },
-    el("p", {}, `A step took ${milliseconds(trace.wall_ms)} ms, of which ${milliseconds(trace.idle_ms)} ms were idle.`, trace.launch_bound && " It is launch bound: the device waits for the host."),
+    el("p", {}, `A step took ${milliseconds(trace.wall_ms)} ms, of which ${milliseconds(trace.idle_ms)} ms were idle.`),
     trace.beside && el("p", { class: "quiet" }, trace.beside),
     table(["kind", "format", "#ms", "#of the work"], trace.kinds.map(({ kind, format, ms, share }) => [kind, format.toUpperCase(), milliseconds(ms), share === null ? "" : `${shown(100 * share, 3)} %`])),
     trace.notes.map((note) => el("p", { class: "quiet" }, note)));
@@ -217,12 +179,11 @@ function adviceCard({ advice, device }) {
 
 async function speedPage(report) {
   const { speed } = report, expected = speed.total;
-  const [fall, drawFall] = expected ? waterfallCard(speed) : [null, () => {}];
   const [layers, drawLayers] = expected ? layersCard(report) : [null, () => {}];
   const [roof, drawRoof] = expected ? rooflineCard(speed) : [null, () => {}];
   const [memory, drawMemory] = memoryCard(speed);
   return [[
-    el("h1", {}, "Speed"), speedVerdict(report), fall, layers, el("div", { class: "two" }, roof, memory), traceCard(speed), expected && adviceCard(speed),
+    el("h1", {}, "Speed"), speedVerdict(report), layers, el("div", { class: "two" }, roof, memory), traceCard(speed), expected && adviceCard(speed),
     expected && speed.notes.length > 0 && card("What limits these figures", {}, el("ul", {}, speed.notes.map((note) => el("li", {}, note)))),
-  ], async () => Promise.all([drawFall(), drawLayers(), drawRoof(), drawMemory()])];
+  ], async () => Promise.all([drawLayers(), drawRoof(), drawMemory()])];
 }

@@ -1,4 +1,4 @@
-"""Counts the bytes of the real tensors that a model's layers keep, and that their forwards save for the backward.
+"""Count the bytes of the real tensors that layers keep and that forwards save, to compare a plan with.
 
     with SavedTensors(model, modules) as saved:
         loss = model(x).sum()             # at most until here: a backward frees what its forward has saved
@@ -26,7 +26,7 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.fp8_state import delayed_states
 from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations, named_roots
-from te_precision_callbacks.speed.memory.buffers import buffers, is_quantized, part_of
+from te_precision_callbacks.speed.memory.planned import is_quantized, is_weight, layer_of_parameter
 from te_precision_callbacks.speed.memory.rows import (
     ACTIVATION_INPUT,
     ACTIVATION_OUTPUT,
@@ -56,6 +56,12 @@ _SAVED_OF_PART: Mapping[str, Kind] = {
     "high": "saved_high",
 }
 
+_ROWWISE = ("_data", "_rowwise_data", "rowwise_data")
+_COLUMNWISE = ("_transpose", "_columnwise_data", "columnwise_data")
+_SCALES = ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv", "_amax_rowwise", "_amax_columnwise")
+_OF_GROUPED = ("scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax")
+"""Attributes of the storages in ``pytorch/tensor/storage``, the last ones of a GroupedTensorStorage."""
+
 _Place = tuple[int, str]
 """The number of a module's layer, and what a saved tensor is of it; ``""`` for what is a parameter anyway."""
 
@@ -74,7 +80,7 @@ _RECOMPUTED_MLP: tuple[_Place, ...] = ((0, NORM_INPUT), *(((0, ""),) * 6))
 
 @dataclass(frozen=True)
 class CountedRow:
-    """Bytes of real tensors; the attributes are those of :class:`~te_precision_callbacks.speed.memory.MemoryRow`."""
+    """Bytes of real tensors; the attributes are those of MemoryRow."""
 
     layer: str
     kind: Kind
@@ -172,53 +178,32 @@ class SavedTensors(AbstractContextManager["SavedTensors"]):
             self.rows.append(CountedRow(layer, kinds[part], what, size, "to_backward"))
 
 
-def kept_rows(
-    model: Model, modules: Sequence[NamedModule], optimizers: Sequence[torch.optim.Optimizer] = ()
-) -> Iterator[CountedRow]:
+def kept_rows(model: Model, modules: Sequence[NamedModule]) -> Iterator[CountedRow]:
     """What the layers keep from step to step, as it is now.
 
     Args:
         model: the model.
         modules: its modules of Transformer Engine.
-        optimizers: those that step its parameters; their state counts for the layer of the parameter.
     """
     of_parameter: dict[int, torch.Tensor] = {}
     counted: set[int] = set()
-    states = [state for optimizer in optimizers for state in [optimizer.state]]
     for named in modules:
         layers = [layer.name for layer in named.layers]
         module: Any = named.module
         for name, parameter in module.named_parameters(recurse=False):
             of_parameter[id(parameter)] = parameter
-            yield from _of_parameter(layer_of_parameter(name, layers), name, parameter, counted, states)
+            yield from _of_parameter(layer_of_parameter(name, layers), name, parameter, counted)
         for name, workspace in vars(module).get("_fp8_workspaces", {}).items():
             for part, size in _new_parts(workspace, counted):
                 yield CountedRow(layer_of_parameter(name, layers), _WEIGHTS_OF_PART[part], WEIGHT, size, "always")
         yield from _scaling_state(module, layers)
     for found in named_operations(model):
         for name, parameter in found.module.named_parameters(recurse=False):
-            yield from _of_parameter(layer_of_parameter(name, found.layers), name, parameter, counted, states)
+            yield from _of_parameter(layer_of_parameter(name, found.layers), name, parameter, counted)
         yield from _scaling_state(found.module, found.layers)
 
 
-def layer_of_parameter(name: str, layers: Sequence[str]) -> str:
-    """The layer of a module that a parameter or workspace belongs to, by its name in the module."""
-    if len(layers) == 1:
-        return layers[0]
-    if name.startswith("fc2"):
-        return layers[1]
-    number = name.removeprefix("weight").removeprefix("bias")
-    return layers[int(number)] if number.isdigit() and int(number) < len(layers) else layers[0]
-
-
-def is_weight(name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter of a module is the weight of a GEMM, by its name and dimensions."""
-    return parameter.ndim > 1 and "bias" not in name
-
-
-def _of_parameter(
-    layer: str, name: str, parameter: torch.Tensor, counted: set[int], states: Sequence[Mapping[Any, Any]]
-) -> Iterator[CountedRow]:
+def _of_parameter(layer: str, name: str, parameter: torch.Tensor, counted: set[int]) -> Iterator[CountedRow]:
     what = WEIGHT if is_weight(name, parameter) else OTHER_PARAMETERS
     local = getattr(parameter, "_local_tensor", parameter)
     for part, size in _new_parts(local, counted):
@@ -229,11 +214,6 @@ def _of_parameter(
     for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
         if isinstance(gradient, torch.Tensor):
             yield from (CountedRow(layer, "gradient", what, n, "always") for _, n in _new_parts(gradient, counted))
-    for state in states:
-        for key, value in state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                kind: Kind = "master_weight" if key == "master_param" else "optimizer_state"
-                yield from (CountedRow(layer, kind, what, size, "always") for _, size in _new_parts(value, counted))
 
 
 def _scaling_state(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[CountedRow]:
@@ -330,10 +310,25 @@ def _parts(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if is_quantized(tensor):
         if hasattr(tensor, "_hp_data"):
             yield "high", tensor._hp_data
-        yield from ((part_of(name), held) for name, held in buffers(tensor))
+        yield from ((_part_of(name), held) for name, held in _buffers(tensor))
     elif isinstance(tensor, torch.Tensor):
         yield "high", getattr(tensor, "_local_tensor", tensor)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _buffers(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a quantized tensor keeps, with the attributes that hold them."""
+    for name in (*_ROWWISE, *_COLUMNWISE, *_SCALES, *_OF_GROUPED):
+        held = getattr(tensor, name, None)
+        if isinstance(held, torch.Tensor):
+            yield name, held
+
+
+def _part_of(buffer: str) -> str:
+    """The part that a buffer is, by its attribute: ``rowwise``, ``columnwise`` or ``scales``."""
+    if buffer in _ROWWISE:
+        return "rowwise"
+    return "columnwise" if buffer in _COLUMNWISE else "scales"
