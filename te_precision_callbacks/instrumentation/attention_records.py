@@ -25,7 +25,7 @@ from te_precision_callbacks.config.schemas import DumpTensors
 from te_precision_callbacks.coverage.gemm_events import UNFUSED, AttentionEvent
 from te_precision_callbacks.dumps.contents import Dump, attention_record_of
 from te_precision_callbacks.dumps.header import Attention, Operand, Rounded, dtype_name
-from te_precision_callbacks.dumps.wanted import Wanted
+from te_precision_callbacks.dumps.recording import Wanted
 from te_precision_callbacks.gemm_error.attention_operands import HeadTensor
 from te_precision_callbacks.gemm_error.codes import Rules
 from te_precision_callbacks.gemm_error.factors import FactorError
