@@ -35,7 +35,7 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions, read_profile
-from te_precision_callbacks.overflow.loss_scaling import LossScaling
+from te_precision_callbacks.overflow.grad_scaler import LossScaling
 from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.closing_lines import closing_lines, in_short, is_quiet
 from te_precision_callbacks.session.delivery import Delivery, Ending
