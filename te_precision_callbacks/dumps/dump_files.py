@@ -204,14 +204,15 @@ def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
         path = folder / f"{stem}{f'.{count}' if count else ''}{SUFFIX}"
         try:
             os.link(source, path)  # a rename would replace an existing file
-            source.unlink()
-            return
         except FileExistsError:
             continue
         except OSError:  # a file system without links
-            if not os.path.lexists(path):
-                os.replace(source, path)
-                return
+            if os.path.lexists(path):
+                continue
+            os.replace(source, path)
+        else:
+            source.unlink()
+        return
 
 
 def iteration_folder(folder: Path, rank: int, iteration: int) -> Path:
