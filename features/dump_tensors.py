@@ -13,7 +13,7 @@ from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.collecting import Collected
 from te_precision_callbacks.config.levels import FeatureSchema, holding
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.dumps.wanted import Wanted
+from te_precision_callbacks.dumps.recording import Wanted
 from te_precision_callbacks.features.base import ScheduledFeature, keep_operand
 from te_precision_callbacks.features.registration import namespace, own_feature
 from te_precision_callbacks.layers.watched import Watched
@@ -26,13 +26,12 @@ class DumpTensors(ScheduledFeature):
     """Dumps activations, weights, gradients, outputs, wgrads and dgrads: in high precision, quantized, and decoded.
 
     The keys are those of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``), those of its pull
-    request 2645 (``dump_quantized_internals``), and further ones in docs/features.md. Under plain nvidia-dlfw-inspect
-    the files have Transformer Engine's path, names and keys.
+    request 2645 (``dump_quantized_internals``), and further ones in docs/features.md. The files are
+    safetensors files, which Transformer Engine's are not.
 
     Keys: ``tensors`` or ``tensors_struct``, ``high_precision_tensor``, ``quantized_tensor``,
-    ``dump_quantized_internals``, ``gemms`` or ``gemms_struct`` (whole GEMMs), ``when``, ``file_format``, ``max_bytes``,
-    ``max_files``, ``max_memory``, ``freq``,
-    ``start_step``, ``end_step``, ``start_end_list``.
+    ``dump_quantized_internals``, ``gemms`` or ``gemms_struct`` (whole GEMMs), ``when``, ``max_bytes``, ``max_files``,
+    ``max_memory``, ``freq``, ``start_step``, ``end_step``, ``start_end_list``.
     """
 
     def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:

@@ -10,7 +10,6 @@ from nvdlfw_inspect.logging import MetricLogger, get_logger
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.ranks.tree import RanksLostError
-from te_precision_callbacks.dumps.dump_files import TORCH
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.observation import Observation
@@ -18,11 +17,11 @@ from te_precision_callbacks.statistics.series import Measured, log_name
 
 
 class PlainObservation(Observation):
-    """Logs statistics through nvidia-dlfw-inspect's loggers, and dumps as Transformer Engine does: the same folder,
-    names and file format, and a step ends when its files are on the disk."""
+    """Logs statistics through nvidia-dlfw-inspect's loggers. As in Transformer Engine a step ends when its files are on
+    the disk."""
 
     def __init__(self) -> None:
-        super().__init__(StatisticsEngine(), Recorder(Path(get_logger().root_log_dir), file_format=TORCH))
+        super().__init__(StatisticsEngine(), Recorder(Path(get_logger().root_log_dir)))
         self._messages: Messages | None = None
 
     def log(self, iteration: int, group: dist.ProcessGroup | None) -> list[tuple[Measured, int]]:

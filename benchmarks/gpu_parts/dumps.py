@@ -1,6 +1,6 @@
 """DumpTensors: four tensors of a layer in each of some steps, read back and compared with the tensors themselves.
 
-And how long training stops in the first dump, which allocates the page-locked memory, and in the others.
+And how long training stops in the first dump, in which torch allocates page-locked memory, and in the others.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from gpu_parts.waits import HostWaits
 from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import dump_of
-from te_precision_callbacks.dumps.page_locked import Ring
-from te_precision_callbacks.dumps.recording import Recorder
-from te_precision_callbacks.dumps.wanted import Wanted
+from te_precision_callbacks.dumps.recording import Recorder, Wanted
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.statistics.schedule import Schedule
@@ -108,7 +106,7 @@ def _read_back(settings: Settings, rows: Rows) -> None:
         equal, rounded, worst = 0, 0, 0.0
         for entry in listing:
             header = entry.header
-            if header is None or header.iteration is None:
+            if header.iteration is None:
                 continue
             found = dumps.load(entry.path)
             expected = seen[header.iteration][header.tensor]
@@ -135,9 +133,8 @@ def _snapshot(settings: Settings, rows: Rows) -> None:
     values = torch.randn(4096, 4096, device=settings.device, dtype=torch.bfloat16)
     expected = values.cpu()
     dump = dump_of(values, None, tensor="activation")
-    ring = Ring(2 * values.nbytes)
     with HostWaits(settings.device) as waits:
-        snapshot = dump.copied(ring)
+        snapshot = dump.copied()
         values.zero_()
     rows.equal("host waits for a snapshot", waits.total, 0, note=waits.where)
     snapshot.wait()
@@ -159,11 +156,10 @@ def _latency(settings: Settings, rows: Rows) -> None:
         quantized=False,
         internals=False,
         conditions=(),
-        file_format=None,
         limits=limits,
     )
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(Path(folder), file_format="safetensors")
+        recorder = Recorder(Path(folder))
         times = []
         for iteration in range(8):
             settings.synchronize()

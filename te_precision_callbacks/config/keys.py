@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, cast
+from typing import TYPE_CHECKING, Any, Generic
 
 from pydantic import Field, StrictBool, StrictInt, model_validator
 from typing_extensions import Self
@@ -213,14 +213,8 @@ class Dumped(Conditional):
 
 
 class DumpLimits(Level):
-    """The file format and the limits of a run's dumps."""
+    """The limits of a run's dumps."""
 
-    file_format: Literal["safetensors", "torch"] = Field(
-        default_factory=cast(Any, lambda: None),  # no default in the JSON Schema: the key does not take null
-        description="`safetensors`: loads without Transformer Engine and without unpickling. `torch`: Transformer"
-        " Engine's path, name and keys, a pickle. Default: safetensors in a session of this project, torch under"
-        " plain nvidia-dlfw-inspect.",
-    )
     max_bytes: Size = Field(
         "10GiB",
         validate_default=True,

@@ -23,19 +23,16 @@ from te_precision_callbacks.base.lazy import lazy_names
 if TYPE_CHECKING:
     from te_precision_callbacks.dumps.contents import Dump, dequantize
     from te_precision_callbacks.dumps.difference import Comparison, Difference, compare
-    from te_precision_callbacks.dumps.dump_files import load
+    from te_precision_callbacks.dumps.dump_files import Entry, Foreign, Listing, load, save
+    from te_precision_callbacks.dumps.dump_files import list_dumps as list
     from te_precision_callbacks.dumps.errors import (
         DifferentShapesError,
         DumpError,
         LaterVersionError,
         NotADumpError,
         NothingToCompareError,
-        PickleRefusedError,
     )
     from te_precision_callbacks.dumps.header import Header
-    from te_precision_callbacks.dumps.listing import Entry, Foreign, Listing
-    from te_precision_callbacks.dumps.listing import list_dumps as list
-    from te_precision_callbacks.dumps.saving import save
 
 __all__ = [
     "Comparison",
@@ -50,7 +47,6 @@ __all__ = [
     "Listing",
     "NotADumpError",
     "NothingToCompareError",
-    "PickleRefusedError",
     "compare",
     "dequantize",
     "list",

@@ -25,8 +25,8 @@ class Limits:
 
     Attributes:
         max_bytes, max_files: limits for all files in the rank's folder together.
-        max_memory: bytes that may wait to be written, and as many again that may wait for the end of a step. In host
-            memory; in GPU memory for the quantized tensors themselves, which files of the format "torch" hold.
+        max_memory: bytes of host memory that may wait to be written, and as many again that may wait for the end of a
+            step.
     """
 
     max_bytes: int

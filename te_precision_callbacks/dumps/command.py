@@ -31,15 +31,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="dumps", help="List, show and compare dumped tensors.", no_args_is_help=True)
 
-_ENDINGS, _MOST_FOREIGN = (".safetensors", ".pt"), 3
-"""How the names of dumps end; of files with other names so many are listed."""
-
-AllowPickle = Annotated[
-    bool,
-    typer.Option(
-        "--allow-pickle", help="Also read files of torch.save, by unpickling them, which can run any code in them."
-    ),
-]
+_MOST_FOREIGN = 3
+"""The maximum number of listed files whose names do not end as those of dumps."""
 
 
 @app.callback()
@@ -53,15 +46,13 @@ def list_command(
     as_json: Json = False,
 ) -> None:
     """List the dumps in a folder: the layer, tensor and step of each dump, and its content."""
-    from te_precision_callbacks.dumps.listing import list_dumps
+    from te_precision_callbacks.dumps.dump_files import SUFFIX, list_dumps
 
     with _visible_errors():
         found = list_dumps(folder)
     if as_json:
         rows = [
-            {"path": str(entry.path), "size": entry.size, "file_format": entry.file_format}
-            | {"header": None if entry.header is None else dataclasses.asdict(entry.header)}
-            for entry in found
+            {"path": str(entry.path), "size": entry.size, "header": dataclasses.asdict(entry.header)} for entry in found
         ]
         foreign = [{"path": str(file.path), "why": file.why} for file in found.foreign]
         terminal.show_json({"dumps": rows, "foreign": foreign})
@@ -70,9 +61,6 @@ def list_command(
     for entry in found:
         header = entry.header
         place = str(entry.path.relative_to(folder)) if folder.is_dir() else str(entry.path)
-        if header is None:
-            table.add_row("", "", "", "", "", "a pickle without a header", f"{entry.size:,}", terminal.cell(place))
-            continue
         what = [] if header.high_precision is None else [header.high_precision.dtype]
         what += [] if header.quantized is None else [header.quantized.class_name]
         if (gemm := header.gemm) is not None:
@@ -85,7 +73,7 @@ def list_command(
         terminal.show(table)
     else:
         terminal.show_text(f"{folder}: no dumps. DumpTensors writes them below <log_dir>/tensor_dumps.")
-    others = [file for file in found.foreign if file.path.suffix not in _ENDINGS]
+    others = [file for file in found.foreign if file.path.suffix != SUFFIX]
     for file in found.foreign:
         if file not in others or len(others) <= _MOST_FOREIGN:
             terminal.show_text(f"not a dump: {file.path}: {file.why}", hanging=2)
@@ -97,19 +85,18 @@ def list_command(
 def show_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The dump.")],
     as_json: Json = False,
-    allow_pickle: AllowPickle = False,
 ) -> None:
     """Show a dump: its header, the numbers of each tensor, its scales and blocks, and the quantization error."""
-    from te_precision_callbacks.dumps import describing
-    from te_precision_callbacks.dumps.difference import compare
+    from te_precision_callbacks.dumps.difference import compare, direction_numbers, tensor_numbers
+    from te_precision_callbacks.dumps.dump_files import load
     from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
     from te_precision_callbacks.dumps.header import HIGH_PRECISION
 
     errors: tuple[Difference, ...] = ()
     not_compared: tuple[str, ...] = ()
     with _visible_errors():
-        dump = _loaded(file, allow_pickle)
-        tensors, directions = describing.tensors(dump), describing.directions(dump)
+        dump = load(file)
+        tensors, directions = tensor_numbers(dump), direction_numbers(dump)
         try:
             result = compare(dump)
             errors, not_compared = result.differences, result.not_compared
@@ -149,13 +136,13 @@ def diff_command(
     a: Annotated[Path, typer.Argument(metavar="A", help="The reference dump.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The dump to compare with A.")],
     as_json: Json = False,
-    allow_pickle: AllowPickle = False,
 ) -> None:
     """Compare two dumps: the numbers, and the codes and scales. Returns exit code 1 if they differ."""
     from te_precision_callbacks.dumps.difference import compare
+    from te_precision_callbacks.dumps.dump_files import load
 
     with _visible_errors():
-        result = compare(_loaded(a, allow_pickle), _loaded(b, allow_pickle))
+        result = compare(load(a), load(b))
     if as_json:
         terminal.show_json({"equal": result.equal, **terminal.plain(result)})
     else:
@@ -182,16 +169,6 @@ def _visible_errors() -> Iterator[None]:
         yield
     except DumpError as error:
         raise type(error)(terminal.visible(str(error))) from error
-
-
-def _loaded(file: Path, allow_pickle: bool) -> Any:
-    from te_precision_callbacks import reference
-    from te_precision_callbacks.dumps.dump_files import TORCH, file_format_of, load
-
-    if allow_pickle and file_format_of(file) == TORCH:
-        # The tensors in the file are Transformer Engine's, whose compiled part, missing without a GPU, makes them.
-        reference.install_where_needed()
-    return load(file, allow_pickle=allow_pickle)
 
 
 def _print_not_compared(what: tuple[str, ...]) -> None:

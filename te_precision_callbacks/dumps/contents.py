@@ -6,7 +6,7 @@ Usage::
         high_precision, quantized, internals=True, layer="fc1", tensor="activation", iteration=100
     )
     snapshot = dump.copied()  # training may go on
-    write(snapshot, "fc1_activation.safetensors")  # files.py; from any thread
+    write(snapshot, "fc1_activation.safetensors")  # dump_files.py; from any thread
 
 The names of the tensors follow Transformer Engine's pull request 2645 where it defines them; ``docs/dumps.md`` lists
 them. Scales are neither padded nor swizzled, whatever layout training used:
@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
@@ -55,7 +53,6 @@ from te_precision_callbacks.dumps.header import (
     dtype_name,
     leads_to,
 )
-from te_precision_callbacks.dumps.page_locked import Place, Ring
 from te_precision_callbacks.gemm_error.codes import rules_of
 
 
@@ -67,20 +64,18 @@ class Dump:
         header: the description of the tensor.
         tensors: name -> plain tensor, detached; the tensors of a fresh dump share training's memory.
         internals: whether a file also gets the decoded internals (:meth:`complete`).
-        original: Transformer Engine's tensor itself, only for files of the format "torch".
         events: CUDA events of the copies that :meth:`wait` waits for.
     """
 
     header: Header
     tensors: dict[str, torch.Tensor]
     internals: bool = False
-    original: Any = field(default=None, repr=False)
     events: tuple[Any, ...] = field(default=(), repr=False)
 
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors that this object holds."""
-        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *_buffers(self.original)))
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def file_bytes(self) -> int:
@@ -92,39 +87,26 @@ class Dump:
                 decoded += 0 if name in self.tensors else elements * 4
         return self.nbytes + decoded
 
-    def copied(self, ring: Ring | None = None) -> Dump:
+    def copied(self) -> Dump:
         """Makes a snapshot that training can no longer change.
 
         On a CPU this is a copy. From a GPU the tensors are copied to page-locked host memory, after the work queued on
-        the current stream, and nothing waits: call :meth:`wait` before reading them. ``original`` stays on its device.
-
-        Args:
-            ring: gives the page-locked memory, which it gets back when the snapshot is dropped. Without one, or where
-                it has no room, torch allocates the memory, which may take milliseconds.
+        the current stream, and nothing waits: call :meth:`wait` before reading them.
         """
-        devices = {tensor.device for tensor in (*self.tensors.values(), *_buffers(self.original)) if tensor.is_cuda}
-        places: list[Place] = []
-        tensors = {name: _snapshot(tensor, ring, places) for name, tensor in self.tensors.items()}
-        original = _with_buffers(self.original, torch.Tensor.clone)
+        devices = {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}
+        tensors = {name: _snapshot(tensor) for name, tensor in self.tensors.items()}
         # After all copies: the writer's thread reads them on another stream.
         events = []
         for device in devices:
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             events.append(event)
-        snapshot = dataclasses.replace(self, tensors=tensors, original=original, events=tuple(events))
-        if places:
-            weakref.finalize(snapshot, Ring.give_back, places, snapshot.events).atexit = False
-        return snapshot
+        return dataclasses.replace(self, tensors=tensors, events=tuple(events))
 
     def wait(self) -> None:
         """Wait until the copies of :meth:`copied` have arrived."""
         for event in self.events:
             event.synchronize()
-
-    def picklable(self) -> Any:
-        """``original`` without the memory around buffers that are views, since pickle would write that memory too."""
-        return _with_buffers(self.original, unshared)
 
     def part(self, *, columnwise: bool) -> Stored | None:
         """Reads one direction of the quantized tensor from the internals; None if the dump does not have it.
@@ -136,8 +118,6 @@ class Dump:
         direction = quantized.direction(columnwise) if quantized is not None else None
         if direction is None:
             return None
-        if self.original is not None and direction.data not in self.tensors:
-            return stored(self.original, columnwise=columnwise)
         return _part(direction, columnwise, self.tensors)
 
     def complete(self) -> dict[str, torch.Tensor]:
@@ -173,7 +153,6 @@ def dump_of(
     rank: int = 0,
     recipe: Any = None,
     columnwise_from: Any = None,
-    keep_quantized: bool = False,
 ) -> Dump:
     """Makes a dump of a tensor, which shares the tensor's memory where the layout in the file is the same.
 
@@ -186,8 +165,6 @@ def dump_of(
         layer, tensor, iteration, micro_batch, rank: see :class:`Header`.
         recipe: the recipe, as an object or text.
         columnwise_from: another quantized tensor, from which the columnwise data are taken.
-        keep_quantized: keep the quantized object itself, for a file of the format "torch". The dump then has its
-            internals only with ``internals``.
 
     Raises:
         DumpError: both tensors are None, or the kind of the quantized tensor is unknown.
@@ -198,18 +175,14 @@ def dump_of(
     if high_precision is None and quantized is None:
         raise DumpError(f"There is nothing to dump of {tensor or 'a tensor'!r}: give high_precision or quantized.")
     tensors: dict[str, torch.Tensor] = {}
-    plain, original = None, None
+    plain = None
     if high_precision is not None:
         tensors[HIGH_PRECISION] = _plain(high_precision)
         plain = Plain(tuple(high_precision.shape), dtype_name(high_precision.dtype))
     what = None
     if quantized is not None:
         what, of_quantized = _quantized(quantized, columnwise_from, None if plain is None else plain.shape)
-        is_plain = QUANTIZED in of_quantized
-        if internals or is_plain or not keep_quantized:
-            tensors.update(of_quantized)
-        if keep_quantized and not is_plain:
-            original = _pickled(quantized, what)
+        tensors.update(of_quantized)
     header = Header(
         layer=layer,
         tensor=tensor,
@@ -222,7 +195,7 @@ def dump_of(
         versions=dict(_versions()),
         time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
     )
-    return Dump(header, tensors, internals=internals, original=original)
+    return Dump(header, tensors, internals=internals)
 
 
 def record_of(
@@ -384,23 +357,6 @@ def kind_is_known(tensor: Any) -> bool:
     return is_quantized(tensor) or hasattr(tensor, "_rowwise_storage")
 
 
-def unshared(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if it is a view of a larger memory."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def _pickled(quantized: Any, what: Quantized) -> Any:
-    """A tensor that can be unpickled, with the same buffers: storage classes cannot."""
-    if isinstance(quantized, torch.Tensor):
-        return quantized
-    name = what.class_name.removesuffix("Storage")
-    of_tensor = getattr(sys.modules.get("transformer_engine.pytorch"), name, None)
-    if of_tensor is None:
-        raise DumpError(f"{what.class_name}: cannot be pickled. A file of the format 'safetensors' can hold it.")
-    buffers = {key: value for key, value in quantized.get_metadata().items() if key != "fake_dtype"}
-    return of_tensor(shape=what.shape, dtype=DTYPES[what.dtype], **buffers)
-
-
 def _plain(tensor: Any) -> torch.Tensor:
     """The tensor without its graph, if torch alone can read it."""
     # Subclasses that hold other tensors: of Transformer Engine, DTensor, ...
@@ -547,43 +503,11 @@ def _factors_name(direction: Direction) -> str:
     return direction.scale.replace("_scale_inv", "_factors")
 
 
-def _snapshot(tensor: torch.Tensor, ring: Ring | None, places: list[Place]) -> torch.Tensor:
-    """A copy; a place of the ring that it takes is added to ``places``."""
+def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda:
-        tensor = tensor.contiguous()
-        place = None if ring is None else ring.take(tensor.nbytes)
-        if place is None:
-            return tensor.to("cpu", non_blocking=True)  # to page-locked memory of torch's own
-        places.append(place)
-        return place.memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        # Allocates page-locked memory with torch's caching host allocator.
+        return tensor.contiguous().to("cpu", non_blocking=True)
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _with_buffers(original: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of the object with other buffers, also in the objects inside it."""
-    if original is None:
-        return None
-    if not hasattr(original, "get_metadata"):
-        return change(original.detach().as_subclass(torch.Tensor))
-    # Upstream's clone() shares the scale of per-tensor FP8, so buffers are copied one by one.
-    if isinstance(original, torch.Tensor):
-        changed = original.detach()
-    else:
-        changed = object.__new__(type(original))
-        vars(changed).update(vars(original))
-    for name, value in list(vars(changed).items()):
-        if isinstance(value, torch.Tensor) or hasattr(value, "get_metadata"):
-            setattr(changed, name, _with_buffers(value, change))
-    return changed
-
-
-def _buffers(original: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors of an object, as :func:`_with_buffers` has them."""
-    if hasattr(original, "get_metadata"):
-        for value in original.get_metadata().values():
-            yield from _buffers(value)
-    elif isinstance(original, torch.Tensor):
-        yield original
 
 
 def _in_words(quantizer: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Compares two dumps, or a quantized tensor with the tensor before quantization.
+"""Compares two dumps, or a quantized tensor with the tensor before quantization; describes a dump in numbers.
 
 Usage::
 
@@ -8,6 +8,8 @@ Usage::
         difference.what, difference.max_abs_error, difference.max_at, difference.sqnr_db, difference.first_block
 
     compare(dump)  # its high-precision tensor against each direction of its quantized one
+
+    tensor_numbers(dump), direction_numbers(dump)  # of each tensor, and of the blocks and scales
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from te_precision_callbacks.base.numerics.blocks import tiled
 from te_precision_callbacks.base.numerics.layouts import Stored, unpacked
 from te_precision_callbacks.dumps.contents import Dump, a_dump, dequantize
 from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
-from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, leads_to
-from te_precision_callbacks.dumps.pieces import PIECE, wide
+from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, dtype_name, leads_to
+
+_PIECE = 1 << 16
+"""The number of elements that are read at once, in float64: few enough for a cache."""
 
 
 @dataclass(frozen=True)
@@ -230,9 +235,9 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
     differing, finite, largest, largest_at = 0, 0, 0.0, -1
     signal, noise, total = 0.0, 0.0, 0.0
     nan, inf = [0, 0], [0, 0]
-    for start in range(0, len(ours), PIECE):
-        pieces = [flat[start : start + PIECE] for flat in (ours, theirs)]
-        x, y = (wide(piece) for piece in pieces)
+    for start in range(0, len(ours), _PIECE):
+        pieces = [flat[start : start + _PIECE] for flat in (ours, theirs)]
+        x, y = (_wide(piece) for piece in pieces)
         differing += int((_unequal(*pieces) & ~(x.isnan() & y.isnan())).sum())
         for side, values in enumerate((x, y)):
             nan[side] += int(values.isnan().sum())
@@ -262,7 +267,7 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
 def _unequal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Marks the elements that are not the same number; a NaN is never the same."""
     if x.is_floating_point() or y.is_floating_point() or x.is_complex() or y.is_complex():
-        return wide(x) != wide(y)
+        return _wide(x) != _wide(y)
     # Integers as int64, in which those of uint64 from 2^63 on are negative: no other integer is equal to these.
     ours, theirs = (values.view(torch.int64) if values.dtype is torch.uint64 else values.long() for values in (x, y))
     beyond = torch.zeros_like(ours, dtype=torch.bool)
@@ -311,3 +316,140 @@ def _internals(a: Stored, b: Stored) -> Internals:
             factors=(float(factors[0][row, column]), float(factors[1][row, column])),
         )
     return Internals(scales.numel(), int(codes.sum()), int(scales.sum()), first)
+
+
+@dataclass(frozen=True)
+class TensorNumbers:
+    """A tensor of a dump, with the name that it has there.
+
+    Attributes:
+        nbytes: the bytes of its data.
+        minimum, maximum, mean: over the finite elements, for complex tensors over their magnitudes; nan if there are
+            none.
+        nan, inf, zeros: number of such elements.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    minimum: float
+    maximum: float
+    mean: float
+    nan: int
+    inf: int
+    zeros: int
+
+
+@dataclass(frozen=True)
+class BlockAmax:
+    """A block, by its row and column among the blocks, and the largest magnitude in it."""
+
+    index: tuple[int, int]
+    amax: float
+    factor: float
+
+
+@dataclass(frozen=True)
+class DirectionNumbers:
+    """The blocks of a quantized tensor's rowwise or columnwise data.
+
+    A block's codes are multiplied by its factor.
+
+    Attributes:
+        name: "rowwise" or "columnwise".
+        blocks: number of all blocks.
+        zero_blocks: number of blocks that hold only zeros.
+        smallest_factor, largest_factor: over the finite factors above 0; nan if there are none.
+        at_largest_code: number of blocks with an element at the format's largest number or beyond.
+        smallest_block, largest_block: the blocks with the smallest amax above 0, and with the largest amax, of the
+            dequantized numbers; None if there are none.
+    """
+
+    name: str
+    blocks: int
+    zero_blocks: int
+    smallest_factor: float
+    largest_factor: float
+    at_largest_code: int
+    smallest_block: BlockAmax | None
+    largest_block: BlockAmax | None
+
+
+def tensor_numbers(dump: Dump) -> list[TensorNumbers]:
+    """Describe each tensor of the dump. Packed FP4 codes and bytes of E8M0 count as whole numbers from 0 to 255."""
+    return [_tensor(name, tensor) for name, tensor in sorted(dump.tensors.items())]
+
+
+def direction_numbers(dump: Dump) -> list[DirectionNumbers]:
+    """Describe each direction of the quantized tensor that the dump has."""
+    parts = ((name, dump.part(columnwise=name == "columnwise")) for name in ("rowwise", "columnwise"))
+    return [_direction(name, part) for name, part in parts if part is not None]
+
+
+def _tensor(name: str, tensor: torch.Tensor) -> TensorNumbers:
+    flat = tensor.reshape(-1)
+    low, high, total, finite, nan, inf, zeros = math.inf, -math.inf, 0.0, 0, 0, 0, 0
+    for start in range(0, flat.numel(), _PIECE):
+        values = _wide(flat[start : start + _PIECE])
+        values = values.abs() if values.is_complex() else values
+        nan += int(values.isnan().sum())
+        inf += int(values.isinf().sum())
+        zeros += int((values == 0).sum())
+        values = values[values.isfinite()]
+        if values.numel():
+            finite, total = finite + values.numel(), total + float(values.sum())
+            low, high = min(low, float(values.min())), max(high, float(values.max()))
+    return TensorNumbers(
+        name=name,
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        nbytes=tensor.nbytes,
+        minimum=low if finite else math.nan,
+        maximum=high if finite else math.nan,
+        mean=total / finite if finite else math.nan,
+        nan=nan,
+        inf=inf,
+        zeros=zeros,
+    )
+
+
+def _direction(name: str, part: Stored) -> DirectionNumbers:
+    factors = part.factors()
+    amax = _amaxes(part.matrix(), part.block)
+    largest_code = _amaxes(part.elements(), part.block) >= part.element_format.max
+    usable = factors[(factors > 0) & factors.isfinite()]
+    ranked = amax.reshape(-1)
+    above = (ranked > 0) & ranked.isfinite()
+    smallest = ranked.where(above, math.inf).argmin() if bool(above.any()) else None
+    largest = ranked.where(above, -math.inf).argmax() if bool(above.any()) else None
+    return DirectionNumbers(
+        name=name,
+        blocks=factors.numel(),
+        zero_blocks=int((ranked == 0).sum()),
+        smallest_factor=float(usable.min()) if usable.numel() else math.nan,
+        largest_factor=float(usable.max()) if usable.numel() else math.nan,
+        at_largest_code=int(largest_code.sum()),
+        smallest_block=_block_amax(smallest, amax, factors),
+        largest_block=_block_amax(largest, amax, factors),
+    )
+
+
+def _block_amax(place: torch.Tensor | None, amax: torch.Tensor, factors: torch.Tensor) -> BlockAmax | None:
+    if place is None:
+        return None
+    row, column = divmod(int(place), amax.shape[1])
+    return BlockAmax((row, column), float(amax[row, column]), float(factors[row, column]))
+
+
+def _amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude of each block; NaN for a block with a NaN."""
+    return tiled(matrix.abs(), block).amax((1, 3))
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """The numbers in float64, or in complex128 if they are complex; integers beyond 2^53 are rounded."""
+    if values.is_complex():
+        return values.to(torch.complex128)
+    # On some devices float8 can be converted to float64 only through float32.
+    return (values if values.element_size() > 1 else values.float()).double()

@@ -1,58 +1,52 @@
-"""Writes and reads dump files: safetensors, or Transformer Engine's own form of a pickled dictionary.
+"""Writes, reads and lists dump files, in the safetensors format.
 
 Usage::
 
-    write(dump, "fc1_activation.safetensors")
-    write(dump, "fc1_activation.pt", "torch")
-    write_new(dump, numbered(folder, "fc1_activation", ".safetensors"))  # names.py; never replaces another file
-    dump = load("fc1_activation.safetensors")
+    save(layer.weight, "weight.safetensors", layer="decoder.fc1", tensor_name="weight")
+    save(quantized, "input.safetensors", high_precision=x, iteration=100)  # both in one file
+    write_new(dump, iteration_folder(log_dir, 0, 100))  # named after the layer; never replaces another file
+    dump = load("weight.safetensors")
+    listing = list_dumps("logs/tensor_dumps")  # reads the headers only
 
 A file appears under its name only when it is complete, so a process that is killed leaves only complete files. It may
-also leave a file whose name ends with ``.incomplete``, on Linux only while a file is replaced. Reading never unpickles
-unless told to.
+also leave a hidden file whose name ends with ``.incomplete``.
 
 The safetensors format (huggingface/safetensors, "Format"): 8 bytes with the length of a JSON object, little-endian; the
-object, name -> dtype, shape, and where the data lie; the data. The library's own ``save_file`` leaves a temporary file
-behind when it is killed, and ``save`` copies all tensors with the interpreter locked, which would stop training. The
-format is therefore written here, and read by the library.
+object, name -> dtype, shape, and where the data lie; the data. The library's ``save`` copies all tensors with the
+interpreter locked, which would stop training. The format is therefore written here, and read by the library.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
+import hashlib
 import itertools
 import json
+import operator
 import os
+import re
 import uuid
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from te_precision_callbacks.base.opening import own_file
-from te_precision_callbacks.dumps.contents import Dump, dump_of, unshared
-from te_precision_callbacks.dumps.errors import DumpError, NotADumpError, PickleRefusedError
-from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, check
-
-SAFETENSORS, TORCH = "safetensors", "torch"
-"""The file formats."""
-
-SUFFIXES = {SAFETENSORS: ".safetensors", TORCH: ".pt"}
-"""The end of a file's name in each format."""
+from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
+from te_precision_callbacks.dumps.header import Header, check
 
 METADATA_KEY = "te_precision_dump"
-"""Where the header is in the metadata of a safetensors file."""
+"""Where the header is in the metadata of a file."""
 
-HEADER_RECORD = "te_precision_dump.json"
-"""Where the header is in the zip archive that ``torch.save`` writes. ``torch.load`` does not look at it."""
+SUFFIX = ".safetensors"
 
 TEMPORARY_SUFFIX = ".incomplete"
-"""The suffix of incomplete files, whose names start with a dot, on systems without unnamed files."""
+"""The suffix of incomplete files, whose names start with a dot."""
 
 # The names of the safetensors format.
 _DTYPE_NAMES = {
@@ -73,38 +67,105 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
     **({torch.float8_e8m0fnu: "F8_E8M0"} if hasattr(torch, "float8_e8m0fnu") else {}),
 }
-_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _PIECE = 1 << 24
-_MOST_HEADER = 1 << 24
-"""The most bytes of a header; in an archive the size is known only after unpacking."""
+_LONGEST_LAYER = 160
+"""The most characters of a layer's name in a file name, which may have 255 bytes."""
+
+_UNSAFE = re.compile(r"[^a-z0-9_.\-]", re.IGNORECASE)
+_SAFE = re.compile(r"[a-z0-9_\-]+(\.[a-z0-9_\-]+)*")
 
 
-def write(dump: Dump, path: str | os.PathLike[str], file_format: str = SAFETENSORS, *, fsync: bool = False) -> int:
+def save(
+    tensor: Any,
+    path: str | os.PathLike[str],
+    *,
+    high_precision: torch.Tensor | None = None,
+    layer: str = "",
+    tensor_name: str = "",
+    iteration: int | None = None,
+    micro_batch: int = 0,
+    rank: int = 0,
+    recipe: Any = None,
+    internals: bool = True,
+) -> Dump:
+    """Write a tensor to a file, which appears only when it is complete.
+
+    Args:
+        tensor: a quantized tensor of Transformer Engine, or its storage class, with scales in any layout, swizzled too;
+            or a plain tensor.
+        path: the file. Its folder is created if missing; an existing file is replaced.
+        high_precision: ``tensor`` before quantization, to be saved in the same file.
+        layer: the layer that the tensor is from, for the header.
+        tensor_name: ``activation``, ``weight`` or another name, for the header.
+        iteration: the debug iteration, for the header.
+        micro_batch: the micro-batch of the iteration, for the header.
+        rank: the rank, for the header.
+        recipe: the recipe, as an object or text.
+        internals: add tensors decoded from the data and scales: FP4 numbers one by one, scales as float32.
+
+    Returns:
+        The dump that was written; it shares the tensor's memory.
+
+    Raises:
+        DumpError: the kind of the tensor is unknown, ``high_precision`` has another shape, a name is not text, a number
+            is not whole, or the file cannot be written.
+        LayoutError: the tensor's buffers do not match each other.
+    """
+    for name, text in {"layer": layer, "tensor_name": tensor_name}.items():
+        if not isinstance(text, str):
+            raise DumpError(f"{name}= must be a name, as text, not {text!r}.")
+    dump = dump_of(
+        tensor if high_precision is None else high_precision,
+        None if high_precision is None else tensor,
+        internals=internals,
+        layer=layer,
+        tensor=tensor_name,
+        iteration=None if iteration is None else _whole("iteration", iteration),
+        micro_batch=_whole("micro_batch", micro_batch),
+        rank=_whole("rank", rank),
+        recipe=recipe,
+    )
+    before, after = dump.header.high_precision, dump.header.quantized
+    if before is not None and after is not None and before.shape != after.shape:
+        raise DumpError(
+            f"high_precision has the shape {before.shape}, and the tensor {after.shape}: they are not one tensor before"
+            " and after quantization. Save them to two files."
+        )
+    write(dump, path)
+    return dump
+
+
+def _whole(name: str, number: Any) -> int:
+    """The number as an int; also accepts a tensor or an array with one number."""
+    try:
+        return operator.index(number)
+    except TypeError as error:
+        raise DumpError(f"{name}= must be a whole number, not {number!r}.") from error
+
+
+def write(dump: Dump, path: str | os.PathLike[str]) -> int:
     """Write a dump; replaces an existing file.
 
     Args:
         dump: the dump.
         path: the file. Its folder is created if missing.
-        file_format: ``"safetensors"``, or ``"torch"``: a dictionary, pickled by ``torch.save``, with Transformer
-            Engine's keys ``"high_precision"`` and ``"quantized"``, its tensor, and the internals.
-        fsync: wait until the file is on the disk, so it survives a power failure.
 
     Returns:
         The file's size in bytes.
 
     Raises:
-        DumpError: the file cannot be written (disk full, no permission), or the dump does not fit the format. No part
-            of the file is then left, and an existing file is unchanged.
+        DumpError: the file cannot be written (disk full, no permission), or the format has no dtype for a tensor. No
+            part of the file is then left, and an existing file is unchanged.
     """
-    return _write(dump, iter((Path(path),)), file_format, replace=True, fsync=fsync)
+    path = Path(path)
+    return _write(dump, path, lambda hidden: os.replace(hidden, path))
 
 
-def write_new(dump: Dump, paths: Iterator[Path], file_format: str = SAFETENSORS) -> int:
-    """Write a dump to the first free one of several paths in one folder, even if other processes write there.
+def write_new(dump: Dump, folder: Path) -> int:
+    """Write a dump to a folder, under a name that is still free, even if other processes write there.
 
-    Args:
-        dump, file_format: as in :func:`write`.
-        paths: an endless iterator, as from :func:`te_precision_callbacks.dumps.file_names.numbered`.
+    The name is that of the layer and tensor, and from the second micro-batch on its number; ``.1``, ``.2`` and so on
+    are appended if the name is taken.
 
     Returns:
         The file's size in bytes.
@@ -112,109 +173,69 @@ def write_new(dump: Dump, paths: Iterator[Path], file_format: str = SAFETENSORS)
     Raises:
         DumpError: as :func:`write`.
     """
-    return _write(dump, paths, file_format, replace=False, fsync=False)
+    header = dump.header
+    parts = [_distinct(header.layer), _distinct(header.tensor)]
+    stem = ".".join(parts if header.micro_batch == 0 else [*parts, f"mb{header.micro_batch}"])
+    return _write(dump, folder / f"{stem}{SUFFIX}", lambda hidden: _rename_to_first_free(hidden, folder, stem))
 
 
-def _write(dump: Dump, paths: Iterator[Path], file_format: str, *, replace: bool, fsync: bool) -> int:
-    path = next(paths)
-    if file_format not in _WRITERS:
-        raise DumpError(f"file_format must be {SAFETENSORS!r} or {TORCH!r}, not {file_format!r}.")
+def _write(dump: Dump, path: Path, appear: Callable[[Path], None]) -> int:
+    """Write a hidden file beside ``path``, which ``appear`` then renames."""
     dump.wait()
+    hidden = path.parent / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _appearing(itertools.chain((path,), paths), path.parent, replace=replace, fsync=fsync) as file:
-            _WRITERS[file_format](dump, file)
-            file.flush()
-            return os.fstat(file.fileno()).st_size
-    except (OSError, RuntimeError) as error:
-        reason = _os_error(error)
-        if reason is None:
-            raise
-        why = "the disk is full" if reason.errno in (errno.ENOSPC, errno.EDQUOT) else reason.strerror or str(reason)
-        raise DumpError(f"{path}: cannot be written: {why}. No part of the file is left.") from reason
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """The system's error behind an exception; torch.save raises a RuntimeError while it handles that error."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__context__
-    return error
-
-
-def load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Dump:
-    """Load a dump from a file of either format, to the CPU.
-
-    Args:
-        path: the file.
-        allow_pickle: also read files of the format "torch" (and Transformer Engine's own dumps), by unpickling them.
-            This runs any code in the file, and needs Transformer Engine if the file has its tensors.
-
-    Raises:
-        NotADumpError: there is no such file, or the file is of another kind, truncated, or damaged.
-        LaterVersionError: a later version of this package has written the file.
-        PickleRefusedError: the file is a pickle, and ``allow_pickle`` is not set.
-    """
-    path = Path(path)
-    if file_format_of(path) == TORCH:
-        if not allow_pickle:
-            raise PickleRefusedError(
-                f"{path}: a pickle, of torch.save, where a safetensors file is expected. Unpickling can run any code"
-                " that is in the file. If you trust it: load(path, allow_pickle=True), or --allow-pickle."
-            )
-        return _read_torch(path)
-    with _naming(path), _opened(path) as file:
-        header = _safetensors_header(file)
         try:
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        except (SafetensorError, AttributeError, TypeError, ValueError) as error:
-            raise NotADumpError(f"torch {torch.__version__} cannot read its tensors: {error}.") from error
-        check(header, tensors)
-        return Dump(header, tensors)
-
-
-def read_header(path: str | os.PathLike[str]) -> Header | None:
-    """Read only the header, not the tensors; None for a pickle that this package has not written.
-
-    Raises:
-        NotADumpError, LaterVersionError: as :func:`load`.
-    """
-    path = Path(path)
-    if file_format_of(path) == TORCH:
-        return _torch_header(path)
-    with _naming(path), _opened(path) as file:
-        return _safetensors_header(file)
-
-
-def file_format_of(path: str | os.PathLike[str]) -> str:
-    """Tells ``"safetensors"`` from ``"torch"`` by the first bytes of a file.
-
-    Raises:
-        NotADumpError: there is no such file, or its first bytes fit neither format.
-    """
-    path = Path(path)
-    try:
-        if not path.is_file():
-            raise NotADumpError(f"{path}: {'a folder' if path.is_dir() else 'there is no such file'}.")
-        with path.open("rb") as file:
-            start = file.read(9)
+            with open(hidden, "wb", opener=own_file) as file:
+                _write_tensors(dump, file)
+                nbytes = file.tell()
+            appear(hidden)
+        except BaseException:
+            hidden.unlink(missing_ok=True)
+            raise
+        return nbytes
     except OSError as error:
-        raise NotADumpError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    if start.startswith(_ZIP) or (start.startswith(_PICKLE) and not start.endswith(b"{")):
-        return TORCH
-    if len(start) == 9 and start.endswith(b"{"):
-        return SAFETENSORS
-    raise NotADumpError(f"{path}: neither a safetensors file nor a file of torch.save ({path.stat().st_size} bytes).")
+        why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+        raise DumpError(f"{path}: cannot be written: {why}. No part of the file is left.") from error
 
 
-def _write_safetensors(dump: Dump, file: IO[bytes]) -> None:
+def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
+    for count in itertools.count():
+        path = folder / f"{stem}{f'.{count}' if count else ''}{SUFFIX}"
+        try:
+            os.link(source, path)  # a rename would replace an existing file
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without links
+            if os.path.lexists(path):
+                continue
+            os.replace(source, path)
+        else:
+            source.unlink()
+        return
+
+
+def iteration_folder(folder: Path, rank: int, iteration: int) -> Path:
+    """``tensor_dumps/rank_R/iter_XXXXXX`` in a log folder, as Transformer Engine has it."""
+    return rank_folder(folder, rank) / f"iter_{iteration:06d}"
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """``tensor_dumps/rank_R`` in a log folder."""
+    return folder / "tensor_dumps" / f"rank_{rank}"
+
+
+def _distinct(name: str) -> str:
+    """A part of a file name that no other layer has, even on file systems that ignore case."""
+    if len(name) <= _LONGEST_LAYER and _SAFE.fullmatch(name):
+        return name
+    # A lone surrogate, which a name on disk may have, has no UTF-8.
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return f"{_UNSAFE.sub('_', name).lstrip('.')[:_LONGEST_LAYER]}-{digest}"
+
+
+def _write_tensors(dump: Dump, file: IO[bytes]) -> None:
     tensors = dump.complete()
-    if QUANTIZED not in tensors and dump.header.quantized is not None:
-        for direction in (dump.header.quantized.rowwise, dump.header.quantized.columnwise):
-            if direction is not None and direction.data not in tensors:
-                raise DumpError(
-                    f"The dump of {dump.header.tensor!r} holds a {dump.header.quantized.class_name} without internals,"
-                    f" for a file of the format {TORCH!r}. Make it with internals=True, or keep_quantized=False."
-                )
     layout: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: dump.header.to_json()}}
     # Aligned, in the library's order: tensors with the largest elements come first.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -238,212 +259,146 @@ def _write_safetensors(dump: Dump, file: IO[bytes]) -> None:
             file.write(memoryview(array))
 
 
+def load(path: str | os.PathLike[str]) -> Dump:
+    """Load a dump, to the CPU.
+
+    Raises:
+        NotADumpError: there is no such file, or the file is of another kind, truncated, or damaged.
+        LaterVersionError: a later version of this package has written the file.
+    """
+    with _opened(Path(path)) as file:
+        header = _header_of(file)
+        try:
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        except (SafetensorError, AttributeError, TypeError, ValueError) as error:
+            raise NotADumpError(f"torch {torch.__version__} cannot read its tensors: {error}.") from error
+        check(header, tensors)
+        return Dump(header, tensors)
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file. Messages of errors in the block begin with the file's name."""
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError:  # removed meanwhile
-        raise
-    except (SafetensorError, OSError) as error:
-        raise NotADumpError(f"truncated, damaged, or not a safetensors file: {error}.") from error
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put the file's name in front of error messages."""
-    try:
-        yield
+        _check_kind(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except FileNotFoundError:  # removed meanwhile
+            raise
+        except (SafetensorError, OSError) as error:
+            raise NotADumpError(f"truncated, damaged, or not a safetensors file: {error}.") from error
     except DumpError as error:
         raise type(error)(f"{path}: {error}") from error.__cause__
 
 
-def _safetensors_header(file: Any) -> Header:
+def _check_kind(path: Path) -> None:
+    try:
+        if not path.is_file():
+            raise NotADumpError("a folder." if path.is_dir() else "there is no such file.")
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise NotADumpError(f"cannot be read: {error.strerror or error}.") from error
+    if start.startswith(b"PK\x03\x04"):
+        raise NotADumpError("not a safetensors file, but an archive, perhaps of torch.save: read that with torch.load.")
+    if len(start) < 9 or not start.endswith(b"{"):
+        raise NotADumpError(f"not a safetensors file ({path.stat().st_size} bytes).")
+
+
+def _header_of(file: Any) -> Header:
     text = (file.metadata() or {}).get(METADATA_KEY)
     if text is None:
         raise NotADumpError(f"a safetensors file, but not a dump: its metadata have no {METADATA_KEY!r}.")
     return Header.from_json(text)
 
 
-def _write_torch(dump: Dump, file: IO[bytes]) -> None:
-    quantized = dump.header.quantized
-    content = dump.complete()
-    if quantized is not None and QUANTIZED not in content and dump.original is None:
-        raise DumpError(
-            f"The dump of {dump.header.tensor!r} does not hold the {quantized.class_name} itself, which a file of the"
-            f" format {TORCH!r} has under {QUANTIZED!r}. Make it with keep_quantized=True."
-        )
-    # A view is pickled with all of its underlying memory.
-    pickled: dict[str, Any] = {name: unshared(tensor) for name, tensor in content.items()}
-    if dump.original is not None:
-        pickled = {QUANTIZED: dump.picklable(), **pickled}
-    torch.save(pickled, file)
-    file.seek(0)
-    with zipfile.ZipFile(file, "a") as archive:
-        folder = archive.namelist()[0].split("/")[0]
-        archive.writestr(f"{folder}/{HEADER_RECORD}", dump.header.to_json())
+@dataclass(frozen=True)
+class Entry:
+    """A dump in a folder: its file, the file's size in bytes, and its header."""
+
+    path: Path
+    size: int
+    header: Header
 
 
-_WRITERS = {SAFETENSORS: _write_safetensors, TORCH: _write_torch}
+@dataclass(frozen=True)
+class Foreign:
+    """A file that is not a dump, and why."""
+
+    path: Path
+    why: str
 
 
-def _read_torch(path: Path) -> Dump:
-    header = _torch_header(path)
-    try:
-        # From a file without a name: torch.load goes by the name if that ends in .safetensors.
-        with path.open("rb") as file:
-            content = torch.load(file, map_location="cpu", weights_only=False)
-    except Exception as error:  # whatever the code in a file raises
-        raise NotADumpError(
-            f"{path}: cannot be unpickled: {error}. The file is damaged, or of another kind, or holds tensors of a"
-            f" Transformer Engine that is not installed here, which a dump in the format {SAFETENSORS!r} does not need."
-        ) from error
-    if not isinstance(content, Mapping) or not content.keys() & {HIGH_PRECISION, QUANTIZED}:
-        raise NotADumpError(f"{path}: a pickle, but not a dump: it has neither {HIGH_PRECISION!r} nor {QUANTIZED!r}.")
-    quantized = content.get(QUANTIZED)
-    derived = dump_of(content.get(HIGH_PRECISION), quantized, keep_quantized=quantized is not None)
-    tensors = {**derived.tensors, **{name: value for name, value in content.items() if type(value) is torch.Tensor}}
-    if header is None:
-        # Only the path shows where Transformer Engine's own dump is from, and nothing shows when it was made.
-        header = dataclasses.replace(derived.header, versions={}, time="")
-    with _naming(path):
-        check(header, tensors)
-    return Dump(header, tensors, original=derived.original)
+class Listing(Sequence[Entry]):
+    """The dumps, sorted by iteration, layer, tensor, micro-batch and rank.
+
+    Attributes:
+        foreign: the other files, by path.
+    """
+
+    def __init__(self, entries: Sequence[Entry], foreign: Sequence[Foreign]) -> None:
+        self._entries = tuple(sorted(entries, key=_order))
+        self.foreign = tuple(sorted(foreign, key=lambda file: file.path))
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | Sequence[Entry]:
+        return self._entries[index]
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
-def _torch_header(path: Path) -> Header | None:
-    if not zipfile.is_zipfile(path):
-        with path.open("rb") as file:
-            if file.read(len(_ZIP)) == _ZIP:
-                raise NotADumpError(f"{path}: truncated or damaged: a zip archive without its end.")
-        return None
-    with _naming(path):
-        try:
-            text = _header_record(path)
-        except (FileNotFoundError, NotADumpError):  # removed meanwhile; not an archive of torch.save
-            raise
-        except Exception as error:  # whatever zipfile and its decompressors raise for damaged bytes
-            raise NotADumpError(f"truncated or damaged: {type(error).__name__}: {error}.") from error
-        if text is not None and len(text) > _MOST_HEADER:
-            raise NotADumpError(f"its {HEADER_RECORD} has more than {_MOST_HEADER:,} bytes, too many for a header.")
-        return None if text is None else Header.from_json(text)
-
-
-def _header_record(path: Path) -> bytes | None:
-    """The header in the archive, cut off after the largest allowed size; None if there is none."""
-    with zipfile.ZipFile(path) as archive:
-        if not any(name.endswith("/data.pkl") for name in archive.namelist()):
-            raise NotADumpError("a zip archive, but none of torch.save.")
-        names = [name for name in archive.namelist() if name.endswith(f"/{HEADER_RECORD}")]
-        if not names:
-            return None
-        with archive.open(names[0]) as record:
-            return record.read(_MOST_HEADER + 1)
-
-
-@contextlib.contextmanager
-def _appearing(paths: Iterator[Path], folder: Path, *, replace: bool, fsync: bool) -> Iterator[IO[bytes]]:
-    """A file that gets its name when the block ends without an exception.
+def list_dumps(folder: str | os.PathLike[str]) -> Listing:
+    """List the dumps in a folder and its subfolders; reads no tensor.
 
     Args:
-        paths: the file gets the first path; without ``replace`` the first path that is free.
-        folder: the folder of the paths.
-        replace: whether an existing file is replaced.
-        fsync: wait until the file is on the disk.
+        folder: the folder, or one file. Files whose names start with a dot are ignored.
+
+    Raises:
+        DumpError: there is no such folder, or it cannot be read.
     """
-    file = _nameless(folder)
-    if file is None:
-        with _hidden(paths, folder, replace=replace, fsync=fsync) as file:
-            yield file
-        return
-    with file:
-        yield file
-        _sync(file, fsync)
-        source = f"/proc/self/fd/{file.fileno()}"
-        for path in paths:
-            try:
-                _link(file, source, path)
-                break
-            except FileExistsError:
-                if not replace:
-                    continue
-                # A link does not replace, a rename does.
-                beside = _beside(folder)
-                _link(file, source, beside)
-                try:
-                    os.replace(beside, path)
-                except OSError:
-                    beside.unlink()
-                    raise
-    _sync_folder(folder, fsync)
+    entries: list[Entry] = []
+    foreign: list[Foreign] = []
 
+    def unreadable(error: OSError) -> None:
+        """Report a folder that cannot be read."""
+        path = Path(error.filename)
+        if path == Path(folder):
+            raise DumpError(f"{path}: cannot be read: {error.strerror}.") from error
+        foreign.append(Foreign(path, f"cannot be read: {error.strerror}"))
 
-def _nameless(folder: Path) -> IO[bytes] | None:
-    """A file without a name, which vanishes with the process; None if the system has no such files."""
-    if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
-        return None
-    try:
-        return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), "w+b")
-    except OSError as error:
-        # From a file system without such files, a network's for example; EISDIR: from such a kernel.
-        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            return None
-        raise
-
-
-def _link(file: IO[bytes], source: str, path: Path) -> None:
-    # With src_dir_fd Python calls linkat, which follows the symbolic link; without it, link, which does not.
-    os.link(source, path, src_dir_fd=file.fileno(), follow_symlinks=True)
-
-
-@contextlib.contextmanager
-def _hidden(paths: Iterator[Path], folder: Path, *, replace: bool, fsync: bool) -> Iterator[IO[bytes]]:
-    """Like :func:`_appearing`, but the file has a hidden name, which is never listed, until it is complete."""
-    beside = _beside(folder)
-    try:
-        with open(beside, "w+b", opener=own_file) as file:
-            yield file
-            _sync(file, fsync)
-        if replace:
-            os.replace(beside, next(paths))
-        else:
-            _rename_to_first_free(beside, paths)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    _sync_folder(folder, fsync)
-
-
-def _rename_to_first_free(source: Path, paths: Iterator[Path]) -> None:
-    # A rename replaces an existing file. So the name is first taken with an empty file, which nobody else then takes: a
-    # link would do both at once, but some file systems have no links.
-    for path in paths:
+    for path in _files(Path(folder), unreadable):
         try:
-            path.open("xb").close()
-        except FileExistsError:
+            size = path.stat().st_size
+            with _opened(path) as file:
+                entries.append(Entry(path, size, _header_of(file)))
+        except FileNotFoundError:  # removed meanwhile
             continue
-        try:
-            os.replace(source, path)
-        except OSError:
-            path.unlink()
-            raise
+        except OSError as error:  # a link to itself, a folder that may not be entered
+            foreign.append(Foreign(path, f"cannot be read: {error.strerror or error}"))
+        except DumpError as error:
+            foreign.append(Foreign(path, str(error).removeprefix(f"{path}: ")))
+    return Listing(entries, foreign)
+
+
+def _files(folder: Path, unreadable: Callable[[OSError], None]) -> Iterator[Path]:
+    if folder.is_file():
+        yield folder
         return
+    if not folder.is_dir():
+        raise NotADumpError(f"{folder}: there is no such folder.")
+    for parent, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith("."):
+                yield Path(parent, name)
 
 
-def _beside(folder: Path) -> Path:
-    return folder / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
-
-
-def _sync(file: IO[bytes], fsync: bool) -> None:
-    file.flush()
-    if fsync:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path, fsync: bool) -> None:
-    if fsync:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _order(entry: Entry) -> tuple[int, str, str, int, int, str]:
+    header = entry.header
+    iteration = -1 if header.iteration is None else header.iteration
+    return (iteration, header.layer, header.tensor, header.micro_batch, header.rank, str(entry.path))

@@ -17,10 +17,6 @@ class LaterVersionError(DumpError):
     """A dump was written by a later version of this package, in a form that this version does not know."""
 
 
-class PickleRefusedError(DumpError):
-    """A file would have to be unpickled, which was not allowed. Unpickling can run any code that is in the file."""
-
-
 class DifferentShapesError(DumpError):
     """Two dumps of different shapes cannot be compared."""
 

@@ -1,6 +1,6 @@
 """Records tensors for DumpTensors in a run: holds or drops them, and writes them within the budget.
 
-    recorder = Recorder(log_dir, file_format="safetensors", report=failures.report)
+    recorder = Recorder(log_dir, report=failures.report)
     recorder.note(seen, wanted)             # in a forward or backward: a snapshot, nothing waits for the device
     recorder.learn(measured)                # the statistics of the step
     recorder.end_step()                     # held dumps are written or dropped
@@ -21,11 +21,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.devices import is_capturing, is_lost
+from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import recipe_of
@@ -34,14 +34,15 @@ from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, NONFIN
 from te_precision_callbacks.config.dumping import is_of_the_layers_recipe, missing_statistic, no_detection
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
-from te_precision_callbacks.dumps.disk import Disk, Job
-from te_precision_callbacks.dumps.dump_files import TORCH
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import Header
-from te_precision_callbacks.dumps.page_locked import LARGEST, Ring
-from te_precision_callbacks.dumps.wanted import Wanted, has_nonfinite, quantized_form
+from te_precision_callbacks.dumps.writer import Job, Writer
 from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.statistics.series import Measured
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsGemmItem, DumpTensorsItem
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,57 @@ _WEIGHT = "weight"
 
 Report = Callable[[str, str, Exception], None]
 """Called on the training thread for each failure: what was done, with which subject, and the exception."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The options of DumpTensors for a tensor.
+
+    Attributes:
+        schedule: the steps in which to dump.
+        high_precision, quantized, internals: the parts of the tensor to dump.
+        conditions: one of these must hold; without any, the tensor is always dumped.
+        limits: the budget.
+        gemm: the GEMM that is written as a whole; empty for a tensor.
+    """
+
+    schedule: Schedule
+    high_precision: bool
+    quantized: bool
+    internals: bool
+    conditions: tuple[Condition, ...]
+    limits: Limits
+    gemm: str = ""
+
+    @classmethod
+    def of_gemm(cls, gemm: DumpTensorsGemmItem, options: DumpTensors) -> Wanted:
+        """Take the options for one GEMM."""
+        return cls(
+            schedule=gemm.schedule,
+            high_precision=True,
+            quantized=True,
+            internals=False,
+            conditions=tuple(gemm.when),
+            limits=Limits(options.max_bytes, options.max_files, options.max_memory),
+            gemm=gemm.gemm,
+        )
+
+    @classmethod
+    def of(cls, tensor: DumpTensorsItem, options: DumpTensors) -> Wanted:
+        """Take the options for one tensor.
+
+        Args:
+            tensor: the options that apply to the tensor.
+            options: all options of the feature.
+        """
+        return cls(
+            schedule=tensor.schedule,
+            high_precision=tensor.high_precision_tensor,
+            quantized=tensor.quantized_tensor,
+            internals=tensor.dump_quantized_internals,
+            conditions=tuple(tensor.when),
+            limits=Limits(options.max_bytes, options.max_files, options.max_memory),
+        )
 
 
 class _OnStatistic(NamedTuple):
@@ -83,7 +135,6 @@ class Recorder:
 
     Args:
         folder: the log folder; dumps go to ``tensor_dumps/rank_R/iter_XXXXXX`` in it.
-        file_format: the format for options without one.
         report: called with failures, on the training thread. None: failures are logged, once.
         detects_overflow: whether :attr:`overflowed` will be set after an overflow.
 
@@ -91,11 +142,8 @@ class Recorder:
         overflowed: set by a session when activation overflow detection has stopped the current step.
     """
 
-    def __init__(
-        self, folder: Path, *, file_format: str, report: Report | None = None, detects_overflow: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, *, report: Report | None = None, detects_overflow: bool = False) -> None:
         self._folder = folder.absolute()
-        self._file_format = file_format
         self._report: Report = _log if report is None else report
         self._detects_overflow = detects_overflow
         self._begin()
@@ -105,14 +153,13 @@ class Recorder:
         self._process = os.getpid()
         self._at_exit: Finalize | None = None
         self._closed = False
-        self._disk = Disk(self._folder)
+        self._writer = Writer(self._folder)
         self._notices = Notices()
         self._held: list[_Held] = []
         self._held_bytes = 0
         self._nonfinite: list[int] = []
         self._micro_batches: dict[tuple[str, str, int], int] = {}
         self._learned: list[Measured] = []
-        self._ring: Ring | Literal[False] | None = None
 
     # ------------------------------------------------------------------ the life of a run
 
@@ -132,12 +179,12 @@ class Recorder:
 
     def flush(self) -> None:
         """Wait until all noted dumps that are wanted are on the disk."""
-        self._disk.drain()
+        self._writer.drain()
         self._tell()
 
     def take_written(self) -> list[Header]:
         """The headers of the dumps that were written since the last call; of very many, the last ones."""
-        written = self._disk.written
+        written = self._writer.written
         return [written.popleft() for _ in range(len(written))]
 
     def close(self, *, decides: bool = True) -> None:
@@ -158,17 +205,16 @@ class Recorder:
             self._at_exit.cancel()
         if decides:
             self._decide()
-        disk = self._disk
-        if not disk.drain(LONGEST_STILL):
+        writer = self._writer
+        if not writer.drain(LONGEST_STILL):
             logger.error(
                 "The disk does not answer: %s bytes of tensors that wait to be written to %s may be lost. The session"
                 " ends without waiting any longer.",
-                f"{disk.pending:,}",
-                disk.folder,
+                f"{writer.pending:,}",
+                writer.folder,
             )
-        self._ring = None
-        if disk.files:
-            logger.info("%d tensors were dumped (%s bytes), in %s.", disk.files, f"{disk.nbytes:,}", disk.folder)
+        if writer.files:
+            logger.info("%d tensors were dumped (%s bytes), in %s.", writer.files, f"{writer.nbytes:,}", writer.folder)
         self._tell()
 
     def _follow_fork(self) -> None:
@@ -178,7 +224,7 @@ class Recorder:
 
     def stopped(self, limits: Limits) -> bool:
         """Whether writing has stopped, for good or within these limits."""
-        return self._disk.stopped(limits)
+        return self._writer.stopped(limits)
 
     # ------------------------------------------------------------------ a tensor
 
@@ -227,12 +273,11 @@ class Recorder:
             dump = self._dump(seen, wanted, micro_batch) if record is None else record(micro_batch)
             if dump is None:
                 return
-            job = Job(dump, wanted.limits, wanted.file_format or self._file_format)
             if held is None:
                 if wanted.conditions:  # some are known at once: NONFINITE on the CPU
                     self._nonfinite.append(seen.iteration)
-                self._disk.wait_for_room(dump.nbytes, wanted.limits)
-                self._disk.put(job._replace(dump=self._copied(dump, wanted.limits)))
+                self._writer.wait_for_room(dump.nbytes, wanted.limits)
+                self._writer.put(Job(dump.copied(), wanted.limits))
             elif self._held_bytes + dump.nbytes > wanted.limits.max_memory:
                 self._say_once(
                     ("held", wanted.limits),
@@ -246,27 +291,7 @@ class Recorder:
                 )
             else:
                 self._held_bytes += dump.nbytes
-                self._held.append(_Held(job._replace(dump=self._copied(dump, wanted.limits)), *held))
-
-    def _copied(self, dump: Dump, limits: Limits) -> Dump:
-        """A snapshot; the first one from a GPU allocates the memory for all."""
-        if self._ring is None and any(tensor.is_cuda for tensor in dump.tensors.values()):
-            self._ring = self._new_ring(min(limits.max_memory, LARGEST))
-        return dump.copied(self._ring or None)
-
-    def _new_ring(self, nbytes: int) -> Ring | Literal[False]:
-        try:
-            return Ring(nbytes)
-        except RuntimeError as error:
-            if is_lost(error):
-                raise
-            logger.warning(
-                "DumpTensors: %s bytes of page-locked memory cannot be allocated (%s). Each tensor allocates its own,"
-                " which may stop training for milliseconds. Set a smaller max_memory.",
-                f"{nbytes:,}",
-                str(error).partition("\n")[0],
-            )
-            return False
+                self._held.append(_Held(Job(dump.copied(), wanted.limits), *held))
 
     def _conditions_left(
         self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]
@@ -279,7 +304,7 @@ class Recorder:
         overflow = False
         for condition in wanted.conditions:
             if condition is Event.NONFINITE:
-                nonfinite = has_nonfinite(seen)
+                nonfinite = _has_nonfinite(seen)
                 if nonfinite is not None and nonfinite.device.type == "cpu":
                     if nonfinite.item():
                         return None
@@ -309,7 +334,7 @@ class Recorder:
             self._report("dumping", f"{seen.layer} {seen.tensor}", error)
 
     def _dump(self, seen: Watched, wanted: Wanted, micro_batch: int) -> Dump | None:
-        quantized, columnwise_from = quantized_form(seen) if wanted.quantized else (None, None)
+        quantized, columnwise_from = _quantized_form(seen) if wanted.quantized else (None, None)
         values = seen.values if wanted.high_precision else None
         if values is None and quantized is None:
             asked = {"high_precision_tensor": wanted.high_precision, "quantized_tensor": wanted.quantized}
@@ -333,7 +358,6 @@ class Recorder:
             rank=own_rank(),
             recipe=recipe_of(seen.quantizer),
             columnwise_from=columnwise_from,
-            keep_quantized=(wanted.file_format or self._file_format) == TORCH,
         )
 
     # ------------------------------------------------------------------ the end of a step
@@ -355,7 +379,7 @@ class Recorder:
             reason = reason or self._statistic_that_holds(entry, learned)
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
-                self._disk.put(entry.job)
+                self._writer.put(entry.job)
         if reasons:
             logger.info(
                 "Iteration %s: %d tensors are dumped: %s.",
@@ -388,7 +412,7 @@ class Recorder:
         return None
 
     def _tell(self) -> None:
-        failure = self._disk.take_failure()
+        failure = self._writer.take_failure()
         if failure is not None:
             self._report("dumping tensors to", str(self._folder), failure)
 
@@ -410,7 +434,43 @@ def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
 
 def _recipe_of_quantized(seen: Watched) -> str | None:
     """The recipe with which a tensor was quantized; None if it was not quantized, for a layer without a recipe."""
-    quantized, _ = quantized_form(seen)
+    quantized, _ = _quantized_form(seen)
     if quantized is None or not kind_is_known(quantized):
         return None
     return recipe_of(getattr(quantized, "_quantizer", None)) or recipe_of(seen.quantizer)
+
+
+def _quantized_form(watched: Watched) -> tuple[Any, Any]:
+    """Gives the quantized form of the tensor, and the object with its columnwise data if that is a separate one.
+
+    A GEMM that runs in high precision reads the tensor itself, which is not a quantized form.
+    """
+    operands = (watched.rowwise, watched.columnwise)
+    became = [operand for operand in operands if operand is not None and not _is_values(watched.values, operand)]
+    quantized = [operand for operand in became if kind_is_known(operand)]
+    chosen = quantized or became
+    if not chosen:
+        return None, None
+    other = chosen[-1]
+    return chosen[0], other if other is not chosen[0] and len(quantized) == 2 else None
+
+
+def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
+    """Whether an operand is the high-precision tensor, perhaps another view of it."""
+    if values is None or operand is values:
+        return operand is values
+    plain = {type(operand), type(values)} <= {torch.Tensor, torch.nn.Parameter}
+    return plain and operand.dtype == values.dtype and operand.data_ptr() == values.data_ptr()
+
+
+def _has_nonfinite(watched: Watched) -> torch.Tensor | None:
+    """Whether a tensor has an inf or nan, as a bool on its device; None if there is nothing to check."""
+    values = watched.values
+    if values is None:
+        became, _ = _quantized_form(watched)
+        values = became.dequantize() if became is not None and kind_is_known(became) else became
+    if values is None or not values.is_floating_point() or not values.numel():
+        return None
+    # One pass without a copy: a nan makes both extremes nan.
+    low, high = torch.aminmax(values.detach())
+    return ~(torch.isfinite(low) & torch.isfinite(high))

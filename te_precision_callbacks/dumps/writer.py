@@ -1,136 +1,206 @@
-"""Writes in a background thread, in order, with bounded memory.
+"""Writes dumps in a background thread, in order, with bounded memory and within the budget.
 
-    writer = Writer(write)          # write(job) runs in a thread of the writer's own
-    writer.put(job, nbytes, most=1 << 30)   # waits while more than `most` bytes would wait for the disk
-    writer.drain()                  # until all is written; drain(30.0): or nothing more was for 30 seconds
+    writer = Writer(log_dir)
+    writer.put(Job(dump, limits))   # waits while more than limits.max_memory bytes would wait to be written
+    writer.drain()                  # until everything is written; drain(30.0): or nothing was for 30 seconds
+    writer.take_failure()           # the first failure since the last call, if any
 
-    writer.take_failure()           # the exception that has ended the thread, if any
-
-Nothing is lost silently: every job is written, unless ``write`` raises :class:`Stop`; waiting jobs are then dropped.
-They are also dropped if the thread itself ends with another exception, which is kept for :meth:`Writer.take_failure`;
-nothing waits for such a thread.
+Every job is written, unless the budget or the disk is full. A disk that cannot be written to ends the thread: waiting
+jobs are then dropped, and :meth:`Writer.take_failure` returns the reason.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 from te_precision_callbacks.base.threads import started
+from te_precision_callbacks.dumps.budget import Budget, Limits
+from te_precision_callbacks.dumps.contents import Dump
+from te_precision_callbacks.dumps.dump_files import iteration_folder, rank_folder, write_new
+from te_precision_callbacks.dumps.errors import DumpError
+from te_precision_callbacks.dumps.header import Header
+from te_precision_callbacks.runs.run_files import new_run_id
 
-JobT = TypeVar("JobT")
+logger = logging.getLogger(__name__)
+
+_MOST_HEADERS = 10_000
 
 
-class Stop(Exception):
-    """Raised by ``write`` to end writing."""
+class Job(NamedTuple):
+    """A dump to be written, and the budget that it counts in."""
+
+    dump: Dump
+    limits: Limits
 
 
-class Writer(Generic[JobT]):
+class Writer:
     """A thread that runs while there is something to write.
 
     Args:
-        write: writes one job; raises :class:`Stop` to end writing. It handles all other exceptions itself.
+        folder: the log folder.
+
+    Attributes:
+        folder: the log folder.
+        files, nbytes: the number of files and bytes written so far.
+        written: the headers of the last files, until the caller removes them.
+        pending: the bytes that wait or are being written.
     """
 
-    def __init__(self, write: Callable[[JobT], None]) -> None:
-        self._write = write
-        self._jobs: deque[tuple[JobT, int]] = deque()
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = self.nbytes = self.pending = 0
+        self.written: deque[Header] = deque(maxlen=_MOST_HEADERS)
+        self._run = new_run_id()
+        self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self.stopped = False
-        """Whether no job is written any more."""
-        self.pending = 0
-        """Bytes that wait or are being written."""
+        self._ended = False
+        self._budget: Budget | None = None
+        self._exhausted: set[Limits] = set()
+        self._failure: Exception | None = None
 
-    def put(self, job: JobT, nbytes: int, most: int) -> None:
-        """Queue a job.
+    def stopped(self, limits: Limits) -> bool:
+        """Whether writing has stopped, for good or within these limits."""
+        return self._ended or limits in self._exhausted
 
-        Args:
-            job: the argument for ``write``.
-            nbytes: the memory that the job holds.
-            most: wait until the memory of all jobs stays within this limit. A larger job waits until all others are
-                written.
-        """
+    def put(self, job: Job) -> None:
+        """Queue a dump; waits for room, or until everything else is written if the dump alone is too large."""
         with self._changed:
-            self._wait_for_room(nbytes, most)
-            if self.stopped:
+            self.wait_for_room(job.dump.nbytes, job.limits)
+            if self._ended:
                 return
-            self._jobs.append((job, nbytes))
-            self.pending += nbytes
+            self._jobs.append(job)
+            self.pending += job.dump.nbytes
             if self._thread is None:
-                self._thread = started("dumps", self._run)  # where the interpreter is ending, this thread writes
-            alone = self._thread is None
+                self._thread = started("dumps", self._write_all)
+            alone = self._thread is None  # the interpreter is ending, and starts no thread
             self._changed.notify_all()
         if alone:
-            self._run()
+            self._write_all()
 
-    def wait_for_room(self, nbytes: int, most: int) -> None:
+    def wait_for_room(self, nbytes: int, limits: Limits) -> None:
         """Wait until :meth:`put` would not wait; call this before allocating the memory."""
         with self._changed:
-            self._wait_for_room(nbytes, most)
+            self._changed.wait_for(
+                lambda: self._ended or not self.pending or self.pending + nbytes <= limits.max_memory
+            )
 
-    def _wait_for_room(self, nbytes: int, most: int) -> None:
-        self._changed.wait_for(lambda: self.stopped or not self.pending or self.pending + nbytes <= most)
-
-    def drain(self, longest_still: float | None = None) -> bool:
+    def drain(self, timeout: float | None = None) -> bool:
         """Wait until everything is written.
 
         Args:
-            longest_still: the seconds without a job that ends after which to wait no longer. None: no limit.
+            timeout: the seconds without a finished job after which to wait no longer. None: no limit.
 
         Returns:
             Whether everything is written.
         """
         with self._changed:
             while self._thread is not None:
-                if not self._changed.wait_for(functools.partial(self._has_moved, self.pending), longest_still):
+                if not self._changed.wait_for(functools.partial(self._has_moved, self.pending), timeout):
                     return False
         return True
 
     def _has_moved(self, pending: int) -> bool:
         return self._thread is None or self.pending != pending
 
-    def take_failure(self) -> BaseException | None:
-        """Returns, once, the exception that ended the thread before everything was written; otherwise None."""
+    def take_failure(self) -> Exception | None:
+        """Return the first failure since the last call, if any."""
         with self._changed:
             failure, self._failure = self._failure, None
         return failure
 
-    def _run(self) -> None:
-        try:
-            self._write_all()
-        except BaseException as error:  # SystemExit, no memory, ...: in a thread nobody else would see it
-            with self._changed:
-                of_thread = self._thread is not None
-                self._failure = error if of_thread else None
-                self.stopped = True
-                self._jobs.clear()
-                self._thread, self.pending = None, 0
-                self._changed.notify_all()
-            if not of_thread:
-                raise
+    # ------------------------------------------------------------------ in the writer's thread
 
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                if not self._jobs:
+                if self._ended or not self._jobs:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                job, nbytes = self._jobs.popleft()
+                job = self._jobs.popleft()
+            nbytes = job.dump.nbytes
             try:
                 self._write(job)
-            except Stop:
-                with self._changed:
-                    self.stopped = True
-                    nbytes += sum(size for _, size in self._jobs)
-                    self._jobs.clear()
+            except BaseException as error:  # SystemExit, no memory, ...: in a thread it would be lost
+                if self._thread is None:
+                    self._end()
+                    raise
+                self._fail(
+                    f"The thread that writes dumps has ended: {type(error).__name__}: {error}. No more tensors are"
+                    " dumped, and those that waited to be written are lost.",
+                    error,
+                )
             finally:
                 del job
                 with self._changed:
-                    self.pending -= nbytes
+                    self.pending = 0 if self._ended else self.pending - nbytes
                     self._changed.notify_all()
+
+    def _fail(self, text: str, error: BaseException) -> None:
+        failure = DumpError(text)
+        failure.__cause__ = error
+        self._note_failure(failure)
+        self._end()
+
+    def _note_failure(self, failure: Exception) -> None:
+        with self._changed:
+            self._failure = self._failure or failure
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._jobs.clear()
+
+    def _write(self, job: Job) -> None:
+        header = replace(job.dump.header, run=self._run)
+        if job.limits in self._exhausted:
+            return
+        try:
+            refusal = self._write_within_budget(replace(job.dump, header=header), job.limits)
+        except Exception as error:
+            # A full disk stays full; but a tensor that the file format cannot hold does not affect the others.
+            if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
+                self._fail(f"{error} No more tensors are dumped.", error)
+            else:
+                self._note_failure(error)
+            return
+        if refusal is not None:
+            self._exhausted.add(job.limits)
+            logger.warning(
+                "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training goes on.",
+                header.rank,
+                header.iteration,
+                refusal,
+                rank_folder(self.folder, header.rank),
+            )
+
+    def _write_within_budget(self, dump: Dump, limits: Limits) -> str | None:
+        """Write a file; returns the reason if the budget does not allow it."""
+        header = dump.header
+        budget = self._budget
+        if budget is None:
+            budget = self._budget = Budget(rank_folder(self.folder, header.rank))
+        refusal = budget.refuses(_most_bytes(dump), limits)
+        if refusal is not None:
+            return refusal
+        nbytes = write_new(dump, iteration_folder(self.folder, header.rank, header.iteration or 0))
+        budget.count(nbytes)
+        self.files += 1
+        self.nbytes += nbytes
+        self.written.append(header)
+        return None
+
+
+def _most_bytes(dump: Dump) -> int:
+    """An upper bound of the size of a dump's file: its tensors, its header, and what the format adds for the file and
+    for each tensor, of which up to six are decoded."""
+    tensors = len(dump.tensors) + (6 if dump.internals and dump.header.quantized is not None else 0)
+    return dump.file_bytes + len(json.dumps(dump.header.to_json())) + 500 + 200 * tensors

@@ -30,7 +30,7 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import LogGemmErrorItem
 from te_precision_callbacks.coverage.gemm_events import GemmEvent, GemmOperand
-from te_precision_callbacks.dumps.wanted import Wanted
+from te_precision_callbacks.dumps.recording import Wanted
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.gemm_error.accumulators import Accumulator, accumulator_of

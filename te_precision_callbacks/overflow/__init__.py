@@ -9,8 +9,7 @@ Usage::
 See :class:`DebugActivationOverflow`, and :func:`detect_overflow` for checks inside a forward.
 """
 
-from te_precision_callbacks.overflow.detector import DebugActivationOverflow
-from te_precision_callbacks.overflow.direct import detect_overflow
+from te_precision_callbacks.overflow.detector import DebugActivationOverflow, detect_overflow
 from te_precision_callbacks.overflow.errors import (
     AbortAfterBatch,
     ActivationOverflowError,

@@ -2,25 +2,68 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.overflow import report as text
-from te_precision_callbacks.overflow.agreement import Find
 from te_precision_callbacks.overflow.detector_options import Options
 from te_precision_callbacks.overflow.errors import text_of
-from te_precision_callbacks.overflow.events import Event, Gradient
-from te_precision_callbacks.overflow.extreme_slots import Values
+from te_precision_callbacks.overflow.events import Call, Event, Gradient, Labelled
+from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
 from te_precision_callbacks.overflow.interval import History, Interval, seen
-from te_precision_callbacks.overflow.verdict import first_bad, near_limit
-from te_precision_callbacks.overflow.weights import amax_of_parameters
+from te_precision_callbacks.overflow.watched_modules import is_compiled, watched_modules
 
 logger = logging.getLogger(__name__)
+
+_LISTED = 5
+"""The maximum number of parameters that a message names."""
+
+
+@dataclass(frozen=True)
+class Find:
+    """An overflow.
+
+    Attributes:
+        path, class_name, role, batch, evaluation, rank: as in ActivationOverflowError.
+        sequence: the number of the event since the last look.
+        headline: which tensor is bad.
+        advice: what to do.
+        report: the whole report.
+        step: the training step, in words; empty if it is not known.
+    """
+
+    path: str
+    class_name: str
+    role: str
+    batch: int
+    evaluation: bool
+    rank: int
+    sequence: int
+    headline: str
+    advice: str
+    report: str
+    step: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure of detection itself.
+
+    Attributes:
+        rank: the rank on which it happened.
+        text: the class and text of the exception.
+    """
+
+    rank: int
+    text: str
 
 
 class Reader:
@@ -44,7 +87,6 @@ class Reader:
     def read(
         self,
         interval: Interval,
-        events: Sequence[Event],
         *,
         evaluation: bool,
         traces: bool,
@@ -54,13 +96,13 @@ class Reader:
         """The first overflow; the other frames are kept for later reports, traced, and compared with the limits.
 
         Args:
-            interval: holds the numbers.
-            events: events of the interval.
-            evaluation: whether they are of an evaluation.
+            interval: holds the events and the numbers.
+            evaluation: whether the events are of an evaluation.
             traces: whether ``trace_batches`` counts their batches.
             may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
             before: how many events there were since the last look of all ranks, before these.
         """
+        events = interval.events
         if not events:
             return None
         values = interval.slots.read()
@@ -149,3 +191,123 @@ class Reader:
                     str(slot.store.dtype).removeprefix("torch."),
                     limit,
                 )
+
+
+def first_bad(
+    events: Sequence[Event],
+    values: Values,
+    *,
+    allow_neg_inf: Sequence[str],
+    excused: set[Measured],
+    not_in: Collection[int],
+    loss_scaled: bool,
+) -> tuple[int, int] | None:
+    """The number of the first bad event, and of the frame in it.
+
+    A nan or +inf is bad, in any tensor. A -inf is bad if a module makes it from inputs without one. A mask that enters
+    with -inf is not bad, nor is -inf under a label: masks are made inside a forward.
+
+    Args:
+        events: the events, in order.
+        values: the numbers of the events.
+        allow_neg_inf: patterns of the paths of modules that may make -inf.
+        excused: the slots that may hold -inf wherever they occur; extended here.
+        not_in: batches that are not judged.
+        loss_scaled: whether gradients may be inf or nan, since a GradScaler handles them.
+    """
+    suspects = values.not_finite()
+    if not suspects:
+        return None
+    for index, event in enumerate(events):
+        if event.batch in not_in or (loss_scaled and isinstance(event, Gradient)):
+            continue
+        neg_inf_is_bad = not isinstance(event, Labelled) or event.is_loss
+        if isinstance(event, Call):
+            entered = any(measured in suspects and _has_neg_inf(measured, values) for _, measured in event.inputs)
+            path = event.place.path
+            neg_inf_is_bad = not (entered or any(fnmatch.fnmatchcase(path, pattern) for pattern in allow_neg_inf))
+            if not neg_inf_is_bad:  # the modules around it pass its output on
+                excused.update(measured for _, measured in event.outputs)
+        for number, frame in enumerate(event.frames()):
+            if frame.measured not in suspects or not isinstance(frame.measured, Slot):
+                continue
+            low, high = values.extremes(frame.measured)
+            if math.isnan(high) or high == math.inf:
+                return index, number
+            is_input = isinstance(event, Call) and frame.sign == ">"
+            if low == -math.inf and neg_inf_is_bad and not is_input and frame.measured not in excused:
+                return index, number
+    return None
+
+
+def _has_neg_inf(measured: Measured, values: Values) -> bool:
+    return isinstance(measured, Slot) and values.extremes(measured)[0] == -math.inf
+
+
+def near_limit(events: Sequence[Event], values: Values, share: float) -> Iterator[tuple[Call, str, Slot, float]]:
+    """Outputs with a magnitude above a share of the largest number of their dtype: the call, which output it is, its
+    slot, and its largest magnitude."""
+    suspects = values.above(share)
+    for event in events if suspects else ():
+        if isinstance(event, Call):
+            for role, measured in event.outputs:
+                if isinstance(measured, Slot) and measured in suspects:
+                    # Taken out: a container gives the same tensor again.
+                    yield event, role, measured, suspects.pop(measured)
+
+
+def amax_of_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> dict[str, float]:
+    """The largest magnitude of each parameter of the module at ``path`` itself. The host waits for the device."""
+    slots = Slots(abs_min=False)
+    module = next((module for place, module in watched_modules(roots) if place == path), None)
+    named = () if module is None else module.named_parameters(recurse=is_compiled(module))
+    measured = {name: slots.measure(parameter) for name, parameter in named}
+    values = slots.read()
+    return {name: text.amax(slot, values) for name, slot in measured.items() if isinstance(slot, Slot)}
+
+
+def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> list[str]:
+    """The parameters with an inf or nan, those of the module at ``path`` first: ``fc1.weight (nans)``.
+
+    The host waits for the device.
+
+    Args:
+        roots: the models, each with the prefix of its paths.
+        path: the path of a module.
+    """
+    slots = Slots(abs_min=False)
+    names: dict[Slot, str] = {}
+    seen: set[int] = set()
+    for place, module in sorted(watched_modules(roots), key=lambda found: found[0] != path):
+        for name, parameter in module.named_parameters(recurse=is_compiled(module)):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                measured = slots.measure(parameter)
+                if isinstance(measured, Slot):
+                    names[measured] = f"{place}.{name}".removeprefix(".")
+    values = slots.read()
+    bad = values.not_finite()
+    return [f"{name} ({text.what(*values.extremes(slot))})" for slot, name in names.items() if slot in bad]
+
+
+def advice_on_weights(broken: Sequence[str], steps: int, optimizer: str) -> str:
+    """The advice if parameters are not finite themselves.
+
+    Args:
+        broken: the parameters, such as ``fc1.weight (nans)``.
+        steps: how many steps of the model's optimizers the detector has seen.
+        optimizer: the class of the optimizer that stepped last.
+    """
+    more = f" and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
+    origin = (
+        f"The detector has seen {steps} {'steps' if steps > 1 else 'step'} of the model's optimizers, the last of"
+        f" {optimizer}: that step, or code that ran after it, has broken the weights. Check the optimizer's learning"
+        " rate, state and eps, and go back to an earlier checkpoint."
+        if steps
+        else "No optimizer has stepped since the detector was made: the weights were broken by the initialization, or"
+        " in the checkpoint that was loaded."
+    )
+    return (
+        f"The weights are already broken, so another precision does not help: {', '.join(broken[:_LISTED])}{more}."
+        f" {origin}"
+    )

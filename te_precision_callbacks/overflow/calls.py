@@ -31,8 +31,8 @@ _QUANTIZED_GRADIENTS = frozenset({"grad_output", "grad_output[0]"})
 class Calls:
     """Makes the events of a model.
 
-    This class only notes events. When an outermost forward begins, when an evaluation has ended, and in the mode
-    ``immediate`` at each event, it calls ``looking``, whose exceptions stop the run there.
+    This class only notes events. When an outermost forward begins, and when an evaluation has ended, it calls
+    ``looking``, whose exceptions stop the run there.
 
     Args:
         roots: the models, each with the prefix of its paths.
@@ -78,13 +78,10 @@ class Calls:
         current = journal.thread.current
         if current is None:
             return
-        made = False
         try:
-            made = self._give(current, watched, output, failed=failed)
+            self._give(current, watched, output, failed=failed)
         except Exception as error:
             journal.fail(error)
-        if made and self._looking.is_immediate and current.interval is not None:
-            self._looking.look_at_last(current.interval)
         if not current.open:
             journal.thread.current = None
             if current.evaluates and not failed:
@@ -160,12 +157,12 @@ class Calls:
                 roles = interval.gradient_roles(tensor, record, current.batch, self._gradient)
                 roles.takers.append((watched, role))
 
-    def _give(self, current: Pass, watched: Watched, output: Any, *, failed: bool) -> bool:
-        """Note a call that has ended; returns whether it made an event."""
+    def _give(self, current: Pass, watched: Watched, output: Any, *, failed: bool) -> None:
+        """Note a call that has ended."""
         taken = current.close(watched)
         interval = current.interval
         if failed or taken is None or interval is None or self._journal.broken:
-            return False
+            return
         gradients = current.gradients and torch.is_grad_enabled()
         given: list[tuple[str, Measured]] = []
         for role, tensor in tensors_in(output, "output"):
@@ -179,15 +176,14 @@ class Calls:
                 roles = interval.gradient_roles(tensor, record, current.batch, self._gradient)
                 roles.makers.append((watched, role))
         if not current.frames:
-            return False
+            return
         entered = [(role, measured) for role, measured in taken if measured is not None]
         parameters = watched.module.named_parameters(recurse=False) if self._parameters else ()
         own = [(name, interval.slots.measure(parameter)) for name, parameter in parameters]
         if not (entered or given or own):
-            return False
+            return
         scale = fp8_scale(watched.module, "scaling_fwd", interval.slots) if watched.quantizes else None
         interval.events.append(Call(watched, current.batch, own, entered, given, scale))
-        return True
 
     # ------------------------------------------------------------------ a backward
 
@@ -218,8 +214,6 @@ class Calls:
         journal = self._journal
         journal.training.events.append(gradient)
         journal.due = True
-        if self._looking.is_immediate:
-            self._looking.look_at_last(journal.training)
 
 
 def _calls_running(module: torch.nn.Module) -> int:

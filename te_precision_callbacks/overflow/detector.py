@@ -1,8 +1,9 @@
-"""The detector."""
+"""The detector, and a check of one tensor."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -10,17 +11,25 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
+from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.messages import Messages
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow.calls import Calls
 from te_precision_callbacks.overflow.detector_options import (
-    Mode,
     NamesOfTransformers,
     OnFailure,
     Options,
     from_transformers,
 )
-from te_precision_callbacks.overflow.errors import OverflowDetectorError
+from te_precision_callbacks.overflow.errors import (
+    DetectionFailedError,
+    OverflowDetectorError,
+    OverflowOptionError,
+    text_of,
+)
+from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
+from te_precision_callbacks.overflow.grad_scaler import journals
 from te_precision_callbacks.overflow.journal import Journal
 from te_precision_callbacks.overflow.looking import Looking
 from te_precision_callbacks.overflow.steps import Steps
@@ -51,14 +60,13 @@ class DebugActivationOverflow:
         abs_max= 1.80e+04 > [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: input[0]
         abs_max=      inf < [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: output
 
-    In the mode ``deferred`` nothing waits for the device in forward and backward. All tensors are checked once, before
-    an optimizer of the model steps or in :meth:`look`; without gradients, at the end of the outermost forward.
+    Nothing waits for the device in forward and backward. All tensors are checked once, before an optimizer of the model
+    steps or in :meth:`look`; without gradients, at the end of the outermost forward.
 
     Args:
         model: the model; or several, as a list or as a mapping whose keys become prefixes of the paths. On any device
             and in any wrapper.
         max_frames: the maximum number of frames in a report.
-        mode: ``deferred``, or ``immediate``: looks at the end of each module's forward, and raises from there.
         gradients: whether gradients of activations and parameters are watched.
         parameters: whether the values of each module's parameters are shown and checked.
         abs_min: whether a column with the smallest magnitude is shown; each tensor is read once more for it.
@@ -91,7 +99,6 @@ class DebugActivationOverflow:
         model: Model,
         max_frames: int = 40,
         *,
-        mode: Mode = "deferred",
         gradients: bool = True,
         parameters: bool = False,
         abs_min: bool = False,
@@ -111,7 +118,6 @@ class DebugActivationOverflow:
             raise OverflowDetectorError(f"The model must be {what}, not {model!r}.")
         options = Options.checked(
             max_frames=max_frames,
-            mode=mode,
             gradients=gradients,
             parameters=parameters,
             abs_min=abs_min,
@@ -191,13 +197,10 @@ class DebugActivationOverflow:
             debug_overflow.watch_loss(loss)
             loss.backward()
 
-        Not needed where a GradScaler scales the loss, nor in the front doors of trainers, which do it.
+        Not needed where a GradScaler scales the loss, nor in the integrations with trainers, which do it.
 
         Args:
             loss: the loss before it is scaled, or several.
-
-        Raises:
-            ActivationOverflowError: in the mode ``immediate``: the loss is inf or nan.
         """
         self._steps.watch_loss(loss)
 
@@ -237,3 +240,44 @@ class DebugActivationOverflow:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(error)
+
+
+@outside_of_dynamo
+def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
+    """Check a tensor for inf and nan between two operations inside a forward, and log a find as an error.
+
+        forwarded_states = self.layer_norm(hidden_states)
+        detect_overflow(forwarded_states, "after layer_norm")
+
+    If a :class:`DebugActivationOverflow` watches the running forward, its report gets a frame with the label. The host
+    waits for the tensor.
+
+    Args:
+        tensor: any shape, dtype and device.
+        label: the tensor's name in the log and the report.
+
+    Returns:
+        Whether there is an inf, of either sign, or a nan; False for a tensor whose elements cannot be read.
+
+    Raises:
+        OverflowOptionError: ``tensor`` is not a tensor.
+        DetectionFailedError: the check itself has failed.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise OverflowOptionError(
+            f"detect_overflow(tensor, label) takes a tensor first, not a {type(tensor).__name__}."
+        )
+    for journal in journals():
+        journal.label(tensor, label)
+    slots = Slots(abs_min=False)
+    try:
+        measured = slots.measure(tensor)
+        if not isinstance(measured, Slot):
+            return False
+        low, high = slots.read().extremes(measured)
+    except Exception as error:
+        raise DetectionFailedError(text_of(error), rank=own_rank()) from error
+    if math.isfinite(low) and math.isfinite(high):
+        return False
+    logger.error("%s has %s", label, "nans" if math.isnan(high) else "infs")
+    return True

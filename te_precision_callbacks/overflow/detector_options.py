@@ -12,8 +12,6 @@ from typing_extensions import TypedDict
 
 from te_precision_callbacks.overflow.errors import OverflowOptionError
 
-Mode = Literal["deferred", "immediate"]
-
 OnFailure = Literal["raise", "warn"]
 
 
@@ -33,7 +31,6 @@ class Options(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     max_frames: Annotated[int, pydantic.Field(strict=True, ge=1)]
-    mode: Mode
     gradients: bool
     parameters: bool
     abs_min: bool

@@ -116,14 +116,6 @@ class Interval:
         """The largest scale of a loss; None if no loss was scaled. The host waits for the device."""
         return None if self._loss_scale is None else self._loss_scale.item()
 
-    def forget_numbers(self) -> None:
-        """Reuse the slots, and measure each tensor again."""
-        self._records = {key: record for key, record in self._records.items() if record.tensor() is not None}
-        for record in self._records.values():
-            record.measured = None
-        self.excused.clear()
-        self.slots.reset()
-
     def clear(self) -> None:
         """Begin anew."""
         self.events = []

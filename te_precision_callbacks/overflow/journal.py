@@ -12,7 +12,6 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_in_words
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.overflow.batches import Batches
 from te_precision_callbacks.overflow.detector_options import Options
 from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.events import Labelled, Place
@@ -51,6 +50,71 @@ class Pass:
             opened, taken = self.open.pop()
             if opened is place:
                 return taken
+
+
+class Batches:
+    """The numbers of the batches of a training, and of the evaluations between them.
+
+    Outermost forwards count batches, or the loop does. Forwards without gradients are an evaluation. Before the first
+    training batch they have the numbers of batches, since a run may have no training.
+
+    Args:
+        last: the number of the batch after which the run ends; None if no batch ends it.
+
+    Attributes:
+        trains: whether there was a training batch.
+        looked: whether everything so far was looked at: the next forward of any module then begins a batch.
+    """
+
+    def __init__(self, last: int | None) -> None:
+        self.trains = False
+        self.looked = True
+        self._last = last
+        self._number = self._evaluation = -1
+        self._given = False
+
+    @property
+    def number(self) -> int:
+        """The number of the current or last training batch; before the first, of the forward without gradients."""
+        return max(self._number, 0)
+
+    @property
+    def evaluation(self) -> int:
+        """The number of the current or last forward without gradients."""
+        return max(self._evaluation, 0) if self.trains else self.number
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last batch of the run has begun."""
+        return self._last is not None and self._number >= self._last
+
+    def give(self) -> None:
+        """Let the loop mark the beginning of batches from now on."""
+        self._given = True
+        self.train()
+
+    def train(self) -> None:
+        """Count anew from the first training batch on."""
+        if not self.trains:
+            self.trains, self._number = True, -1
+
+    def begins(self, *, is_root: bool, evaluation: bool) -> bool:
+        """Whether the outermost forward that begins now begins the next batch; an evaluation is counted here.
+
+        Args:
+            is_root: whether the forward is the model's, not that of a module inside.
+            evaluation: whether the forward has no gradients.
+        """
+        if evaluation and self.trains:
+            self._evaluation += is_root
+            return False
+        begins, self.looked = is_root or self.looked, False
+        return begins and not self._given
+
+    def next(self) -> None:
+        """Begin the next batch."""
+        self._number += 1
+        self._evaluation = -1
 
 
 class _Thread(threading.local):
@@ -103,8 +167,8 @@ class Journal:
         except Exception as error:
             self.fail(error)
 
-    def note_loss(self, loss: Any, scaled: Any = None) -> bool:
-        """Add a frame for each tensor of a loss; returns whether there is a new one.
+    def note_loss(self, loss: Any, scaled: Any = None) -> None:
+        """Add a frame for each tensor of a loss.
 
         A tensor that was noted before, such as the loss that a model returns, has its frame. ``due`` stays as it is: a
         loss that is logged after the step, perhaps on one rank alone, waits for the next look.
@@ -114,8 +178,8 @@ class Journal:
             scaled: what a GradScaler has made of it, which is not noted again: it may be inf.
         """
         if self.broken or self.is_over() or is_capturing():
-            return False
-        training, made = self.training, False
+            return
+        training = self.training
         try:
             for role, tensor in tensors_in(loss, "loss"):
                 if tensor is None or training.record(tensor).measured is not None:
@@ -123,13 +187,11 @@ class Journal:
                 measured = training.measure(tensor).measured
                 if measured is not None:
                     training.events.append(Labelled(self.batches.number, role, measured, is_loss=True))
-                    made = True
             for (_, tensor), (_, product) in zip(tensors_in(loss, ""), tensors_in(scaled, ""), strict=False):
                 if tensor is not None and product is not None:
                     training.record(product).measured = training.record(tensor).measured
         except Exception as error:
             self.fail(error)
-        return made
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
         """Note that a GradScaler has scaled a loss."""

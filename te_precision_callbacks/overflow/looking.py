@@ -12,8 +12,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.ranks import is_distributed, is_initialized, own_rank
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.ranks.tree import RanksLostError
-from te_precision_callbacks.overflow.agreement import Failure, Find, agree
-from te_precision_callbacks.overflow.analysis import Reader
+from te_precision_callbacks.overflow.analysis import Failure, Find, Reader, advice_on_weights, broken_parameters
 from te_precision_callbacks.overflow.detector_options import Options
 from te_precision_callbacks.overflow.errors import (
     AbortAfterBatch,
@@ -21,10 +20,8 @@ from te_precision_callbacks.overflow.errors import (
     DetectionFailedError,
     text_of,
 )
-from te_precision_callbacks.overflow.events import Event
 from te_precision_callbacks.overflow.interval import Interval
 from te_precision_callbacks.overflow.journal import Journal
-from te_precision_callbacks.overflow.weights import advice_on_weights, broken_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +30,6 @@ MOST_SLOTS = 65_536
 
 If ranks stop together, an overflow that is found there waits for the next common look.
 """
-
-_MOST_SLOTS_IMMEDIATE = 1024
-"""The number of slots after which the mode ``immediate``, which has looked at them, begins anew."""
 
 
 class Looking:
@@ -74,11 +68,6 @@ class Looking:
     def share(self, messages: Messages) -> None:
         """Agree with other ranks over messages that somebody else opens and closes."""
         self._messages, self._shares = messages, True
-
-    @property
-    def is_immediate(self) -> bool:
-        """Whether each event is looked at as it is made, by :meth:`look_at_last`."""
-        return self._options.mode == "immediate"
 
     # ------------------------------------------------------------------ when
 
@@ -121,13 +110,17 @@ class Looking:
         return self._messages
 
     def _agreed(self, own: Find | Failure | None, messages: Messages) -> Find | Failure | None:
+        """The find whose event came first on any rank, or else a failure of any rank."""
         if not messages.is_open:
             return own
+        why = "to look for activation overflow together. Perhaps a rank has not trained in this step"
         try:
-            return agree(own, messages)
+            found = messages.pooled([] if own is None else [own], "overflow", why)
         except RanksLostError as error:
             self._say_apart(error)
             return own
+        finds = [entry for entry in found if isinstance(entry, Find)]
+        return min(finds, key=lambda find: find.sequence) if finds else next(iter(found), None)
 
     def _say_apart(self, error: RanksLostError) -> None:
         logger.warning(
@@ -141,8 +134,6 @@ class Looking:
         training = self._journal.training
         if training.slots.used >= MOST_SLOTS and not is_capturing():
             self._make_room()
-        elif self.is_immediate and training.slots.used >= _MOST_SLOTS_IMMEDIATE:
-            training.forget_numbers()
         if self._journal.batches.begins(is_root=is_root, evaluation=evaluation):
             self.next_batch()
 
@@ -151,11 +142,6 @@ class Looking:
         if self._journal.batches.is_over:
             self._abort()
         self._journal.batches.next()
-
-    def look_at_last(self, interval: Interval) -> None:
-        """Look at the event that was just made, in the mode ``immediate``."""
-        events, interval.events = interval.events, []
-        self._stop_if(self._read(interval, events))
 
     def look_at_evaluation(self) -> None:
         """Look at a forward without gradients that has ended."""
@@ -215,19 +201,12 @@ class Looking:
         self.dropped += events
 
     def _look_at(self, interval: Interval, *, may_be_skipped: bool = True) -> Find | None:
-        """The first overflow in an interval, which then begins anew."""
-        find = self._read(interval, interval.events, may_be_skipped=may_be_skipped)
-        interval.clear()
-        return find
-
-    def _read(self, interval: Interval, events: Sequence[Event], *, may_be_skipped: bool = True) -> Find | None:
-        """The first overflow in events of an interval; None if reading fails."""
-        journal, read = self._journal, self.reader.read
+        """The first overflow in an interval, which then begins anew; None if reading fails."""
+        journal = self._journal
         evaluation = interval is journal.evaluation
         try:
-            return read(
+            return self.reader.read(
                 interval,
-                events,
                 evaluation=evaluation,
                 traces=not (evaluation and journal.batches.trains),
                 may_be_skipped=may_be_skipped,
@@ -236,6 +215,8 @@ class Looking:
         except Exception as error:
             journal.fail(error)
             return None
+        finally:
+            interval.clear()
 
     # ------------------------------------------------------------------ what follows
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from te_precision_callbacks.overflow.events import Call, Event, Frame, Gradient, Labelled
 from te_precision_callbacks.overflow.extreme_slots import Slot, Values
 from te_precision_callbacks.overflow.interval import Seen
-from te_precision_callbacks.overflow.verdict import what
 
 _LARGE = 2.0**8
 """The magnitude from which on a weight that is larger than what enters its module is the reason for an overflow."""
@@ -120,3 +119,8 @@ def _scale(frame: Frame, values: Values) -> float | None:
         return None
     largest = amax(frame.measured, values)
     return frame.scale / largest if 0 < largest < math.inf else 1.0
+
+
+def what(low: float, high: float) -> str:
+    """``nans`` or ``infs``."""
+    return "nans" if math.isnan(low) or math.isnan(high) else "infs"

@@ -55,9 +55,8 @@ class Steps:
         self._followed.clear()
 
     def watch_loss(self, loss: Any, scaled: Any = None) -> None:
-        """Note a loss, as :meth:`Journal.note_loss` does; in the mode ``immediate``, look at it."""
-        if self.journal.note_loss(loss, scaled) and self._looking.is_immediate:
-            self._looking.look_at_last(self.journal.training)
+        """Note a loss, as :meth:`Journal.note_loss` does."""
+        self.journal.note_loss(loss, scaled)
 
     def follow(self, owner: Any) -> None:
         """Note the loss in each call of ``owner.backward(loss)`` from now on."""

@@ -24,7 +24,6 @@ from te_precision_callbacks.coverage.contract_keeper import PrecisionContractErr
 from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
 from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_failure
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
-from te_precision_callbacks.dumps.dump_files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.answers import ToldOfForwards
@@ -36,7 +35,7 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions, read_profile
-from te_precision_callbacks.overflow.loss_scaling import LossScaling
+from te_precision_callbacks.overflow.grad_scaler import LossScaling
 from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.closing_lines import closing_lines, in_short, is_quiet
 from te_precision_callbacks.session.delivery import Delivery, Ending
@@ -130,7 +129,6 @@ class Run:
         self.hooks = ForwardHooks(classify, failures, results.audit, told, engine, notices)
         recorder = Recorder(
             results.log_dir,
-            file_format=SAFETENSORS,
             report=failures.report,
             detects_overflow=ACTIVATION_OVERFLOW in options.debug,
         )

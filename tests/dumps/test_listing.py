@@ -19,7 +19,7 @@ def test_a_link_to_itself_is_reported_aside(tmp_path: Path) -> None:
     dumps.save(torch.ones(2), tmp_path / "one.safetensors", layer="fc1")
     os.symlink(tmp_path / "loop", tmp_path / "loop")
     found = dumps.list(tmp_path)
-    assert [entry.header.layer for entry in found if entry.header is not None] == ["fc1"]
+    assert [entry.header.layer for entry in found] == ["fc1"]
     assert [file.path.name for file in found.foreign] == ["loop"]
 
 
@@ -50,9 +50,9 @@ def test_folders_that_may_not_be_read() -> None:
     assert [(file.path, file.why) for file in found.foreign] == [(secret, "cannot be read: Permission denied")]
 
 
-def test_an_archive_that_is_not_of_torch_save(tmp_path: Path) -> None:
+def test_an_archive(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "notes.docx", "w") as archive:
         archive.writestr("word/document.xml", "notes")
     found = dumps.list(tmp_path)
     assert not len(found)
-    assert [file.why for file in found.foreign] == ["a zip archive, but none of torch.save."]
+    assert [file.why.startswith("not a safetensors file, but an archive") for file in found.foreign] == [True]

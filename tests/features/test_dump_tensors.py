@@ -1,10 +1,8 @@
-"""DumpTensors under plain nvidia-dlfw-inspect: Transformer Engine's path, names and keys, and nothing overwritten."""
+"""DumpTensors under plain nvidia-dlfw-inspect: the tensors of Transformer Engine's files, and nothing overwritten."""
 
 from __future__ import annotations
 
 import logging
-import pickletools
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
-from transformer_engine.pytorch.tensor import QuantizedTensor
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.session import InspectSession
@@ -32,8 +29,8 @@ def random(seed: int) -> torch.Tensor:
     return torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def load(folder: Path, name: str) -> Any:
-    return torch.load(folder / "tensor_dumps" / "rank_0" / name, weights_only=False)
+def load(folder: Path, name: str) -> dumps.Dump:
+    return dumps.load(folder / "tensor_dumps" / "rank_0" / name)
 
 
 def quantized(x: torch.Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
@@ -61,45 +58,25 @@ def inspect(
 
 
 @pytest.mark.parametrize("folders", [[OURS], [OURS, THEIRS], [THEIRS, OURS]], ids=["ours", "ours-te", "te-ours"])
-def test_the_files_are_those_of_transformer_engines_feature(tmp_path: Path, folders: list[str]) -> None:
-    """The same training under each: the same files, with the same tensors under the same keys, and more."""
-    found: dict[str, Any] = {}
-    names: dict[str, list[str]] = {}
+def test_the_tensors_are_those_of_transformer_engines_feature(tmp_path: Path, folders: list[str]) -> None:
+    """The same training under each: files in the same folders, with the same tensors."""
     for name, listed in (("theirs", [THEIRS]), ("ours", folders)):
         torch.manual_seed(0)
         with plain({"DumpTensors": BOTH}, tmp_path / name, folders=listed, fresh=True):
             train(linear(), steps=2)
-            names[name] = files(tmp_path / name)  # a step has its files when it has ended
-        found[name] = load(tmp_path / name, "iter_000001/linear_activation.pt")
-    assert names["ours"] == names["theirs"] == [f"iter_00000{n}/linear_activation.pt" for n in range(2)]
-    ours, theirs = found["ours"], found["theirs"]
-    assert list(theirs) == ["high_precision", "quantized"]
-    assert set(ours) > set(theirs)
-    assert torch.equal(ours["high_precision"], theirs["high_precision"])
-    assert type(ours["quantized"]) is type(theirs["quantized"])
-    assert isinstance(ours["quantized"], QuantizedTensor)
-    assert torch.equal(ours["quantized"].dequantize(), theirs["quantized"].dequantize())
-    assert torch.equal(ours["quantized"]._data, theirs["quantized"]._data)
-    assert torch.equal(ours["data"].float() * ours["scale_inv"], ours["quantized"].dequantize()), "the internals"
-
-
-def test_the_pickle_loads_where_this_package_is_not_installed(tmp_path: Path) -> None:
-    """What it names is torch's, Transformer Engine's and Python's own."""
-    with plain({"DumpTensors": BOTH}, tmp_path):
-        train(linear())
-    with zipfile.ZipFile(tmp_path / "tensor_dumps/rank_0/iter_000000/linear_activation.pt") as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
-        operations = list(pickletools.genops(archive.read(name)))
-    named = {str(argument) for code, argument, _ in operations if code.name in ("GLOBAL", "SHORT_BINUNICODE")}
-    named |= {str(argument) for code, argument, _ in operations if code.name == "BINUNICODE"}
-    modules = {text.split()[0].split(".")[0] for text in named if "." in text and text.replace(".", "").isidentifier()}
-    modules |= {str(argument).split()[0].split(".")[0] for code, argument, _ in operations if code.name == "GLOBAL"}
-    assert {"torch", "transformer_engine"} <= modules
-    assert "te_precision_callbacks" not in {text.split(".")[0].split()[0] for text in named if text.strip()}
+            found = files(tmp_path / name)  # a step has its files when it has ended
+        ending = "linear_activation.pt" if name == "theirs" else "linear.activation.safetensors"
+        assert found == [f"iter_00000{n}/{ending}" for n in range(2)]
+    theirs = torch.load(tmp_path / "theirs/tensor_dumps/rank_0/iter_000001/linear_activation.pt", weights_only=False)
+    ours = load(tmp_path / "ours", "iter_000001/linear.activation.safetensors")
+    assert torch.equal(ours.tensors["high_precision"], theirs["high_precision"])
+    assert torch.equal(ours.tensors["data"].view(torch.uint8), theirs["quantized"]._data)
+    assert torch.equal(ours.tensors["scale_inv"], theirs["quantized"]._scale_inv)
+    assert torch.equal(dumps.dequantize(ours), theirs["quantized"].dequantize())
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    """The first has Transformer Engine's name: of micro-batches, of names that it takes for one, of a second run."""
+    """Of micro-batches, of similar names, of a second run."""
     options = {**BOTH, "quantized_tensor": False}
     written: list[torch.Tensor] = []
     for run in range(2):
@@ -108,10 +85,11 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
                 written.append(random(10 * run + seed))
                 inspect(name, written[-1])
             debug_api.step()
-    names = [f"iter_000000/my_linear_activation{end}.pt" for end in ("", *(f".{n}" for n in range(1, 6)))]
+    stems = ["my.linear.activation", "my_linear.activation", "my.linear.activation.mb1"]
+    names = [f"iter_000000/{stem}{number}.safetensors" for number in ("", ".1") for stem in stems]
     assert sorted(files(tmp_path)) == sorted(names)
     for name, expected in zip(names, written, strict=True):
-        assert torch.equal(load(tmp_path, name)["high_precision"], expected)
+        assert torch.equal(load(tmp_path, name).tensors["high_precision"], expected)
 
 
 def test_what_is_written_is_what_was_there_in_that_moment(tmp_path: Path) -> None:
@@ -124,17 +102,15 @@ def test_what_is_written_is_what_was_there_in_that_moment(tmp_path: Path) -> Non
         became._data.zero_()
         became._scale_inv.zero_()
         debug_api.step()
-    found = load(tmp_path, "iter_000000/linear_activation.pt")
-    assert torch.equal(found["high_precision"], random(0))
-    assert torch.equal(found["quantized"]._data, codes)
-    assert torch.equal(found["data"].view(torch.uint8), codes)
+    found = load(tmp_path, "iter_000000/linear.activation.safetensors")
+    assert torch.equal(found.tensors["high_precision"], random(0))
+    assert torch.equal(found.tensors["data"].view(torch.uint8), codes)
 
 
-@pytest.mark.parametrize("file_format", ["torch", "safetensors"])
 @pytest.mark.parametrize(
     "case", ["one object", "two objects", "rowwise plain", "columnwise plain", "rowwise only", "fake", "high precision"]
 )
-def test_both_operands(tmp_path: Path, case: str, file_format: str) -> None:
+def test_both_operands(tmp_path: Path, case: str) -> None:
     """Transformer Engine's own raises where the two are not one object."""
     x, fake = random(0), random(0).round()
     whole, rows, columns = quantized(x), quantized(x, columnwise=False), quantized(x)
@@ -147,11 +123,11 @@ def test_both_operands(tmp_path: Path, case: str, file_format: str) -> None:
         "fake": (fake, fake),
         "high precision": (x, x),
     }
-    with plain({"DumpTensors": {**BOTH, "file_format": file_format}}, tmp_path):
+    with plain({"DumpTensors": BOTH}, tmp_path):
         inspect("linear", x, *operands[case])
         debug_api.step()
     (name,) = files(tmp_path)
-    dump = dumps.load(tmp_path / "tensor_dumps/rank_0" / name, allow_pickle=True)
+    dump = dumps.load(tmp_path / "tensor_dumps/rank_0" / name)
     assert torch.equal(dump.tensors["high_precision"], x)
     expected = {"fake": fake, "high precision": None}.get(case, whole.dequantize())
     if expected is None:
@@ -162,9 +138,8 @@ def test_both_operands(tmp_path: Path, case: str, file_format: str) -> None:
         assert torch.equal(dumps.dequantize(dump), expected)
 
 
-@pytest.mark.parametrize("file_format", ["torch", "safetensors"])
 @pytest.mark.parametrize("kind", ["MXFP8", "NVFP4"])
-def test_scales_that_are_swizzled_and_padded(tmp_path: Path, kind: str, file_format: str) -> None:
+def test_scales_that_are_swizzled_and_padded(tmp_path: Path, kind: str) -> None:
     """Numbers from the file alone, with the scales' blocks spread by hand; the same as the tensor's own."""
     from transformer_engine.pytorch import DType, MXFP8Quantizer, NVFP4Quantizer
 
@@ -174,11 +149,11 @@ def test_scales_that_are_swizzled_and_padded(tmp_path: Path, kind: str, file_for
     became = quantizer(x)
     assert became._with_gemm_swizzled_scales
     assert became._rowwise_scale_inv.shape == (128, 8 if kind == "MXFP8" else 12), "padded"
-    with plain({"DumpTensors": {**BOTH, "file_format": file_format}}, tmp_path):
+    with plain({"DumpTensors": BOTH}, tmp_path):
         inspect("linear", x, became, became)
         debug_api.step()
     (name,) = files(tmp_path)
-    found = dumps.load(tmp_path / "tensor_dumps/rank_0" / name, allow_pickle=True).tensors
+    found = dumps.load(tmp_path / "tensor_dumps/rank_0" / name).tensors
     if kind == "MXFP8":
         values = found["rowwise_data"].float() * found["rowwise_block_scale_inv_values"].repeat_interleave(32, 1)
     else:
@@ -217,7 +192,7 @@ def test_conditions_without_a_session(tmp_path: Path, caplog: pytest.LogCaptureF
         for number in range(4):
             net(torch.full((16, 32), float(number))).sum().backward()
             debug_api.step()
-    assert files(tmp_path) == ["iter_000003/linear_activation.pt"]
+    assert files(tmp_path) == ["iter_000003/linear.activation.safetensors"]
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(errors) == 2
     assert "'mse > 1' of DumpTensors would never hold: its statistic is not collected for 'activation'" in errors[0]

@@ -59,11 +59,10 @@ def failing(method: str = "measure") -> Any:
     return mock.patch.object(Slots, method, side_effect=LookupError("no slot"))
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
-def test_a_gradient_of_none(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gradient_of_none(caplog: pytest.LogCaptureFixture) -> None:
     """No gradient has come to that tensor: it has no frame, and what comes after is watched."""
     model, optimizer = made()
-    with DebugActivationOverflow(model, mode=mode, max_frames=1000) as watching:
+    with DebugActivationOverflow(model, max_frames=1000) as watching:
         for _ in range(3):
             step(model, optimizer)
         assert not caplog.records
@@ -75,12 +74,11 @@ def test_a_gradient_of_none(mode: Any, caplog: pytest.LogCaptureFixture) -> None
     assert not any("second" in line for line in gradients)
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
-def test_the_next_step_raises(mode: Any) -> None:
+def test_the_next_step_raises() -> None:
     """Not the hook: other ranks would wait for this one. The weights are not touched; then it watches anew."""
     model, optimizer = made()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with DebugActivationOverflow(model, mode=mode) as watching:
+    with DebugActivationOverflow(model) as watching:
         with failing():
             loss = model(torch.ones(2, 4)).sum()
             loss.backward()

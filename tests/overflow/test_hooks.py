@@ -292,10 +292,9 @@ def test_evaluation_batches_are_counted_apart(given: bool) -> None:
                         assert (e.value.evaluation, e.value.batch) == (True, 1)
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
-def test_an_evaluation_before_the_training_is_named_as_one(mode: Any) -> None:
+def test_an_evaluation_before_the_training_is_named_as_one() -> None:
     model = torch.nn.Sequential(Scale())
-    with DebugActivationOverflow(model, mode=mode) as detector:
+    with DebugActivationOverflow(model) as detector:
         match = r"> \[1\] 0: Scale: input\[0\] has infs, in evaluation batch 1\."
         with torch.no_grad(), pytest.raises(ActivationOverflowError, match=match) as evaluation:
             for value in (1.0, INF):
@@ -486,7 +485,6 @@ def test_the_model_is_let_go() -> None:
 @pytest.mark.parametrize(
     ("keywords", "text"),
     [
-        ({"mode": "fast"}, r"mode= has the value 'fast'. It must be 'deferred' or 'immediate'\."),
         ({"max_frames": 0}, r"max_frames= has the value 0. It must be greater than or equal to 1\."),
         ({"max_frames": 2.5}, r"max_frames="),
         ({"trace_batches": 3}, r"trace_batches= has the value 3. It must be a list\."),
@@ -550,11 +548,10 @@ def test_abs_min_of_any_tensor() -> None:
     ]
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
-def test_tracing_of_batches(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_tracing_of_batches(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Sequential(Scale(2.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with DebugActivationOverflow(model, mode=mode, trace_batches=[1, 2], gradients=False):
+    with DebugActivationOverflow(model, trace_batches=[1, 2], gradients=False):
         for value in (1.0, 2.0, INF, 4.0):
             model(torch.tensor([value])).sum().backward()
             model.zero_grad()

@@ -206,15 +206,14 @@ def test_a_loss_that_the_model_returns_has_one_frame(tmp_path: Path) -> None:
         made.train()
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_loop_of_torch(model: Net, mode: Any, bad: float) -> None:
+def test_a_loop_of_torch(model: Net, bad: float) -> None:
     """The loop tells the detector; where a GradScaler is used, also of one that is off, it has told already."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for scaler in (None, GradScaler("cpu", enabled=False), scaler_of()):
         model.weights.clear()
         with (
-            DebugActivationOverflow(model, mode=mode) as watching,
+            DebugActivationOverflow(model) as watching,
             pytest.raises(ActivationOverflowError) as raised,
         ):
             for index, batch in enumerate(batches()):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Literal
 
 import pytest
 import torch
 
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from tests.overflow.models import WO, Line, hooks_on, lines_of, mini_t5, overflow_at, seen_by_plain_hooks, tokens
-
-MODES: list[Literal["deferred", "immediate"]] = ["deferred", "immediate"]
 
 # The second half of an encoder block, in the order of the page that describes the report: a module's inputs, its
 # outputs; a container after what is in it.
@@ -48,11 +45,10 @@ def expected(model: torch.nn.Module, culprit: str, batch: int) -> list[Line]:
     return [line._replace(batch=batch) for line in found[: last + 1]]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch", [0, 17])
-def test_an_overflow(mode: Literal["deferred", "immediate"], batch: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_overflow(batch: int, caplog: pytest.LogCaptureFixture) -> None:
     model = mini_t5()
-    detector = DebugActivationOverflow(model, mode=mode)
+    detector = DebugActivationOverflow(model)
     train(model, steps=batch)
     assert detector.batch_number == max(batch - 1, 0)
     overflow_at(model, WO)
@@ -77,33 +73,11 @@ def test_an_overflow(mode: Literal["deferred", "immediate"], batch: int, caplog:
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.ERROR, error.report)]
 
 
-def test_both_modes_give_the_same_report() -> None:
-    reports = []
-    for mode in MODES:
-        model = mini_t5()
-        overflow_at(model, WO)
-        with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model, mode=mode):
-            model(input_ids=tokens(), labels=tokens())
-        reports.append(raised.value.report)
-    assert reports[0] == reports[1]
-
-
-def test_immediate_raises_inside_of_the_forward() -> None:
-    model = mini_t5()
-    overflow_at(model, WO)
-    after = []
-    model.get_submodule("encoder.block.2").register_forward_hook(lambda *_: after.append(True))
-    with pytest.raises(ActivationOverflowError), DebugActivationOverflow(model, mode="immediate"):
-        model(input_ids=tokens(), labels=tokens())
-    assert not after
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_nan(mode: Literal["deferred", "immediate"]) -> None:
+def test_a_nan() -> None:
     model = mini_t5()
     overflow_at(model, WO, float("nan"))
     with pytest.raises(ActivationOverflowError, match=r"wo: Linear: output has nans") as raised:
-        with DebugActivationOverflow(model, mode=mode):
+        with DebugActivationOverflow(model):
             model(input_ids=tokens(), labels=tokens())
     assert raised.value.report.endswith(f"abs_max=      nan < [0] {WO}: Linear: output")
     assert lines_of(raised.value.report) == expected(model, WO, 0)[-40:]
@@ -141,8 +115,7 @@ def test_frames_of_earlier_batches_come_first() -> None:
 
 
 @pytest.mark.usefixtures("backward_thread")
-@pytest.mark.parametrize("mode", MODES)
-def test_a_backward_that_overflows(mode: Literal["deferred", "immediate"]) -> None:
+def test_a_backward_that_overflows() -> None:
     """A gradient beyond float16, while all activations are small: found before the optimizer spreads it."""
     torch.manual_seed(0)
     first, second, third = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
@@ -162,7 +135,7 @@ def test_a_backward_that_overflows(mode: Literal["deferred", "immediate"]) -> No
     at_first = 100.0 * 8 * 300
     assert at_first > torch.finfo(torch.float16).max
 
-    detector = DebugActivationOverflow(model, mode=mode)
+    detector = DebugActivationOverflow(model)
     with pytest.raises(ActivationOverflowError) as raised:
         loss = (model(inputs) * 100).sum()
         loss.backward()

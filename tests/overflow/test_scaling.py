@@ -163,13 +163,12 @@ def test_with_any_optimizer(name: str) -> None:
             plain(model, optimizer, scaler, 1)
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
 @pytest.mark.parametrize("train", LOOPS)
-def test_no_alarm_while_the_scale_settles(train: Train, mode: Any) -> None:
+def test_no_alarm_while_the_scale_settles(train: Train) -> None:
     """As in the README's "in any loop": nothing is said of a scaler, and nothing is set."""
     model = Half()
     scaler = scaler_of()
-    with DebugActivationOverflow(model, mode=mode) as watching:
+    with DebugActivationOverflow(model) as watching:
         train(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 30)
     assert watching.reports == 0
     assert 2.0 < scaler.get_scale() < 2.0**20, "it has skipped ten steps, and settled"
@@ -191,7 +190,7 @@ def test_the_sharded_scaler_and_one_of_a_user(tmp_path: Path) -> None:
         for scaler in (Own("cpu", 2.0**30), ShardedGradScaler("cpu", 2.0**30, process_group=dist.group.WORLD)):
             model = Half()
             optimizer = OPTIMIZERS["sgd"](model.parameters())
-            with DebugActivationOverflow(model, mode="immediate"):
+            with DebugActivationOverflow(model):
                 clipped(model, optimizer, scaler, 30)
                 torch.nn.init.constant_(model.second.weight, 6e4)
                 with pytest.raises(ActivationOverflowError, match="second: Linear: output has infs"):
@@ -213,8 +212,7 @@ class NanBackward(torch.autograd.Function):
         return gradients[0] * float("nan")
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
-def test_a_gradient_that_is_not_finite_at_any_scale(mode: Any) -> None:
+def test_a_gradient_that_is_not_finite_at_any_scale() -> None:
     """The scaler would leave out every step, and halve its scale to zero; at a scale of 1 it is an overflow."""
 
     class Model(Half):
@@ -223,11 +221,11 @@ def test_a_gradient_that_is_not_finite_at_any_scale(mode: Any) -> None:
 
     model = Model()
     scaler = scaler_of(scale=2.0**4)
-    with DebugActivationOverflow(model, mode=mode) as watching:
+    with DebugActivationOverflow(model) as watching:
         with pytest.raises(ActivationOverflowError, match=r"The loss was scaled by only 1, so the scale is not") as e:
             plain(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 20)
         assert (e.value.batch, scaler.get_scale()) == (4, 1.0)
-    with DebugActivationOverflow(model, mode=mode) as watching:
+    with DebugActivationOverflow(model) as watching:
         watching.loss_scaled = True  # the loop looks after it
         plain(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 20)
 

@@ -319,12 +319,11 @@ class Masked(torch.nn.Module):
 
 
 @pytest.mark.parametrize("lowest", [-INF, torch.finfo(torch.float32).min, -1e4])
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
-def test_masks_are_no_alarm(lowest: float, mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_masks_are_no_alarm(lowest: float, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Masked(lowest)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with DebugActivationOverflow(model, mode=mode):
+    with DebugActivationOverflow(model):
         for _ in range(3):
             model(torch.randn(2, 5, 8)).sum().backward()
             optimizer.step()
@@ -342,8 +341,7 @@ def test_a_transformer_of_torch_with_masks() -> None:
         model(torch.randn(2, 5, 8), mask=mask).sum().backward()
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
-def test_neg_inf_that_a_module_makes(mode: Any) -> None:
+def test_neg_inf_that_a_module_makes() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -355,22 +353,22 @@ def test_neg_inf_that_a_module_makes(mode: Any) -> None:
     zeros = torch.zeros(2)
     with pytest.raises(ActivationOverflowError, match=r"log: Function: output has infs"):
         model = Model()
-        with DebugActivationOverflow(model, mode=mode):
+        with DebugActivationOverflow(model):
             model(zeros)
     for pattern in ("log", "l*", "?og"):
         model = Model()
-        with DebugActivationOverflow(model, mode=mode, allow_neg_inf=[pattern]):
+        with DebugActivationOverflow(model, allow_neg_inf=[pattern]):
             model(zeros)  # nor is what the model around it passes on
     model = Model()
-    with pytest.raises(ActivationOverflowError), DebugActivationOverflow(model, mode=mode, allow_neg_inf=["lo"]):
+    with pytest.raises(ActivationOverflowError), DebugActivationOverflow(model, allow_neg_inf=["lo"]):
         model(zeros)
     model = Model()
     with pytest.raises(ActivationOverflowError, match="has nans"):
-        with DebugActivationOverflow(model, mode=mode, allow_neg_inf=["*"]):
+        with DebugActivationOverflow(model, allow_neg_inf=["*"]):
             model(torch.tensor([-1.0]))
     model = Model()
     with pytest.raises(ActivationOverflowError, match=r"< \[1\] log: Function: output has nans"):
-        with DebugActivationOverflow(model, mode=mode, allow_neg_inf=["log"]):
+        with DebugActivationOverflow(model, allow_neg_inf=["log"]):
             for value in (0.0, -1.0):  # what was excused in a batch is not in the next one
                 model(torch.tensor([value]))
 
@@ -405,8 +403,7 @@ def test_detect_overflow(tensor: torch.Tensor, kind: str | None, caplog: pytest.
     assert [record.getMessage() for record in caplog.records] == ([f"after layer_norm has {kind}"] if kind else [])
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
-def test_detect_overflow_adds_a_frame(mode: Any) -> None:
+def test_detect_overflow_adds_a_frame() -> None:
     class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -420,7 +417,7 @@ def test_detect_overflow_adds_a_frame(mode: Any) -> None:
             return x / 1e30
 
     model = torch.nn.Sequential(Block())
-    with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model, mode=mode):
+    with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model):
         model(torch.full((2,), 3e10))
     assert raised.value.report.splitlines() == [
         "= [0] after the product has infs",
@@ -437,8 +434,7 @@ def test_detect_overflow_adds_a_frame(mode: Any) -> None:
     assert (raised.value.path, raised.value.role) == ("", "after the product")
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
-def test_a_mask_under_a_label_is_no_alarm(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mask_under_a_label_is_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     class Scores(torch.nn.Module):
         def forward(self, x: torch.Tensor, fill: float) -> torch.Tensor:
             scores = x.masked_fill(torch.tensor([True, False]), fill)
@@ -446,12 +442,12 @@ def test_a_mask_under_a_label_is_no_alarm(mode: Any, caplog: pytest.LogCaptureFi
             return scores.softmax(0)
 
     model = torch.nn.Sequential(Scores())
-    with DebugActivationOverflow(model, mode=mode):
+    with DebugActivationOverflow(model):
         model[0](torch.ones(2), -INF)
     assert [record.getMessage() for record in caplog.records] == ["after the mask has infs"]
     for fill, kind in ((INF, "infs"), (math.nan, "nans")):
         with pytest.raises(ActivationOverflowError, match=rf"= \[0\] after the mask has {kind}"):
-            with DebugActivationOverflow(model, mode=mode):
+            with DebugActivationOverflow(model):
                 model[0](torch.ones(2), fill)
 
 

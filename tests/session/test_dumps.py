@@ -17,8 +17,8 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.config import ConfigError
-from te_precision_callbacks.dumps import disk
-from te_precision_callbacks.dumps.writer import Writer
+from te_precision_callbacks.dumps import Dump, Header, writer
+from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
@@ -180,7 +180,7 @@ def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, capl
     (message,) = messages(caplog, "DumpTensors")
     assert "max_bytes=10,000,000 leaves no room for the next file" in message
     for path in found.values():
-        dumps.load(path, allow_pickle=True)
+        dumps.load(path)
     watched = config(tensors=TENSORS, quantized_tensor=True, max_files=1, start_step=10**9)
     never = model()
     with InspectSession(watched, model=never, log_dir=tmp_path / "not") as session:
@@ -355,7 +355,6 @@ def test_the_step_of_an_overflow_that_a_loop_catches(tmp_path: Path) -> None:
         ({"max_bytes": "10 mega"}, {}, r"'max_bytes' of 'DumpTensors' must be a number of bytes.*not '10 mega'"),
         ({"max_bytes": 0}, {}, r"'max_bytes' of 'DumpTensors' must be a number of bytes >= 1"),
         ({"max_files": 0}, {}, r"'max_files' of 'DumpTensors' must be an integer >= 1"),
-        ({"file_format": "pickle"}, {}, r"'file_format' of 'DumpTensors' must be one of safetensors, torch"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(
@@ -399,22 +398,30 @@ def test_what_does_not_fit_until_the_steps_end_is_said_once(tmp_path: Path, capl
 # --- the disk --------------------------------------------------------------------------------------------------------
 
 
-def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The writer is held back until the training thread has come to wait for it."""
     import threading
 
     go, waiting = threading.Event(), threading.Event()
-    written: list[int] = []
+    written: list[int | None] = []
 
-    def slow(job: int) -> None:
+    def slow(dump: Dump, folder: Path) -> int:
         go.wait(10)
-        written.append(job)
+        written.append(dump.header.iteration)
+        return 0
 
-    writer = Writer(slow)
+    def put(number: int, nbytes: int) -> None:
+        tensors = {"high_precision": torch.zeros(nbytes, dtype=torch.uint8)}
+        held.put(writer.Job(Dump(Header(iteration=number), tensors), Limits(1 << 40, 1 << 20, 350)))
+
+    monkeypatch.setattr(writer, "write_new", slow)
+    held = writer.Writer(tmp_path)
     original = threading.Condition.wait
 
     def wait(self: threading.Condition, timeout: float | None = None) -> bool:
-        if self is writer._changed and threading.current_thread().name == "training":
+        if self is held._changed and threading.current_thread().name == "training":
             waiting.set()
         return original(self, timeout)
 
@@ -423,10 +430,10 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(monkeypa
 
     def train() -> None:
         for number in range(20):
-            writer.put(number, 100, most=350)
-            most.append(writer.pending)
-        writer.put(20, 1000, most=350)  # larger than all that may wait: alone
-        most.append(writer.pending)
+            put(number, 100)
+            most.append(held.pending)
+        put(20, 1000)  # larger than all that may wait: alone
+        most.append(held.pending)
 
     training = threading.Thread(target=train, name="training")
     training.start()
@@ -436,23 +443,23 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(monkeypa
     assert not written
     go.set()
     training.join(10)
-    writer.drain()
+    held.drain()
     assert written == list(range(21)), "in order, and all"
     assert max(most[:20]) <= 350
     assert most[20] <= 1000
-    assert writer.pending == 0
+    assert held.pending == 0
 
 
 def test_all_is_written_in_a_run_whose_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each activation has 2,048 bytes: four of them may wait."""
-    write, waiting = disk.write_new, []
+    write, waiting = writer.write_new, []
 
     def slow(*arguments: Any) -> int:
-        waiting.append(session._run.observation.recorder._disk._writer.pending)
+        waiting.append(session._run.observation.recorder._writer.pending)
         time.sleep(0.005)
         return write(*arguments)
 
-    monkeypatch.setattr(disk, "write_new", slow)
+    monkeypatch.setattr(writer, "write_new", slow)
     net = te.Linear(32, 32)
     with InspectSession(config(max_memory=10_000), model=net, log_dir=tmp_path) as session:
         for number in range(6):
@@ -465,21 +472,17 @@ def test_all_is_written_in_a_run_whose_disk_is_slow(tmp_path: Path, monkeypatch:
         assert torch.equal(dump.tensors["high_precision"], random(seed))
 
 
-@pytest.mark.parametrize("file_format", ["safetensors", "torch"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_file_that_cannot_be_written(
-    tmp_path: Path, strict: bool, file_format: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The second step's files are too large. They leave nothing behind, and the first step's are whole."""
     net = te.Linear(32, 32)
     steps: list[int] = []
 
     def run() -> None:
-        asked = config(file_format=file_format)
-        with InspectSession(asked, model=net, log_dir=tmp_path, strict=strict) as session, files_up_to(1 << 19):
+        with InspectSession(config(), model=net, log_dir=tmp_path, strict=strict) as session, files_up_to(1 << 19):
             for size in (16, 1 << 14, 16, 16):
                 step(session, net, random(0, size, 32))
-                session._run.observation.recorder._disk._writer.drain()
+                session._run.observation.recorder._writer.drain()
                 steps.append(size)
 
     if strict:
@@ -493,7 +496,7 @@ def test_a_file_that_cannot_be_written(
         assert "Precision debugging failed on rank 0: dumping tensors to" in message
         assert "No more tensors are dumped" in message
     (path,) = files(tmp_path).values()
-    assert torch.equal(dumps.load(path, allow_pickle=True).tensors["high_precision"], random(0))
+    assert torch.equal(dumps.load(path).tensors["high_precision"], random(0))
 
 
 def test_a_writing_thread_that_ends_is_told_once(
@@ -502,12 +505,12 @@ def test_a_writing_thread_that_ends_is_told_once(
     def write(*arguments: Any) -> int:
         raise SystemExit("a library has ended the thread")
 
-    monkeypatch.setattr(disk, "write_new", write)
+    monkeypatch.setattr(writer, "write_new", write)
     net = te.Linear(32, 32)
     with InspectSession(config(max_memory=3000), model=net, log_dir=tmp_path) as session:
         for number in range(4):
             step(session, net, random(2 * number), random(2 * number + 1))
-            session._run.observation.recorder._disk._writer.drain()
+            session._run.observation.recorder._writer.drain()
     (message,) = messages(caplog, "The thread that writes dumps has ended: SystemExit: a library has ended the thread.")
     assert "No more tensors are dumped" in message
     assert not files(tmp_path)
@@ -587,11 +590,3 @@ def test_an_error_in_training_loses_nothing(tmp_path: Path) -> None:
             net(random(1)).sum().backward()
             raise ValueError("bad batch")
     assert list(files(tmp_path)) == [f"iter_00000{n}/linear.activation.safetensors" for n in range(2)]
-
-
-def test_torch_files_in_a_session(tmp_path: Path) -> None:
-    net = te.Linear(32, 32)
-    asked = config(quantized_tensor=True, file_format="torch")
-    with InspectSession(asked, model=net, log_dir=tmp_path) as session:
-        step(session, net, random(0), random(1), recipe=Float8CurrentScaling())
-    assert list(files(tmp_path)) == ["iter_000000/linear_activation.1.pt", "iter_000000/linear_activation.pt"]

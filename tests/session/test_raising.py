@@ -99,7 +99,6 @@ READERS = {
     "NotOnMetaError",
     "NothingToCompareError",
     "NothingToShowError",
-    "PickleRefusedError",
     "RecipeError",
     "ReportError",
     "RunError",
