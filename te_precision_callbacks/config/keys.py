@@ -24,8 +24,7 @@ from te_precision_callbacks.config.fields import (
     When,
     words,
 )
-from te_precision_callbacks.config.levels import Level, Misfit, NameT, OneTensor
-from te_precision_callbacks.config.nesting import Nested
+from te_precision_callbacks.config.levels import Level, Misfit, NameT, Nested, OneTensor
 from te_precision_callbacks.config.problems import shown
 from te_precision_callbacks.gemm_error.chances import PROBES
 from te_precision_callbacks.statistics.names import Request

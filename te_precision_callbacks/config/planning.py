@@ -7,7 +7,6 @@ nvidia-dlfw-inspect gets exact layer names.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -235,14 +234,14 @@ def draft(
                     missing.add(_attention_message(section, name, blind) + _AS_WARNING)
             elif not selected and layers:
                 unmatched.append(section)
-                missing.add(functools.partial(_no_layer_message, section, index, upstream))
+                missing.add(_no_layer_message(section, index, upstream))
             elif selected and upstream is not None and section.selector.differs(index, upstream):
                 otherwise.append((section, selected, section.selector.select(upstream)))
             known = {(key, entry) for key, entry, _ in section.selector.idle_entries(of_attention)}
             for key, entry, describe in section.selector.idle_entries(index) if selected else ():
                 if (key, entry) not in known:
                     continue
-                what = functools.partial(_idle_message, section, key, entry, describe, upstream)
+                what = _idle_message(section, key, entry, describe, upstream)
                 (missing if key == EXACT else idle).add(what)
         for position in selected:
             hit[position].append(number)
@@ -296,7 +295,7 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
                 feature = None  # nvidia-dlfw-inspect's own LogTensorStats, which no layer of Transformer Engine calls
             if feature is None:
                 if not others:
-                    problems.add(functools.partial(_unknown_feature, name, namespace, registered, section.place(*path)))
+                    problems.add(_unknown_feature(name, namespace, registered, section.place(*path)))
             elif feature in resolved.setdefault(namespace, {}):
                 problems.add(
                     f"{section.place(*path)}: {shown(feature)} is given here twice, in two spellings. Keep one of them."

@@ -41,13 +41,13 @@ from te_precision_callbacks.config.levels import (
     GemmChoice,
     Level,
     ModifyingFeature,
+    Nested,
     ObservingFeature,
     OneGemm,
     OneTensor,
     Target,
     TensorChoice,
 )
-from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 
 

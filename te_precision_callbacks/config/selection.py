@@ -229,7 +229,7 @@ class LayerSelector:
         problems = Problems()
         for key in block:
             if key not in SELECTOR_KEYS:
-                problems.add(functools.partial(_unknown_key, str(key), place))
+                problems.add(_unknown_key(str(key), place))
         if not block:
             raise ConfigError(f"{place()}: 'layers' is empty; it needs one of {_listed(SELECTOR_KEYS)}.")
         parsed: dict[str, Any] = dict.fromkeys(SELECTOR_KEYS)

@@ -19,7 +19,7 @@ from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.base.numerics.layouts import LayoutError
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.config.collecting import collected
+from te_precision_callbacks.config.dumping import collected
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.config.schemas import DumpTensors
 from te_precision_callbacks.coverage.gemm_events import UNFUSED, AttentionEvent
