@@ -777,6 +777,7 @@ for number in range(100_000):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("file_format", ["safetensors", "torch"])
 def test_a_killed_process_leaves_whole_files(tmp_path: Path, file_format: str) -> None:
     """Killed twice, while one dump after another is written: new files, and one that is replaced each time."""

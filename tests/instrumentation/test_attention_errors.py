@@ -89,6 +89,7 @@ MASKS = {
 PADDED = [mask for mask in MASKS if "padding" in mask]  # those that Transformer Engine has for packed sequences
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("mask", "form"),
     [*((mask, form) for form in ("bshd", "sbhd") for mask in MASKS), *((mask, "thd") for mask in PADDED)],
@@ -149,6 +150,7 @@ def test_masks_and_layouts(mask: str, form: str) -> None:
     assert judged(call, samples, result).ratio < 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
 def test_a_bias(kind: str) -> None:
     torch.manual_seed(0)
@@ -171,6 +173,7 @@ def test_a_bias(kind: str) -> None:
     assert judged(call, sample(call, result, 0, 1 << 22), result).ratio < 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
