@@ -28,13 +28,11 @@ LONG = "x" * 3_000_000
         ),
         (SECTION.replace("all", LONG), r"line 5 .*the options of 'LogTensorStats' must be a mapping, not None"),
         (f"? {LONG}\n: 3", r"line 1 \(section 'xxx.*\.\.\.x*'\): a section must be a mapping"),
-        (f"s:\n  enabled: True\n  layers: {{layer_name_regex_pattern: {LONG}}}", r"line 3 .*has 3,000,000 characters"),
-        (f"s:\n  enabled: True\n  layers: {{layer_name_regex_pattern: '{'(' * 9000}'}}", r"line 3 .*nested too deeply"),
         ("s:\n  enabled: True\n  layers: {layer_name_regex_pattern: 'a{99999999999}'}", r"line 3 .*repetition number"),
         (f"s:\n  enabled: True\n  layers: {{layer_numbers: {'9' * 5000}}}", r"(?s)not valid YAML: '999.*line 3"),
         (f"s: *{LONG}", r"not valid YAML: .*undefined alias"),
     ],
-    ids=range(12),
+    ids=range(10),
 )
 def test_a_file_that_stands_for_too_much_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.yaml").write_text(text)

@@ -36,10 +36,6 @@ class ReadOptions(dict[str, Any]):
         super().__init__(schema.listed(written))
         self.schema = schema
 
-    def with_early_steps(self, steps: Sequence[int]) -> ReadOptions:
-        """The same with statistics that are due in these steps as well."""
-        return ReadOptions(self, self.schema.with_early_steps(steps))
-
     def __reduce__(self) -> tuple[type[ReadOptions], tuple[dict[str, Any], FeatureSchema]]:
         """Pickle the mapping and the schema."""
         return type(self), (dict(self), self.schema)

@@ -8,7 +8,7 @@ for a tensor of a GEMM, with the keys of all levels around it (:class:`Nested`),
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -135,10 +135,6 @@ class Level(BaseModel):
         Raises:
             Misfit: keys that do not fit together.
         """
-
-    def with_early_steps(self, steps: Sequence[int]) -> Self:
-        """The same, with statistics that are due in these steps as well."""
-        return self
 
     @classmethod
     def of(cls, nested: Nested, **named: str) -> Self:
@@ -346,13 +342,6 @@ class ObservingFeature(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[
     def targets(self) -> tuple[Target[TensorItemT], ...]:
         """The listed tensors."""
         return tuple(self.target(None, tensor, nested) for tensor, nested in _chosen(self.nested, "tensor"))
-
-    def with_early_steps(self, steps: Sequence[int]) -> Self:
-        """The same, with targets that are due in these steps as well."""
-        early = self.model_copy()
-        targets = (replace(target, options=target.options.with_early_steps(steps)) for target in self.targets)
-        vars(early)["targets"] = tuple(targets)  # in place of what the property has kept
-        return early
 
 
 class ModifyingFeature(
