@@ -1,6 +1,6 @@
 # make demo   train a small FP8 language model under the callback, and show what came out
 # make test   lint, types and all tests
-# make test-quick   the tests that start no process, and of each its first case: tests/quick.py
+# make test-quick   the first case of each test that is not marked slow or processes: tests/quick.py
 # make test-newest   all tests with the newest versions of all packages, in .venv-newest; WITH="transformers<5" takes an older one
 # make install   only set up the environment for tests and checks
 # make docs   the docs site, in site/; open site/index.html

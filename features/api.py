@@ -40,7 +40,7 @@ from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import COLUMNWISE, RESULT, ROWWISE
 from te_precision_callbacks.config.checking import ReadOptions
-from te_precision_callbacks.config.collecting import Collected, collected
+from te_precision_callbacks.config.dumping import Collected, collected
 from te_precision_callbacks.config.keys import GemmSampling, LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.features.base import (

@@ -15,8 +15,7 @@ from nvdlfw_inspect.registry import api_method
 from te_precision_callbacks.base.numerics.layouts import gemm_operand
 from te_precision_callbacks.config.checking import read_options
 from te_precision_callbacks.config.keys import LoggedTensor
-from te_precision_callbacks.config.levels import FeatureSchema, holding
-from te_precision_callbacks.config.nesting import Nested
+from te_precision_callbacks.config.levels import FeatureSchema, Nested, holding
 from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule

@@ -10,7 +10,7 @@ from typing import Any
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.config import schemas
-from te_precision_callbacks.config.collecting import Collected
+from te_precision_callbacks.config.dumping import Collected
 from te_precision_callbacks.config.levels import FeatureSchema, holding
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.dumps.recording import Wanted

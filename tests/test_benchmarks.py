@@ -16,6 +16,8 @@ import pytest
 
 from tests.forked import executable
 
+pytestmark = pytest.mark.processes
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 

@@ -1,4 +1,4 @@
-"""Configs that are too large or nested too deeply are refused with a short message."""
+"""Configs that are too large are refused with a short message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from te_precision_callbacks.config import ConfigError, load_config
-from te_precision_callbacks.config.yaml_text import DEEPEST, MOST_BYTES
+from te_precision_callbacks.config.yaml_text import MOST_BYTES
 
 SECTION = "s:\n  enabled: True\n  layers: {layer_types: [all]}\n  transformer_engine:\n    LogTensorStats:\n"
 OPTIONS = "      enabled: True\n      tensors: [weight]\n"
@@ -19,11 +19,8 @@ LONG = "x" * 3_000_000
     ("text", "message"),
     [
         ("a: &a\n  - *a\n", r"an anchor contains itself"),
-        ("a:\n  " + "[" * 200_000, rf"line 2: nested more than {DEEPEST} levels deep"),
-        ("{a: " * 200_000, rf"line 1: nested more than {DEEPEST} levels deep"),
         (SECTION + OPTIONS + f"      stats: [{'x' * 10_000_000}]\n", rf"more than {MOST_BYTES:,} bytes"),
         (SECTION + OPTIONS + f"      stats: [{LONG}]\n", r"line 8 .*'stats' of 'LogTensorStats' has 'xxx.*there is no"),
-        (SECTION + OPTIONS + f"      stats: [{', '.join(['z'] * 50_000)}]\n", r"line 8 .* has 50,000 entries"),
         (SECTION + f"      enabled: {LONG}\n", r"line 6 .*'enabled' of 'LogTensorStats' must be True or False"),
         (
             SECTION.replace("LogTensorStats:", f"? {LONG}\n    : 1"),
@@ -31,13 +28,11 @@ LONG = "x" * 3_000_000
         ),
         (SECTION.replace("all", LONG), r"line 5 .*the options of 'LogTensorStats' must be a mapping, not None"),
         (f"? {LONG}\n: 3", r"line 1 \(section 'xxx.*\.\.\.x*'\): a section must be a mapping"),
-        (f"s:\n  enabled: True\n  layers: {{layer_name_regex_pattern: {LONG}}}", r"line 3 .*has 3,000,000 characters"),
-        (f"s:\n  enabled: True\n  layers: {{layer_name_regex_pattern: '{'(' * 9000}'}}", r"line 3 .*nested too deeply"),
         ("s:\n  enabled: True\n  layers: {layer_name_regex_pattern: 'a{99999999999}'}", r"line 3 .*repetition number"),
         (f"s:\n  enabled: True\n  layers: {{layer_numbers: {'9' * 5000}}}", r"(?s)not valid YAML: '999.*line 3"),
         (f"s: *{LONG}", r"not valid YAML: .*undefined alias"),
     ],
-    ids=range(15),
+    ids=range(10),
 )
 def test_a_file_that_stands_for_too_much_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.yaml").write_text(text)

@@ -9,6 +9,8 @@ import subprocess
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 from tests.docs.pages import blocks
 from tests.forked import executable
@@ -69,6 +71,7 @@ def put(file: Path, before: str, text: str) -> None:
     file.write_text(source.replace(before, text + before))
 
 
+@pytest.mark.processes
 def test_its_steps_do_as_they_say(tmp_path: Path) -> None:
     for folder in ("te_precision_callbacks", "features"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -235,6 +235,7 @@ def test_what_cannot_work_is_an_error_before_the_loop(tmp_path: Path) -> None:
     debugging(argparse.Namespace(debug="te_precision", te_precision_config=statistics()), net(), log_dir=tmp_path)
 
 
+@pytest.mark.processes
 def test_adding_the_options_imports_no_framework() -> None:
     code = """
         import argparse, sys

@@ -7,7 +7,6 @@ the path, a log folder below a file.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import platform
@@ -15,7 +14,6 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,19 +22,22 @@ from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.base.environment import read_environment, torch_facts
-from te_precision_callbacks.base.environment.torch_facts import Gpu, Torch
+from te_precision_callbacks.base import torch_facts
+from te_precision_callbacks.base.environment import read_environment
+from te_precision_callbacks.base.torch_facts import Gpu, Torch
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.cli.doctor import logger_packages
 from te_precision_callbacks.cli.doctor.advice import findings
-from te_precision_callbacks.cli.doctor.asking import NoAnswerError, ask
 from te_precision_callbacks.cli.doctor.command import _show
 from te_precision_callbacks.cli.doctor.examination import Examination, Failed, examine
 from te_precision_callbacks.cli.doctor.log_folder import LogFolder, log_folder
-from te_precision_callbacks.cli.doctor.logger_packages import Logger
 from te_precision_callbacks.cli.doctor.packages import Package, packages
-from te_precision_callbacks.cli.doctor.runnable_recipes import Recipes
-from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine, transformer_engine
+from te_precision_callbacks.cli.doctor.te_installation import (
+    NoAnswerError,
+    Recipes,
+    TransformerEngine,
+    recipes_in_process,
+    transformer_engine,
+)
 from te_precision_callbacks.reference import target
 from tests.forked import executable
 from tests.manual.test_command import one_line
@@ -88,11 +89,6 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["log_folder"]["path"] == str(tmp_path / "logs")
     assert not found["log_folder"]["exists"]
     assert list(tmp_path.iterdir()) == [], "nothing is left"
-    assert [(logger["name"], logger["failure"]) for logger in found["loggers"]] == [
-        ("tensorboard", ""),
-        ("wandb", ""),
-        ("mlflow", ""),
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +109,10 @@ def without_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_machine_where_everything_is_wrong(without_engine: Path, tmp_path: Path) -> None:
-    """No Transformer Engine, variables that contradict each other, and a log folder below a file, for root as well."""
+    """No Transformer Engine, bad values of variables, and a log folder below a file, for root as well."""
     (tmp_path / "file").write_text("not a folder")
     command = [str(without_engine), "-m", "te_precision_callbacks", "doctor", "--log-dir", "file/logs"]
-    kernels = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATN_V3": "1"}
-    done = run(command, cwd=tmp_path, **kernels)
+    done = run(command, cwd=tmp_path, NVTE_FLASH_ATTN="no", NVTE_NVFP4_DISABLE_RHT="true")
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     _, _, shown = done.stdout.partition("Findings\n")
@@ -127,15 +122,13 @@ def test_a_machine_where_everything_is_wrong(without_engine: Path, tmp_path: Pat
     assert "No module named 'transformer_engine'" in first
     assert "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'" in shown
     assert "pip install -e '.[reference]'" in shown
-    assert "no attention kernel is left" in second
+    assert second.startswith("2. (stops a run) NVTE_FLASH_ATTN='no': an integer is expected")
     assert third.startswith("3. (stops a run)")
     assert str(tmp_path / "file") in third
     assert "is not a folder" in third
-    assert fourth.startswith("4. (misleads) NVTE_FLASH_ATN_V3 has no effect")
-    assert "Is NVTE_FLASH_ATTN_V3 meant?" in shown
+    assert fourth.startswith("4. (misleads) NVTE_NVFP4_DISABLE_RHT='true'")
     rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
     assert "missing" in rows["transformer-engine"]
-    assert "not installed" in rows["mlflow"]
 
 
 def test_wrong_use() -> None:
@@ -198,48 +191,21 @@ def test_the_versions_of_driver_and_cudnn() -> None:
     assert [torch_facts._cudnn(number) for number in (91002, 90100, 8902)] == ["9.10.2", "9.1.0", "8.9.2"]
 
 
-@pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module that another process finds, too."""
-    (tmp_path / "asked.py").write_text(
-        "import os, sys\n"
-        "def raises(): raise ImportError('libcudart.so.13: cannot open')\n"
-        "def aborts(): os.abort()\n"
-        "def exits(): sys.exit(3)\n"
-        "def answers(): print('hello'); return {'one': 1}\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "asked", raising=False)
-    return importlib.import_module("asked")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("code", "why"),
     [
-        ("raises", "ImportError: libcudart.so.13: cannot open"),
-        ("aborts", "status -6"),
-        ("exits", "status 3"),
+        ("raise ImportError('libcudart.so.13: cannot open')", "ImportError: libcudart.so.13: cannot open"),
+        ("import os; os.abort()", "status -6"),
+        ("import sys; sys.exit(3)", "status 3"),
     ],
 )
-def test_another_process_that_does_not_answer(asked: ModuleType, function: str, why: str) -> None:
+def test_another_process_that_does_not_answer(tmp_path: Path, code: str, why: str) -> None:
+    (tmp_path / "transformer_engine.py").write_text(code)
+    path = os.pathsep.join((str(tmp_path), str(REPOSITORY)))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TE_PRECISION_")}
     with pytest.raises(NoAnswerError, match=why):
-        ask(getattr(asked, function), os.environ)
-
-
-@pytest.mark.slow
-def test_another_process_that_answers_after_what_it_prints(asked: ModuleType) -> None:
-    assert ask(asked.answers, os.environ) == {"one": 1}
-
-
-def test_a_logger_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that is installed and broken, and one that is not installed."""
-    (tmp_path / "broken_logger.py").write_text("raise TypeError('Descriptors cannot be created directly')")
-    monkeypatch.syspath_prepend(tmp_path)
-    failure = "TypeError: Descriptors cannot be created directly"
-    assert logger_packages._imported("broken_logger", "broken_logger") == Logger("broken_logger", True, None, failure)
-    assert logger_packages._imported("no_logger", "no_logger") == Logger("no_logger", False, None, "")
+        recipes_in_process({**environ, "PYTHONPATH": path})
 
 
 # ---------------------------------------------------------------------- findings
@@ -258,7 +224,6 @@ HERE = Examination(
     torch=Torch((Gpu("NVIDIA H100", "9.0", 80 << 30),), None, "570.124.06", "12.8", "9.10.2", (), {}),
     environment=read_environment({}),
     log_folder=LogFolder("/logs", True, "", "", "", 1 << 40),
-    loggers=(Logger("wandb", False, None, ""),),
 )
 
 
@@ -319,10 +284,6 @@ def test_a_gpu_machine_with_nothing_wrong() -> None:
         ),
         (but(log_folder=LogFolder("/logs", True, "", "little space", "", 9)), "changes a run: .*little space"),
         (but(log_folder=LogFolder("/logs", True, "", "", "no locks", 9)), "changes a run: .*no locks"),
-        (
-            but(loggers=(Logger("wandb", True, None, "TypeError"),)),
-            "changes a run: wandb is installed, but .*TypeError",
-        ),
         (but(environment=read_environment({"NVTE_USE_FAST_MATH": "on"})), "stops a run: NVTE_USE_FAST_MATH='on'"),
         (but(torch=Failed("ImportError: no libtorch")), "changes a run: torch could not be examined: ImportError"),
     ],
@@ -354,7 +315,7 @@ def test_gpus_that_are_hidden_on_purpose_are_no_finding() -> None:
 
 def test_the_most_serious_comes_first() -> None:
     examination = but(
-        environment=read_environment({"NVTE_TYPO": "1", "NVTE_FLASH_ATTN": "no"}),
+        environment=read_environment({"NVTE_NVFP4_DISABLE_RHT": "true", "NVTE_FLASH_ATTN": "no"}),
         log_folder=LogFolder("/logs", True, "", "little space", "", 9),
     )
     assert [line.partition(":")[0] for line in told(examination)] == ["stops a run", "changes a run", "misleads"]
@@ -370,12 +331,11 @@ def test_parts_that_fail_are_told_in_their_place(
     examination = examine(tmp_path)
     assert isinstance(examination.packages, Failed)
     assert isinstance(examination.transformer_engine, Failed)
-    assert isinstance(examination.loggers, Failed)
     assert isinstance(examination.torch, Torch)
     assert isinstance(examination.log_folder, LogFolder)
     _show(examination, findings(examination))
     shown = capsys.readouterr().out
-    assert shown.count("could not be examined") == 6, "in three places, and in three findings"
+    assert shown.count("could not be examined") == 4, "in two places, and in two findings"
     assert "PackageNotFoundError" in shown
     assert "no-python" in shown
 

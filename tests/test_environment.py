@@ -14,14 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 import transformer_engine
-import transformer_engine.pytorch as te
 
-from te_precision_callbacks.base.environment import read_environment
-from te_precision_callbacks.base.environment.variables import VARIABLES, WITHOUT_INFLUENCE
-from te_precision_callbacks.reference import inherited, target
-from te_precision_callbacks.sinks.log_file import OVERWRITE_VARIABLE
+from te_precision_callbacks.base.environment import VARIABLES, read_environment
+from te_precision_callbacks.reference import target
 from tests.reference.processes import python
 
 SOURCE = Path(transformer_engine.__path__[0])
@@ -29,17 +25,6 @@ SITE = SOURCE.parent
 PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"
 
 # ---------------------------------------------------------------------- what Transformer Engine's Python reads
-
-
-@cache
-def texts() -> frozenset[str]:
-    """The string constants of Transformer Engine's Python that could be the name of one of its variables."""
-    return frozenset(
-        node.value
-        for tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_name(node.value)
-    )
 
 
 def is_name(text: str) -> bool:
@@ -68,17 +53,6 @@ def readings() -> Iterator[tuple[str, ast.Call, ast.AST]]:
 
 READ_BY_THE_EXTENSION_TOO = {"NVTE_USE_FAST_MATH"}
 
-NO_VARIABLES = {"NVTE_FP8_COLLECTION_NAME"}
-"""Texts that look like a variable: the name of a collection in JAX."""
-
-
-@pytest.mark.slow
-def test_every_variable_of_transformer_engine_is_in_the_table_or_without_influence() -> None:
-    """Of the Python that is installed: a new version shows here what it reads."""
-    assert {"NVTE_BACKWARD_OVERRIDE", "NVTE_UnfusedDPA_Emulate_FP8", "NVTE_NVTX_ENABLED"} <= texts()
-    assert sorted(texts() - VARIABLES.keys() - WITHOUT_INFLUENCE - NO_VARIABLES) == []
-    assert not VARIABLES.keys() & WITHOUT_INFLUENCE
-
 
 @pytest.mark.slow
 def test_values_are_read_as_the_source_reads_them() -> None:
@@ -92,7 +66,7 @@ def test_values_are_read_as_the_source_reads_them() -> None:
     python_alone = (ways.keys() & VARIABLES.keys()) - READ_BY_THE_EXTENSION_TOO
     by_text = [name for name in python_alone if ways[name] == {"equals 1"}]
     by_number = [name for name in python_alone if "int" in ways[name]]
-    assert min(len(by_text), len(by_number)) >= 10
+    assert min(len(by_text), len(by_number)) >= 7
     for name in by_text:
         fault = VARIABLES[name]("true")
         assert fault is not None, name
@@ -104,8 +78,7 @@ def test_values_are_read_as_the_source_reads_them() -> None:
         assert VARIABLES[name]("1") is None
 
 
-def test_our_own_names_are_in_the_table() -> None:
-    assert {OVERWRITE_VARIABLE, inherited.ENVIRONMENT_VARIABLE, target.ENVIRONMENT_VARIABLE} <= VARIABLES.keys()
+def test_the_gpu_of_the_reference_backend() -> None:
     for capability in target.ALLOWED:
         assert problems({target.ENVIRONMENT_VARIABLE: "{}.{}".format(*capability)}) == []
 
@@ -117,34 +90,15 @@ def test_the_page_lists_the_names() -> None:
 # ---------------------------------------------------------------------- what is said of an environment
 
 
-def problems(environ: Mapping[str, str]) -> list[tuple[tuple[str, ...], bool]]:
-    return [(problem.names, problem.stops) for problem in read_environment(environ).problems]
+def problems(environ: Mapping[str, str]) -> list[bool]:
+    """For each problem, whether it stops a run."""
+    return [problem.stops for problem in read_environment(environ).problems]
 
 
 def test_what_is_set_is_given_with_its_value_and_nothing_else() -> None:
     environ = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush", "NVTE_TOKEN_OF_MINE": "hush"}
     environment = read_environment(environ)
-    assert environment.settings == {"NVTE_FP8_DPA_BWD": "0"}
-    assert [problem.names for problem in environment.problems] == [("NVTE_TOKEN_OF_MINE",)]
-    assert "hush" not in repr(environment)
-    assert "WANDB" not in repr(environment)
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("NVTE_FLASH_ATN", "NVTE_FLASH_ATTN"),
-        ("NVTE_BACKWARDS_OVERRIDE", "NVTE_BACKWARD_OVERRIDE"),
-        ("NVTE_UNFUSEDDPA_EMULATE_FP8", None),
-        ("NVDLFW_INSPECT_LOGLEVEL", "NVDLFW_INSPECT_LOG_LEVEL"),
-        ("TE_PRECISION_REFERENCE_CAPABILTY", "TE_PRECISION_REFERENCE_CAPABILITY"),
-    ],
-)
-def test_a_misspelled_name(name: str, meant: str | None) -> None:
-    (problem,) = read_environment({name: "1"}).problems
-    assert problem.names == (name,)
-    assert not problem.stops
-    assert problem.remedy == (f"Is {meant} meant?" if meant else "Check its spelling, or unset it.")
+    assert (environment.settings, environment.problems) == ({"NVTE_FP8_DPA_BWD": "0"}, ())
 
 
 @pytest.mark.parametrize(
@@ -152,9 +106,8 @@ def test_a_misspelled_name(name: str, meant: str | None) -> None:
     [
         ("NVTE_FLASH_ATTN", "no", True),  # int("no")
         ("NVTE_FLASH_ATTN", "2", False),  # counts as 1
-        ("NVTE_FUSED_MLA_Q_UPROJ", "-1", False),
+        ("NVTE_FP8_DPA_BWD", "-1", False),
         ("NVTE_NVFP4_DISABLE_RHT", "true", False),
-        ("NVTE_ENABLE_CUTEDSL_BACKEND", "false", False),  # turns it on
         ("NVTE_USE_FAST_MATH", "true", True),  # the extension
         ("NVTE_BACKWARD_OVERRIDE", "", True),
         ("NVTE_BACKWARD_OVERRIDE", "None", True),
@@ -162,25 +115,22 @@ def test_a_misspelled_name(name: str, meant: str | None) -> None:
         ("NVTE_DPA_FP8DS_AMAX_HISTLEN", "1.5", True),
         ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "true", False),
         ("ACCELERATE_MIXED_PRECISION", "FP8", True),
-        ("NVDLFW_INSPECT_LOG_LEVEL", "loud", False),
         ("TE_PRECISION_REFERENCE_CAPABILITY", "8.9", True),
     ],
 )
 def test_a_bad_value(name: str, value: str, stops: bool) -> None:
-    assert problems({name: value}) == [((name,), stops)]
     (problem,) = read_environment({name: value}).problems
+    assert problem.stops == stops
     assert f"{name}={value!r}" in problem.what
 
 
 FINE: list[dict[str, str]] = [
     {},
     {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"},
-    {"NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V3": "0"},
     {"NVTE_NVFP4_4OVER6": "all", "NVTE_NVFP4_DISABLE_RHT": "1", "NVTE_NVFP4_4OVER6_ERR_MODE": "mse"},
     {"NVTE_NVFP4_4OVER6": "weights"},
     {"NVTE_DPA_FP8_RECIPE": "MXFP8BlockScaling", "NVTE_BACKWARD_OVERRIDE": "dequantized"},
     {"NVTE_DPA_FP8_RECIPE": "DelayedScaling", "NVTE_DPA_FP8_RECIPE_DPA": "1", "NVTE_DPA_FP8_FORMAT": "E4M3"},
-    {"NVDLFW_INSPECT_LOG_LEVEL": "debug", "NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE": "0"},
 ]
 
 
@@ -189,18 +139,8 @@ def test_settings_that_agree(environ: dict[str, str]) -> None:
     assert problems(environ) == []
 
 
-@pytest.mark.parametrize(
-    ("environ", "stops"),
-    [
-        ({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}, True),
-        ({"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, False),
-    ],
-    ids=str,
-)
-def test_settings_that_contradict_each_other(environ: dict[str, str], stops: bool) -> None:
-    ((names, found),) = problems(environ)
-    assert environ.keys() <= set(names)
-    assert found == stops
+def test_settings_that_contradict_each_other() -> None:
+    assert problems({"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}) == [False]
 
 
 # ---------------------------------------------------------------------- what Transformer Engine makes of them
@@ -253,15 +193,6 @@ def test_a_value_that_is_said_to_stop_a_run_does(
     assert read_environment({name: value}).problems[0].stops
     with pytest.raises(ValueError, match=name):
         getattr(recipes(monkeypatch, **{name: value}), recipe)()
-
-
-def test_no_attention_kernel_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text is the reference backend's, where Transformer Engine raises ValueError."""
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        monkeypatch.setenv(name, "0")
-    q = torch.randn(4, 2, 2, 16, dtype=torch.bfloat16)
-    with pytest.raises((ValueError, NotImplementedError)):
-        te.DotProductAttention(2, 16)(q, q, q)
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ import pytest
 
 from tests.forked import executable
 
+pytestmark = pytest.mark.processes
+
 FOUND = """
 import os, subprocess, sys
 print(sys.argv, sys.path[:2], sys.stdin.read(), os.environ["GIVEN"], os.getcwd(), __name__, globals().get("__file__"))

@@ -50,11 +50,13 @@ def python(code: str, folder: Path = ROOT.parent, *, fresh: bool = False) -> str
     return result.stdout
 
 
+@pytest.mark.processes
 def test_importing_the_package_imports_no_framework() -> None:
     code = f"import sys, te_precision_callbacks; print([name for name in {FRAMEWORKS} if name in sys.modules])"
     assert python(code, fresh=True).strip() == "[]"
 
 
+@pytest.mark.processes
 def test_readers_load_no_session_and_a_session_no_trainer() -> None:
     """As it is, with what packages import by themselves, and in one process: most of the time goes to torch."""
     code = f"""
@@ -70,6 +72,7 @@ print([name for name in {FRAMEWORKS} if name in sys.modules])"""
     assert python(code, fresh=True).splitlines() == ["[]", "[]"]
 
 
+@pytest.mark.processes
 def test_the_command_line_imports_no_library_of_numbers_before_a_command_needs_it() -> None:
     code = """
 import sys, te_precision_callbacks.cli
@@ -97,6 +100,7 @@ def test_every_lazy_name_is_there() -> None:
         _ = te_precision_callbacks.PrecisionDebugCallbak
 
 
+@pytest.mark.processes
 def test_a_missing_extra_says_how_to_install_it() -> None:
     code = """
 import sys
@@ -111,6 +115,7 @@ except ImportError as error:
     assert "pip install -e '.[lightning]' in a checkout of te-precision-callbacks" in text
 
 
+@pytest.mark.processes
 def test_a_session_without_a_usable_transformer_engine_says_what_to_do() -> None:
     code = """
 from te_precision_callbacks import InspectSession, PrecisionDebugError
@@ -124,6 +129,7 @@ except PrecisionDebugError as error:
     assert "te-precision run" in text
 
 
+@pytest.mark.processes
 def test_overflow_detection_needs_no_transformer_engine(tmp_path: Path) -> None:
     """Each of its front doors stops on a +inf; what needs Transformer Engine says which extra to install."""
     code = """
@@ -184,6 +190,7 @@ for needs_a_session in (debugger.start, lambda: by_trainer(Net(), "te_precision"
     assert all("pip install -e '.[reference]'" in line and "debug_utils" in line for line in lines[3:])
 
 
+@pytest.mark.processes
 def test_a_trainer_whose_peft_finds_no_usable_transformer_engine_says_what_to_do(tmp_path: Path) -> None:
     """PEFT imports Transformer Engine where it is installed, and the Trainer imports PEFT."""
     (tmp_path / "peft.py").write_text("import transformer_engine\n")
@@ -202,6 +209,7 @@ except ImportError as error:
     assert "reference.install_where_needed()" in text
 
 
+@pytest.mark.processes
 def test_the_script_for_lightning_runs_with_the_config_of_the_readme(tmp_path: Path) -> None:
     """Word for word."""
     (config,) = blocks("README.md", "yaml")
@@ -230,6 +238,7 @@ def built(kind: str, folder: Path) -> Path:
     return made
 
 
+@pytest.mark.processes
 def test_a_source_distribution_is_the_whole_project(tmp_path: Path) -> None:
     """From which the tests run: with docs, examples, Makefile, changelog and what the tests read."""
     archive = built("sdist", tmp_path)
@@ -248,6 +257,7 @@ def test_a_source_distribution_is_the_whole_project(tmp_path: Path) -> None:
         assert set(tracked.splitlines()) <= held
 
 
+@pytest.mark.processes
 def test_an_installed_wheel_holds_the_features_and_asks_for_no_transformer_engine(tmp_path: Path) -> None:
     zipfile.ZipFile(built("wheel", tmp_path)).extractall(tmp_path / "site")
     (metadata,) = (tmp_path / "site").glob("*.dist-info")

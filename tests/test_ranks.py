@@ -94,6 +94,7 @@ def exchanged(one: Tree, kind: str, *, wait: float = 20.0, count: int = 3) -> by
         raise
 
 
+@pytest.mark.processes
 def test_all_ranks_learn_at_once_why_one_has_left(trees: list[Tree]) -> None:
     """Also where a process that was forked from the rank, such as a worker of a DataLoader, has its sockets too."""
     if len(trees) == 1:

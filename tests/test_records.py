@@ -95,6 +95,7 @@ def test_a_log_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
     assert log_once(tmp_path, 3.0) == ["1.0", begins, "", begins, "3.0"]
 
 
+@pytest.mark.processes
 def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also while a process forked from that run lives on."""
     path = tmp_path / "rank-0.log"
@@ -118,6 +119,7 @@ def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog:
         os.waitpid(worker, 0)
 
 
+@pytest.mark.processes
 def test_a_run_that_was_killed_leaves_its_log_to_the_next_one(tmp_path: Path) -> None:
     """Though a process that was forked from it, as a worker of a DataLoader, lives on."""
     has_begun, begun = os.pipe()

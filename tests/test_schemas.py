@@ -421,7 +421,6 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             12,
             r"'start_end_list' in item 1 .* is \[\[0, 5\]\], and 'start_step' is 7: they contradict each other",
         ),
-        ("LogTensorStats", TENSORS + f"stats: [{', '.join(['max'] * 1001)}]", 8, "'stats' of N has 1,001 entries"),
     ],
 )
 def test_what_a_schema_does_not_take_is_refused_with_its_place(

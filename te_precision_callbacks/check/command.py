@@ -242,16 +242,13 @@ def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
             return load_config(path), warnings
     except ConfigError as error:
         if as_json:
-            errors = {"errors": error.problems, "further_errors": error.more}
-            terminal.show_json({"config": path, **errors, "notes": warnings})
+            terminal.show_json({"config": path, "errors": error.problems, "notes": warnings})
         else:
-            number = len(error.problems) + error.more
+            number = len(error.problems)
             terminal.show_text(f"{path}: {number} error{'s' if number > 1 else ''}")
             for problem in error.problems:
                 typer.echo()
                 terminal.show_text(problem, _INDENT, hanging=_INDENT)
-            if error.more:
-                terminal.show_text(f"and {error.more} more", _INDENT)
             terminal.show_notes(warnings)
         raise typer.Exit(1) from None
 

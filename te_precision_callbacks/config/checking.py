@@ -7,7 +7,6 @@ holding(read["FakeQuant"].schema.targets, "weight", "fprop")   # the options for
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.base.vocabulary import GEMMS, RESULT
-from te_precision_callbacks.config.fields import Refused, item_of, names, words
+from te_precision_callbacks.config.fields import item_of, names, words
 from te_precision_callbacks.config.levels import FeatureSchema, Misfit, ObservingFeature, levels
 from te_precision_callbacks.config.problems import KeyPath, Problems, Where, meant_for, nearest, shown, suggestion
 from te_precision_callbacks.config.schemas import FEATURES, schema_of
@@ -36,10 +35,6 @@ class ReadOptions(dict[str, Any]):
     def __init__(self, written: Mapping[str, Any], schema: FeatureSchema) -> None:
         super().__init__(schema.listed(written))
         self.schema = schema
-
-    def with_early_steps(self, steps: Sequence[int]) -> ReadOptions:
-        """The same with statistics that are due in these steps as well."""
-        return ReadOptions(self, self.schema.with_early_steps(steps))
 
     def __reduce__(self) -> tuple[type[ReadOptions], tuple[dict[str, Any], FeatureSchema]]:
         """Pickle the mapping and the schema."""
@@ -124,7 +119,7 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
     problems = Problems()
     described = (_Problem(schema, name, options, place, details) for details in found)
     for problem in sorted(described, key=lambda problem: problem.order):
-        problems.add(functools.partial(str, problem))
+        problems.add(str(problem))
     problems.raise_any()
     raise AssertionError("pydantic has reported no error")
 
@@ -179,11 +174,8 @@ class _Problem:
             subject = self._subject(tuple(around))
             return f"{subject} has no {last!r}, {words(self._field())}.{meant_for(str(last), self.value)}"
         if self.kind == "value_error":
-            return f"{self._subject(self._named())} {self._cause()}"
+            return f"{self._subject(self._named())} {self.cause}"
         return f"{self._subject(self._named())} {self._refusal()}"
-
-    def _cause(self) -> str:
-        return self.cause.describe() if isinstance(self.cause, Refused) else str(self.cause)
 
     def _named(self) -> KeyPath:
         """The keys down to the last named one, or to an item that is a mapping with a schema."""

@@ -61,9 +61,22 @@ def with_early_steps(config: Config, steps: Sequence[int]) -> Config:
 def _with_early_steps(section: Section, steps: Sequence[int]) -> Section:
     # Not above: the schemas import pydantic and numpy.
     from te_precision_callbacks.config.checking import ReadOptions
+    from te_precision_callbacks.config.levels import ObservingFeature
+    from te_precision_callbacks.config.schemas import DumpTensors, LogGemmError
 
     def early(options: Any) -> Any:
-        return options.with_early_steps(steps) if isinstance(options, ReadOptions) else options
+        schema = options.schema if isinstance(options, ReadOptions) else None
+        if not isinstance(schema, (ObservingFeature, LogGemmError)) or isinstance(schema, DumpTensors):
+            return options
+        # Both properties are cached; the copies get other values.
+        copy = schema.model_copy()
+        vars(copy)["targets"] = tuple(replace(target, options=item(target.options)) for target in schema.targets)
+        return ReadOptions(options, copy)
+
+    def item(options: Any) -> Any:
+        copy = options.model_copy()
+        vars(copy)["schedule"] = options.schedule.with_early(steps)
+        return copy
 
     features: Mapping[str, Any] = section.features.get(NAMESPACE, {})
     if not features:

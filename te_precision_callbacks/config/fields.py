@@ -11,7 +11,7 @@ it starts."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -65,35 +65,11 @@ class Words:
     text: str
 
 
-class Refused(ValueError):
-    """A value that a field does not take.
-
-    Args:
-        describe: gives the reason, which continues a sentence that starts with the key. It is called only if the reason
-            is shown, since a suggestion takes time.
-    """
-
-    def __init__(self, describe: Callable[[], str]) -> None:
-        super().__init__()
-        self.describe = describe
-
-
-MOST_LISTED = 1000
-"""The most entries of a list of names or items; there are fewer statistics."""
-
-
 def _listed(value: Any) -> Any:
     """A bare name as a list of one: upstream would compare letters or parts of the name."""
     if isinstance(value, str):
         return [value]
     return list(value) if isinstance(value, tuple) else value
-
-
-def _listed_briefly(value: Any) -> Any:
-    entries = _listed(value)
-    if isinstance(entries, list) and len(entries) > MOST_LISTED:
-        raise Refused(lambda: f"has {len(entries):,} entries, which is more than {MOST_LISTED:,}.")
-    return entries
 
 
 class _OrBareName:
@@ -108,8 +84,8 @@ class _OrBareName:
 ListOf = Annotated[
     list[T],
     Strict(),
-    BeforeValidator(_listed_briefly),
-    Field(min_length=1, max_length=MOST_LISTED),
+    BeforeValidator(_listed),
+    Field(min_length=1),
     _OrBareName(),
 ]
 
@@ -117,23 +93,22 @@ ListOf = Annotated[
 def _refused(
     entry: object,
     error: UnknownStatisticError,
-    names: Callable[[], Sequence[str]],
+    names: Sequence[str],
     known: Sequence[str],
     *,
     other_feature: str = "",
-) -> Refused:
+) -> ValueError:
     """The error about an entry of ``stats``, with the feature that has it, the nearest of ``names``, or all ``known``
     names."""
 
-    def describe() -> str:
-        reason = shortened(str(error).removeprefix(f"{entry!r}: "))
-        if other_feature:
-            return f"has {shown(entry)}: {reason}. It is a statistic of {other_feature}: write it there."
-        near = isinstance(entry, str) and nearest(entry, names())
-        hint = suggestion(str(entry), names() if near else known, known_as="The statistics are")
-        return f"has {shown(entry)}: {reason}.{'' if isinstance(entry, Mapping) else hint}"
-
-    return Refused(describe)
+    reason = shortened(str(error).removeprefix(f"{entry!r}: "))
+    if other_feature:
+        return ValueError(f"has {shown(entry)}: {reason}. It is a statistic of {other_feature}: write it there.")
+    if isinstance(entry, Mapping):
+        return ValueError(f"has {shown(entry)}: {reason}.")
+    near = isinstance(entry, str) and nearest(entry, names)
+    hint = suggestion(str(entry), names if near else known, known_as="The statistics are")
+    return ValueError(f"has {shown(entry)}: {reason}.{hint}")
 
 
 def _tensor_statistic(entry: Any) -> Request:
@@ -142,7 +117,7 @@ def _tensor_statistic(entry: Any) -> Request:
     except UnknownStatisticError as error:
         known = (*TENSOR_STATISTICS, BLOCKWISE)
         other = "LogFp8TensorStats" if _is_quantized_statistic(entry) else ""
-        raise _refused(entry, error, lambda: known, known, other_feature=other) from error
+        raise _refused(entry, error, known, known, other_feature=other) from error
 
 
 def _is_quantized_statistic(entry: Any) -> bool:
@@ -159,9 +134,7 @@ def _quantized_statistic(entry: Any, default_recipe: str = OWN_RECIPE) -> Reques
     except UnknownStatisticError as error:
         recipes = (default_recipe,) if default_recipe else RECIPES
         other = "LogTensorStats" if isinstance(entry, str) and entry in TENSOR_STATISTICS else ""
-        raise _refused(
-            entry, error, lambda: quantized_names(recipes), QUANTIZED_STATISTICS, other_feature=other
-        ) from error
+        raise _refused(entry, error, quantized_names(recipes), QUANTIZED_STATISTICS, other_feature=other) from error
 
 
 def _fp8_statistic(entry: Any) -> Request:

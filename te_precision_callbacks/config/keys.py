@@ -6,12 +6,11 @@ A feature takes such a key for all its tensors, and an item of its lists for one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic
 
 from pydantic import Field, StrictBool, StrictInt, model_validator
-from typing_extensions import Self
 
 from te_precision_callbacks.config.fields import (
     Fp8Statistic,
@@ -24,8 +23,7 @@ from te_precision_callbacks.config.fields import (
     When,
     words,
 )
-from te_precision_callbacks.config.levels import Level, Misfit, NameT, OneTensor
-from te_precision_callbacks.config.nesting import Nested
+from te_precision_callbacks.config.levels import Level, Misfit, NameT, Nested, OneTensor
 from te_precision_callbacks.config.problems import shown
 from te_precision_callbacks.statistics.names import Request
 from te_precision_callbacks.statistics.schedule import Schedule
@@ -275,12 +273,6 @@ class LoggedTensor(Scheduled, OneTensor[NameT], Generic[NameT]):
         super().check_target(nested)
         if not self.stats:
             raise Misfit(nested.here, f"has no 'stats', {words(type(self).model_fields['stats'])}.")
-
-    def with_early_steps(self, steps: Sequence[int]) -> Self:
-        """The same, due in these steps as well."""
-        early = self.model_copy()
-        vars(early)["schedule"] = self.schedule.with_early(steps)  # in place of what the property has kept
-        return early
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:

@@ -7,7 +7,6 @@ nvidia-dlfw-inspect gets exact layer names.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -214,11 +213,11 @@ def draft(
             upstream = section.selector.choose(upstreams) if upstreams else None
             if not selected:
                 unmatched.append(section)
-                missing.add(functools.partial(_no_layer_message, section, index, upstream))
+                missing.add(_no_layer_message(section, index, upstream))
             elif upstream is not None and section.selector.differs(index, upstream):
                 otherwise.append((section, selected, section.selector.select(upstream)))
             for key, entry, describe in section.selector.idle_entries(index) if selected else ():
-                what = functools.partial(_idle_message, section, key, entry, describe, upstream)
+                what = _idle_message(section, key, entry, describe, upstream)
                 (missing if key == EXACT else idle).add(what)
         for position in selected:
             hit[position].append(number)
@@ -265,7 +264,7 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
                 feature = None  # nvidia-dlfw-inspect's own LogTensorStats, which no layer of Transformer Engine calls
             if feature is None:
                 if not others:
-                    problems.add(functools.partial(_unknown_feature, name, namespace, registered, section.place(*path)))
+                    problems.add(_unknown_feature(name, namespace, registered, section.place(*path)))
             elif feature in resolved.setdefault(namespace, {}):
                 problems.add(
                     f"{section.place(*path)}: {shown(feature)} is given here twice, in two spellings. Keep one of them."

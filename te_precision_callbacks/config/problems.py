@@ -31,9 +31,6 @@ feature; without a path the place of the section or feature itself."""
 MOST_TOLD = 20
 """The most problems that the text of one error has; it counts the others."""
 
-MOST_KEPT = 200
-"""The most problems that one error holds; a config with more is of another kind."""
-
 _LONGEST_PROBLEM = 4000
 _LONGEST_WORD = 200
 _MOST_COMPARED = 200
@@ -44,25 +41,23 @@ class ConfigError(PrecisionDebugError, ValueError):
 
     Args:
         problems: the problems, a text each.
-        more: the number of further problems.
     """
 
-    def __init__(self, *problems: str, more: int = 0) -> None:
+    def __init__(self, *problems: str) -> None:
         super().__init__(*(shortened(problem, _LONGEST_PROBLEM) for problem in problems))
-        self.more = more
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """All problems, up to :data:`MOST_KEPT`; the text of the error has the first :data:`MOST_TOLD`."""
+        """All problems; the text of the error has the first :data:`MOST_TOLD`."""
         return self.args
 
     def __str__(self) -> str:
-        if len(self.problems) == 1 and not self.more:
+        if len(self.problems) == 1:
             return self.problems[0]
-        lines = [f"The config has {len(self.problems) + self.more} problems:"]
+        lines = [f"The config has {len(self.problems)} problems:"]
         lines += [f"- {problem}" for problem in self.problems[:MOST_TOLD]]
-        more = self.more + max(0, len(self.problems) - MOST_TOLD)
-        return "\n".join([*lines, f"- ... and {more} more"] if more else lines)
+        more = len(self.problems) - MOST_TOLD
+        return "\n".join([*lines, f"- ... and {more} more"] if more > 0 else lines)
 
 
 def shortened(text: str, most: int = 500) -> str:
@@ -71,18 +66,18 @@ def shortened(text: str, most: int = 500) -> str:
 
 
 class Problems:
-    """Problems that are raised together."""
+    """Problems that are raised together.
+
+    Attributes:
+        texts: the added problems.
+    """
 
     def __init__(self) -> None:
-        self._told: list[str] = []
-        self._more = 0
+        self.texts: list[str] = []
 
-    def add(self, problem: str | Callable[[], str]) -> None:
-        """Add a problem. A function is called only if its text will be kept: a suggestion takes time."""
-        if len(self._told) >= MOST_KEPT:
-            self._more += 1
-        else:
-            self._told.append(problem if isinstance(problem, str) else problem())
+    def add(self, problem: str) -> None:
+        """Add a problem."""
+        self.texts.append(problem)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -90,22 +85,14 @@ class Problems:
         try:
             yield
         except ConfigError as error:
-            for problem in error.problems:
-                self.add(problem)
-            self._more += error.more
+            self.texts += error.problems
 
     def warn(self, logger: logging.Logger) -> None:
         """Log the added problems as warnings."""
-        for problem in self._told[:MOST_TOLD]:
+        for problem in self.texts[:MOST_TOLD]:
             logger.warning("%s", problem)
-        more = self._more + max(0, len(self._told) - MOST_TOLD)
-        if more:
-            logger.warning("... and %d more of this kind.", more)
-
-    @property
-    def texts(self) -> list[str]:
-        """The added problems, with a last text that counts what is not kept."""
-        return [*self._told, f"... and {self._more} more"] if self._more else list(self._told)
+        if len(self.texts) > MOST_TOLD:
+            logger.warning("... and %d more of this kind.", len(self.texts) - MOST_TOLD)
 
     def raise_any(self) -> None:
         """Raise the added problems.
@@ -113,8 +100,8 @@ class Problems:
         Raises:
             ConfigError: there is a problem.
         """
-        if self._told:
-            raise ConfigError(*self._told, more=self._more)
+        if self.texts:
+            raise ConfigError(*self.texts)
 
 
 class _Shown(reprlib.Repr):

@@ -11,12 +11,9 @@ Upstream's keys: Transformer Engine 2.20.2, ``debug/features/*.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import cached_property
 from typing import cast
-
-from typing_extensions import Self
 
 from te_precision_callbacks.base.vocabulary import RESULT, GemmName, OperandName, TensorName
 from te_precision_callbacks.config.effects import Effect
@@ -40,13 +37,13 @@ from te_precision_callbacks.config.levels import (
     GemmChoice,
     Level,
     ModifyingFeature,
+    Nested,
     ObservingFeature,
     OneGemm,
     OneTensor,
     Target,
     TensorChoice,
 )
-from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 
 
@@ -301,12 +298,6 @@ what_if_gradients_were_e5m2:
 class LogGemmErrorItem(GemmSampling, OneGemm):
     """One GEMM of LogGemmError."""
 
-    def with_early_steps(self, steps: Sequence[int]) -> Self:
-        """The same, due in these steps as well."""
-        early = self.model_copy()
-        vars(early)["schedule"] = self.schedule.with_early(steps)  # in place of what the property has kept
-        return early
-
 
 class LogGemmError(GemmSampling, GemmChoice[LogGemmErrorItem], FeatureSchema):
     """Logs the error at the output of GEMMs in low precision, and what causes it: format, quantizer or kernel.
@@ -337,13 +328,6 @@ gemm_error:
         own = {key: getattr(self, key) for key in fields if key in type(self).model_fields}
         holds = {key: value for key, value in nested.merged().items() if key in fields}
         return LogGemmErrorItem.model_construct(**{**own, **holds, "gemm": gemm})
-
-    def with_early_steps(self, steps: Sequence[int]) -> Self:
-        """The same, with GEMMs that are measured in these steps as well."""
-        early = self.model_copy()
-        targets = (replace(target, options=target.options.with_early_steps(steps)) for target in self.targets)
-        vars(early)["targets"] = tuple(targets)  # in place of what the property has kept
-        return early
 
 
 class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):

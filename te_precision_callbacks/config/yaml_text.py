@@ -15,9 +15,6 @@ from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problem
 MOST_BYTES = 4 * 1024 * 1024
 """The largest size of a file."""
 
-DEEPEST = 40
-"""The most levels of a file; libyaml's loader crashes on very deep nesting."""
-
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 """Those of YAML 1.1."""
 
@@ -80,7 +77,6 @@ def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any
     """
     text = _text_of(path, what)
     try:
-        _check_depth(text, path)
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
@@ -148,15 +144,6 @@ def _similar_files(path: Path) -> str:
     stems = {Path(name).stem: name for name in present}
     close = [shown(stems[stem]) for stem in nearest(path.stem, stems)]  # an ending is no similarity
     return f" Did you mean {' or '.join(close)}?" if close else ""
-
-
-def _check_depth(text: str, path: Path) -> None:
-    depth = 0
-    event: Any
-    for event in yaml.parse(text, Loader=_BASE):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise ConfigError(f"{path}, line {event.start_mark.line + 1}: nested more than {DEEPEST} levels deep.")
 
 
 class _Index:

@@ -3,8 +3,7 @@
     for product in products_of("aten::addmm", (bias, activation, weight), result):
         product.n, product.m, product.k, product.macs
 
-The full mathematical size counts: a causal mask, which is noted, leaves no multiply-add out, nor does a sparse operand,
-and what a fused
+The full mathematical size counts: a causal mask, which is noted, leaves no multiply-add out, and what a fused
 backward of attention computes again counts once. The operators are those of torch 2.13
 (``aten/src/ATen/native/native_functions.yaml``, ``torch/nn/attention``, ``torch/_higher_order_ops/flex_attention.py``),
 and of flash-attn 2.8 and its version 3 for Hopper (``flash_attn_interface.py`` of each).
@@ -125,8 +124,7 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
         return ""
     namespace, _, name = operator.partition("::")
     if namespace == "aten":
-        reason = NOT_COUNTED.get(name) or NOT_COUNTED.get(name.removesuffix("_"), "")
-        return "" if reason in _MULTIPLY_NOTHING else reason
+        return NOT_COUNTED.get(name, "")
     if namespace in _NO_PRODUCTS:
         return ""
     matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1 and tensor.is_floating_point()]
@@ -291,24 +289,6 @@ def _flex_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProd
     yield from _gradients_of_attention(tensors, rows, columns, query.shape[-1], value.shape[-1], batch)
 
 
-def _by_result(a: int, b: int, *, dense: bool = False) -> _Find:
-    """A product whose packed operand does not have its size: the result has.
-
-    Args:
-        a, b: the numbers of the arguments.
-        dense: whether the second operand has its size, and the first one is packed.
-    """
-
-    def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        left, right = arguments[a], arguments[b]
-        columns = result.shape[-1]
-        yield MatrixProduct(
-            left, right, result.numel() // max(1, columns), columns, right.shape[-2] if dense else left.shape[-1]
-        )
-
-    return find
-
-
 def _pairs(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     for pair in zip(*arguments[:2], strict=True):
         yield from _matrices(0, 1)(pair, None)
@@ -332,30 +312,15 @@ def _trilinear(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]
     yield MatrixProduct(tensors[0], tensors[1], result.numel(), 1, whole // max(1, result.numel()))
 
 
-def _linear_backward(gradient: int, activation: int, of_input: int | None, of_weight: int | None) -> _Find:
-    """Both gradients of a linear layer.
-
-    Args:
-        gradient, activation: the numbers of the arguments; the weight is the third one.
-        of_input, of_weight: the places in the mask, the fourth one, that say whether each is computed.
-    """
-
-    def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        of_result, weight = arguments[gradient], arguments[2]
-        outputs, inputs = weight.shape
-        rows = of_result.numel() // max(1, outputs)
-        if of_input is not None and arguments[3][of_input]:
-            yield MatrixProduct(of_result, weight, rows, inputs, outputs, role="dgrad")
-        if of_weight is None or arguments[3][of_weight]:
-            yield MatrixProduct(of_result, arguments[activation], outputs, inputs, rows, role="wgrad")
-
-    return find
-
-
-def _linear_backward_input(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    gradient, weight = arguments[1:3]
+def _linear_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+    """Both gradients of a linear layer; the fourth argument says which of them are computed."""
+    activation, gradient, weight, computed = arguments[:4]
     outputs, inputs = weight.shape
-    yield MatrixProduct(gradient, weight, gradient.numel() // max(1, outputs), inputs, outputs, role="dgrad")
+    rows = gradient.numel() // max(1, outputs)
+    if computed[0]:
+        yield MatrixProduct(gradient, weight, rows, inputs, outputs, role="dgrad")
+    if computed[1]:
+        yield MatrixProduct(gradient, activation, outputs, inputs, rows, role="wgrad")
 
 
 def _recurrent(weights: slice, *, packed: bool = True, mask: int | None = None, backward: bool = False) -> _Find:
@@ -393,14 +358,12 @@ _FUSED: Mapping[str, tuple[int, int | None]] = {
     "_scaled_dot_product_flash_attention_for_cpu": (4, -1),
     "_scaled_dot_product_efficient_attention": (6, 3),
     "_scaled_dot_product_cudnn_attention": (6, 3),
-    "_scaled_dot_product_fused_attention_overrideable": (5, 3),
 }
 """The operators of ``scaled_dot_product_attention`` -> the numbers of ``is_causal`` and of the mask: None for one
 without a mask, -1 for one that takes it as a keyword, which is not seen."""
 
 
 _PRODUCTS = ("mm", "bmm", "mv", "dot", "vdot", "_scaled_mm", "_scaled_mm_v2", "_int_mm")
-_PACKED = ("_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm_with_scales_and_zeros")
 
 _OF_ATEN: Mapping[str, _Find] = {
     **dict.fromkeys(_PRODUCTS, _matrices(0, 1)),
@@ -412,23 +375,12 @@ _OF_ATEN: Mapping[str, _Find] = {
     "_euclidean_dist": _distances,
     "_foreach_mm": _pairs,
     "_trilinear": _trilinear,
-    **dict.fromkeys(("linear", "mkldnn_linear"), _linear),
-    "linear_backward": _linear_backward(1, 0, 0, 1),
-    "mkldnn_linear_backward": _linear_backward(1, 0, 0, 1),
-    "mkldnn_linear_backward_input": _linear_backward_input,
-    "mkldnn_linear_backward_weights": _linear_backward(0, 1, None, None),
-    **dict.fromkeys((*_PACKED, "_weight_int8pack_mm", "_mixed_dtypes_linear", "_dyn_quant_matmul_4bit"),
-                    _by_result(0, 1)),
-    "_cslt_sparse_mm": _by_result(0, 1, dense=True),
-    "_sparse_semi_structured_mm": _by_result(0, 2, dense=True),
-    "_sparse_semi_structured_addmm": _by_result(1, 3, dense=True),
-    "_sparse_semi_structured_linear": _by_result(0, 1),
+    "linear": _linear,
+    "linear_backward": _linear_backward,
     "convolution": _convolution,
-    "convolution_overrideable": _convolution,
     "convolution_backward": _convolution_backward,
-    **dict.fromkeys(("_cudnn_rnn", "miopen_rnn"), _recurrent(slice(1, 2))),
+    "_cudnn_rnn": _recurrent(slice(1, 2)),
     "_cudnn_rnn_backward": _recurrent(slice(1, 2), mask=21, backward=True),
-    "miopen_rnn_backward": _recurrent(slice(1, 2), mask=20, backward=True),
     "mkldnn_rnn_layer": _recurrent(slice(1, 5), packed=False),
     "mkldnn_rnn_layer_backward": _recurrent(slice(1, 5), packed=False, backward=True),
     **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _lookup),
@@ -467,96 +419,18 @@ _OPERATORS: Mapping[str, _Find] = {
     "flash_attn_3::_flash_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
 }
 
-_ELEMENTWISE = "multiplies no matrices"
-_COPIES = "changes how a tensor is kept, and multiplies nothing"
-_SUMS = "adds up rows, and multiplies nothing"
-_MULTIPLY_NOTHING = frozenset({_ELEMENTWISE, _COPIES, _SUMS})
-
-_INSIDE = "is a kernel of a convolution: torch calls it inside of aten::convolution, which is counted"
-_SPARSE = "how much it multiplies depends on the values of a sparse matrix"
-_SOLVES = "decomposes a matrix, or solves by one, in a number of multiply-adds that depends on its method"
-_DISTANCES = "computes distances, in a number of multiply-adds that depends on its method"
-_APPLE = "is a kernel for Apple's GPUs"
-_INFERENCE = "is a fast path of inference, which has no gradients"
-_NESTED = "belongs to nested tensors, whose rows are not known on the host"
+_BY_METHOD = "decomposes a matrix or computes distances, in a number of multiply-adds that depends on its method"
 
 UNKNOWN_OPERATOR = "gets several floating-point matrices; whether it multiplies them is not known"
 
-NOT_COUNTED: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            *("_conv_depthwise2d", "_nnpack_spatial_convolution", "_slow_conv2d_backward", "_slow_conv2d_forward"),
-            *("conv_depthwise3d", "convolution_backward_overrideable", "slow_conv3d_forward", "slow_conv_dilated2d"),
-            *("slow_conv_dilated3d", "slow_conv_transpose2d", "slow_conv_transpose3d"),
-            *("cudnn_convolution", "cudnn_convolution_add_relu", "cudnn_convolution_relu"),
-            *("cudnn_convolution_transpose", "miopen_convolution", "miopen_convolution_add_relu"),
-            *("miopen_convolution_relu", "miopen_convolution_transpose", "miopen_depthwise_convolution"),
-            *("mkldnn_convolution", "_convolution", "conv_tbc"),
-        ),
-        _INSIDE,
+NOT_COUNTED: Mapping[str, str] = dict.fromkeys(
+    (
+        *("_cdist_forward", "_cdist_backward", "_linalg_eigh", "_linalg_solve_ex", "_linalg_svd", "linalg_cholesky_ex"),
+        *("linalg_inv_ex", "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular"),
     ),
-    **dict.fromkeys(
-        (
-            *("_sparse_addmm", "_sparse_mm_reduce_impl", "_sparse_mm_reduce_impl_backward", "_sparse_sparse_matmul"),
-            *("hspmm", "sparse_sampled_addmm", "_spsolve", "sspaddmm"),
-        ),
-        _SPARSE,
-    ),
-    **dict.fromkeys(
-        (
-            *("_cholesky_solve_helper", "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "ormqr"),
-            *("_linalg_det", "_linalg_eigh", "_linalg_eigvals", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd"),
-            *("linalg_cholesky_ex", "linalg_eig", "linalg_householder_product", "linalg_inv_ex"),
-            *("linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex"),
-            *("linalg_lu_solve", "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular", "triangular_solve"),
-            *("linalg_pinv", "lu_unpack", "_compute_linear_combination"),
-        ),
-        _SOLVES,
-    ),
-    **dict.fromkeys(("_cdist_forward", "_cdist_backward", "_pdist_forward", "_pdist_backward"), _DISTANCES),
-    **dict.fromkeys(
-        (
-            *("_lstm_mps", "lstm_mps_backward", "_mps_convolution", "_mps_convolution_transpose"),
-            *("mps_convolution_backward", "mps_convolution_transpose_backward"),
-            *("_scaled_dot_product_attention_math_for_mps",),
-        ),
-        _APPLE,
-    ),
-    **dict.fromkeys(
-        (
-            *("_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_triton_multi_head_attention"),
-            *("_triton_scaled_dot_attention", "quantized_gru", "quantized_lstm"),
-        ),
-        _INFERENCE,
-    ),
-    "matmul_backward": _NESTED,
-    **dict.fromkeys(
-        (
-            *("_convert_weight_to_int4pack", "_convert_weight_to_int4pack_for_cpu", "_cslt_compress"),
-            *("_cudnn_rnn_flatten_weight", "_cudnn_init_dropout_state", "_cslt_sparse_mm_search"),
-            *("_sparse_semi_structured_apply", "_sparse_semi_structured_apply_dense", "_sparse_semi_structured_tile"),
-            *("_to_sparse_semi_structured", "mkldnn_reorder_conv2d_weight", "mkldnn_reorder_conv3d_weight"),
-        ),
-        _COPIES,
-    ),
-    **dict.fromkeys(
-        (
-            *("_embedding_bag_backward", "_embedding_bag_dense_backward", "embedding_dense_backward"),
-            *("_embedding_bag_per_sample_weights_backward", "embedding_renorm", "_sparse_sum_backward"),
-        ),
-        _SUMS,
-    ),
-    **dict.fromkeys(
-        (
-            *("_thnn_fused_gru_cell", "_thnn_fused_gru_cell_backward", "_thnn_fused_lstm_cell"),
-            *("_thnn_fused_lstm_cell_backward_impl", "linalg_cross", "linalg_vector_norm", "linalg__powsum"),
-            *("_linalg_check_errors", "_sparse_log_softmax_backward_data", "_sparse_softmax_backward_data"),
-            *("_sparse_mask_projection", "sparse_mask"),
-        ),
-        _ELEMENTWISE,
-    ),
-}
-"""Operators of aten that are not counted though they, or their names, look like products -> why."""
+    _BY_METHOD,
+)
+"""Operators of aten in models that multiply and are not counted -> why."""
 
 _NO_PRODUCTS = frozenset(
     {

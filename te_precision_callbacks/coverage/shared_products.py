@@ -7,7 +7,6 @@ and a share counts each layer as often as ranks run it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -16,11 +15,6 @@ from te_precision_callbacks.coverage.coverage import Product, Reason, StateRow
 from te_precision_callbacks.coverage.parallel import Ranks
 
 EntryT = TypeVar("EntryT", bound=Hashable)
-
-logger = logging.getLogger(__name__)
-
-MOST_PRODUCTS = 1 << 16
-"""The products of a rank that the others hear of: those with the most multiply-adds."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: 
         Each product with the sizes of the first rank that has it.
     """
     macs: dict[_Entry, int] = {}
-    for product in _largest(list(own)):
+    for product in own:
         entry = _entry(product)
         macs[entry] = macs.get(entry, 0) + product.macs
     added = _added({entry: (each, 1) for entry, each in macs.items()}, ranks, kind)
@@ -78,19 +72,6 @@ def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str) -> di
     added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53
     sums = [round(number) for number in added]
     return {entry: (first, second) for entry, first, second in zip(entries, sums[::2], sums[1::2], strict=True)}
-
-
-def _largest(products: list[Product]) -> list[Product]:
-    if len(products) <= MOST_PRODUCTS:
-        return products
-    logger.warning(
-        "This rank has %d matrix products, more than ranks tell one another. Coverage over all ranks has the %d of them"
-        " with the most multiply-adds.",
-        len(products),
-        MOST_PRODUCTS,
-    )
-    order = sorted(range(len(products)), key=lambda number: -products[number].macs)
-    return [products[number] for number in sorted(order[:MOST_PRODUCTS])]
 
 
 def _entry(product: Product) -> _Entry:

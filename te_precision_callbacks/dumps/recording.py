@@ -29,9 +29,14 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import recipe_of
-from te_precision_callbacks.config.collecting import Collected, read_by
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, NONFINITE, Condition, Event, Threshold
-from te_precision_callbacks.config.dumping import is_of_the_layers_recipe, missing_statistic, no_detection
+from te_precision_callbacks.config.dumping import (
+    Collected,
+    is_of_the_layers_recipe,
+    missing_statistic,
+    no_detection,
+    read_by,
+)
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
 from te_precision_callbacks.dumps.errors import DumpError

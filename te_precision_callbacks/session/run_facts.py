@@ -18,10 +18,10 @@ import torch
 import yaml
 
 from te_precision_callbacks.base.environment import read_environment
-from te_precision_callbacks.base.environment.torch_facts import torch_facts
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.installed import installed_version
 from te_precision_callbacks.base.ranks import is_distributed
+from te_precision_callbacks.base.torch_facts import torch_facts
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.idle import why_gemm_error_not_due

@@ -61,6 +61,7 @@ class InOneProcess:
         return {name: (tensor.max().item(), tensor.abs().sum().item()) for name, tensor in together.items()}
 
 
+@pytest.mark.processes
 def test_two_processes_log_one_set_of_numbers(tmp_path: Path) -> None:
     result = launch(tmp_path)
     assert result.returncode == 0, result.stderr
@@ -83,6 +84,7 @@ def test_two_processes_log_one_set_of_numbers(tmp_path: Path) -> None:
     assert sorted(board["te.fc1/gradient/l1_norm"]) == sorted(board["loss"]) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("failing_rank", ["0", "1"])
 def test_a_process_that_raises_ends_both(tmp_path: Path, failing_rank: str) -> None:
     result = launch(tmp_path, failing_rank)

@@ -16,6 +16,8 @@ from tests.docs.pages import blocks
 from tests.forked import executable
 from tests.lightning.models import board_scalars, log_of, logged_lines
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/accelerate.md"
 

@@ -155,8 +155,7 @@ def test_all_errors_of_a_config(here: Path) -> None:
     sections = "".join(f"s{number}: 3\n" for number in range(250))
     (here / "config.yaml").write_text(sections)
     many = as_json("config.yaml", code=1)
-    assert len(many["errors"]) + many["further_errors"] == 250
-    assert "and 50 more" in run("config.yaml", code=1)
+    assert len(many["errors"]) == 250
 
 
 @pytest.mark.usefixtures("here")

@@ -58,6 +58,7 @@ def write_log(folder: Path, lines: dict[str, float]) -> None:
     (logs / "nvdlfw_inspect_globalrank-0.log").write_text(text, encoding="utf-8")
 
 
+@pytest.mark.processes
 def test_losses_and_gemms_are_the_same_only_to_the_last_digit() -> None:
     notes, _ = step_of_a_layer()
     same, other_loss, other_operand = (json.loads(json.dumps(notes)) for _ in range(3))
@@ -71,10 +72,12 @@ def test_losses_and_gemms_are_the_same_only_to_the_last_digit() -> None:
     assert compare_gemms(Notes((notes,)), Notes((notes[:3],))) == "rank 0: 3 GEMMs without, 2 with"
 
 
+@pytest.mark.processes
 def test_a_run_in_which_nothing_was_trained_is_no_agreement() -> None:
     assert compare_losses(Notes(((),)), Notes(((),))) == "no step of an optimizer was seen"
 
 
+@pytest.mark.processes
 def test_statistics_are_those_of_numpy_for_each_tensor_of_a_layer(tmp_path: Path) -> None:
     notes, arrays = step_of_a_layer()
     write_log(
@@ -86,6 +89,7 @@ def test_statistics_are_those_of_numpy_for_each_tensor_of_a_layer(tmp_path: Path
     assert (checked.equal, checked.different, checked.unlinked.total()) == (12, [], 0)
 
 
+@pytest.mark.processes
 def test_a_statistic_of_another_tensor_is_told(tmp_path: Path) -> None:
     notes, arrays = step_of_a_layer()
     write_log(tmp_path, {"block.fc_dgrad_max": float(arrays["wgrad"].max())})
@@ -100,6 +104,7 @@ def test_the_numbers_of_the_codes_are_torchs(table: np.ndarray[Any, Any], dtype:
     np.testing.assert_array_equal(table, of_torch)
 
 
+@pytest.mark.processes
 def test_a_folder_is_named_as_git_names_it(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "file").write_text("two\n", encoding="utf-8")
@@ -116,6 +121,7 @@ def test_a_folder_is_named_as_git_names_it(tmp_path: Path) -> None:
     assert tree_of(tmp_path) == tree.stdout[:10]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("present", [True, False])
 def test_a_folder_without_anything_known_is_refused(
     present: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -186,6 +192,7 @@ def test_a_page_keeps_what_it_says_of_clients_that_were_not_run(tmp_path: Path) 
     assert "folder `01`" not in text
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

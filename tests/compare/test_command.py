@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -107,17 +106,9 @@ def test_json_has_it_all(folder: Path) -> None:
     assert found["floor"] is None
 
 
-def test_csv_has_a_row_for_each_departure(folder: Path) -> None:
-    path = folder / "found.csv"
-    compare(folder / "a", folder / "b", "--csv", path)
-    (row,) = csv.DictReader(path.open())
-    assert (row["layer"], row["statistic"], row["iteration"], row["origin"]) == ("fc2", "cur_amax", "8", "made here")
-    assert "cannot be written" in refusal(folder / "a", folder / "b", "--csv", folder / "none" / "found.csv")
-
-
-def test_a_page_of_steps(folder: Path) -> None:
+def test_a_page(folder: Path) -> None:
     page = folder / "compare.html"
-    result = compare(folder / "b", "--steps", 0, 12, "--lasting", 3, "-o", page)
+    result = compare(folder / "a", folder / "b", "-o", page)
     assert f"{page}: " in " ".join(result.output.split())
     assert page.stat().st_size > 1_000_000
     page.unlink()
@@ -127,12 +118,6 @@ def test_a_page_of_steps(folder: Path) -> None:
     assert "cannot be written" in refusal(folder / "a", folder / "b", "--report", folder / "folder.html")
     assert "there is no folder" in refusal(folder / "a", folder / "b", "--report", folder / "new" / "compare.html")
     assert "Name it" in refusal(folder / "a", folder / "b", "--report", folder / "compare.png")
-
-
-def test_steps(folder: Path) -> None:
-    record(folder / "steps", values(2.0**12))
-    assert compare(folder / "steps", "--steps", 0, 12, "--lasting", 3).exit_code == 1
-    assert compare(folder / "a", "--steps", 4, 9).exit_code == 0
 
 
 def test_names_of_layers_do_no_harm(tmp_path: Path) -> None:
@@ -180,6 +165,5 @@ def test_what_cannot_be_compared_is_told(folder: Path, make: Any, says: str) -> 
 
 
 def test_wrong_use_is_told(folder: Path) -> None:
-    assert "Nothing to compare with" in refusal(folder / "a")
-    assert "from step 99 on" in refusal(folder / "a", "--steps", 0, 99)
+    assert "give a second run to compare with" in refusal(folder / "a")
     assert "lasting= must be 1 step or more, not 0" in refusal(folder / "a", folder / "b", "--lasting", 0)

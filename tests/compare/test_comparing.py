@@ -646,24 +646,6 @@ def test_a_spike_of_the_loss_is_told_though_its_running_median_is_not(runs: Runs
     assert same.spike is None
 
 
-# ---------------------------------------------------------------------- steps of a run
-
-
-def test_a_step_against_another(runs: Runs) -> None:
-    run = runs.record("one", changed(numbers(0), {(LAYERS[3], "weight"): 16.0}))
-    result = compare(run, steps=(10, 40))
-    assert [parting.name for parting in result.parted] == [f"{LAYERS[3]} weight"]
-    assert result.floor is not None
-    assert (result.since, result.parted[0].iteration, result.pairing.last) == ((10, 40), 0, 4)
-    assert "step 0 is the first from step 10 on in A, and the first from step 40 on in B" in " ".join(
-        what_was_compared(result)
-    )
-    assert next(where_first(result)).startswith(f"First at step 0 of the 5: {LAYERS[3]} weight")
-    assert not compare(run, steps=(5, 20)).has_findings
-    with pytest.raises(ComparisonError, match="no numbers from step 900 on; its last one is 59"):
-        compare(run, steps=(10, 900))
-
-
 # ---------------------------------------------------------------------- what cannot be compared
 
 
@@ -762,24 +744,14 @@ def test_a_refusal_has_the_notes_of_the_runs(runs: Runs) -> None:
     for run in (later, empty):
         next(Path(run.path).rglob("layers.parquet")).write_bytes(b"damaged")
     later, empty = open_run(later.path), open_run(empty.path)
-    calls: list[tuple[tuple[RecordedRun, ...], dict[str, Any]]] = [
-        ((runs.a, later), {}),
-        ((runs.a, empty), {}),
-        ((later,), {"steps": (100, 900)}),
-    ]
-    for sides, options in calls:
+    for other in (later, empty):
         with pytest.raises(ComparisonError, match=r"Notes on .*layers\.parquet cannot be read"):
-            compare(*sides, **options)
+            compare(runs.a, other)
 
 
 def test_a_run_without_numbers(runs: Runs) -> None:
     with pytest.raises(ComparisonError, match="has no numbers yet"):
         compare(runs.a, record(runs.folder / "empty", {}))
-
-
-def test_a_run_alone_needs_steps_to_compare(runs: Runs) -> None:
-    with pytest.raises(ComparisonError, match="Nothing to compare with"):
-        compare(runs.a)
 
 
 # ---------------------------------------------------------------------- the parts

@@ -64,11 +64,9 @@ def test_json(healthy: Path, bad: Path) -> None:
     assert found["a"] == diagnose(healthy).summary
 
 
-def test_a_run_with_itself_and_two_steps_have_none(bad: Path) -> None:
+def test_a_run_with_itself_has_none(bad: Path) -> None:
     run = open_run(bad)
     assert compare(run, run).verdicts is None
-    assert compare(run, steps=(5, 20)).verdicts is None
-    assert command(bad, "--steps", 5, 20).output.startswith("A: ")
 
 
 def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:

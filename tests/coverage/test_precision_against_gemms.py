@@ -69,6 +69,7 @@ def test_no_operand_is_told_wrongly(what: str, args: tuple[Any, ...]) -> None:
     assert case(*args) == []
 
 
+@pytest.mark.processes
 def test_nor_under_the_recipes_of_another_gpu() -> None:
     """In a process of its own, since the reference backend stands for one GPU in a process."""
     of_kind = cases(BLACKWELL)

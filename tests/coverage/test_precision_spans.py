@@ -324,6 +324,7 @@ def test_a_run_that_changes_in_every_step_keeps_a_few_bytes_of_each(tmp_path: Pa
     assert len(pickle.dumps(longer.precision)) - size <= 40 * 40
 
 
+@pytest.mark.processes
 def test_an_entry_that_cannot_be_made_leaves_the_history_whole() -> None:
     """No memory is left at any line that adds to it: the next entry is as if that one had never been tried."""
 

@@ -111,6 +111,7 @@ def test_another_run_is_another_verdict(tmp_path: Path) -> None:
     assert verdict == diagnose(tmp_path / "b")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "change",
     [

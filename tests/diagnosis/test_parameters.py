@@ -500,6 +500,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [{case: (found, checked) for case, found, checked in each} for each in lines]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("case", "rule", "severity", "layers", "seen"),
     [
@@ -520,6 +521,7 @@ def test_ranks_that_differ(
         assert seen in found[3]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "case", ["averaged", "ddp", "fsdp", "fsdp without shards", "fsdp 2", "norms", "experts", "local numbers"]
 )

@@ -13,6 +13,8 @@ from te_precision_callbacks.diagnosis.replay import Replay
 from te_precision_callbacks.runs import RunWriter, open_run
 from tests.compare.recorded import append
 
+pytestmark = pytest.mark.processes
+
 STEPS = 6
 
 

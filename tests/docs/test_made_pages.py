@@ -1,20 +1,13 @@
-"""Pages that are made from the code: docs/files.md, and the tables of docs/options.md and docs/diagnosis.md."""
+"""Tables that are generated from the code, in docs/options.md and docs/diagnosis.md."""
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 
 from te_precision_callbacks.cli.manual import options_page
 from te_precision_callbacks.diagnosis import rules
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_page_is_made_from_the_docstrings() -> None:
-    made = runpy.run_path(str(ROOT / "tools" / "source_map.py"))["page"]() + "\n"
-    remedy = "a docstring has changed: python tools/source_map.py > docs/files.md"
-    assert made == (ROOT / "docs" / "files.md").read_text(encoding="utf-8"), remedy
 
 
 def test_the_table_of_options_is_made_from_the_docstring() -> None:

@@ -129,6 +129,7 @@ def test_show_prints_the_rest_of_a_dump_that_cannot_be_compared(tmp_path: Path) 
     assert "not compared" not in run("show", tmp_path / "b")[1]
 
 
+@pytest.mark.processes
 def test_a_terminal_gets_no_control_characters(tmp_path: Path) -> None:
     """From a header, from the names of tensors, and in messages; also where they are no ASCII, or turn text around."""
     bad = "x\x1b]0;title\x07\x9b31m\u202e[red]\r\n"
@@ -196,6 +197,7 @@ def test_diff_command(tmp_path: Path) -> None:
     assert rowwise["internals"]["first_block"]["index"] == [0, 0]
 
 
+@pytest.mark.processes
 def test_wrong_use_is_exit_code_2(tmp_path: Path) -> None:
     """In processes of their own, as a user has it."""
     dumps.save(X, tmp_path / "a.safetensors")
@@ -214,6 +216,7 @@ def test_wrong_use_is_exit_code_2(tmp_path: Path) -> None:
     assert te_precision("dumps", "diff", str(tmp_path / "a.safetensors")).returncode == 2
 
 
+@pytest.mark.processes
 def test_help_is_there_without_torch() -> None:
     done = te_precision("dumps", "--help")
     assert done.returncode == 0

@@ -597,6 +597,7 @@ for number in range(100_000):
 """
 
 
+@pytest.mark.processes
 def test_a_killed_process_leaves_whole_files(tmp_path: Path) -> None:
     """Killed twice, while one dump after another is written: new files, and one that is replaced each time."""
     kept = 0

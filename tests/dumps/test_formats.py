@@ -13,6 +13,8 @@ from filelock import FileLock
 from tests.dumps.producing import BLACKWELL, HOPPER, OPERANDS, QUANTIZERS, RECIPES
 from tests.reference.processes import python
 
+pytestmark = pytest.mark.processes
+
 DIRECT = [(capability, name) for capability, names in QUANTIZERS.items() for name in names]
 TRAINED = [
     (capability, f"{name}.{operand}") for capability, names in RECIPES.items() for name in names for operand in OPERANDS

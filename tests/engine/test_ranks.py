@@ -97,6 +97,7 @@ def assert_equal(found: Values, expected: Values) -> None:
 # ---------------------------------------------------------------------- the same numbers as one process
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ranks_that_run_their_own_layers(two: Ranks, alone: Any, name: str) -> None:
     ranks = PROGRAMS[name]
@@ -123,6 +124,7 @@ def split_tensors(found: Values, parallelism: str) -> Values:
     return {key: value for key, value in found.items() if key.rpartition(" ")[0] not in TERMS[parallelism]}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("parallelism", ["tp", "sp"])
 def test_layers_that_are_split_over_ranks(two: Ranks, alone: Any, parallelism: str) -> None:
     (expected,) = alone(Split(), [[0]])
@@ -133,6 +135,7 @@ def test_layers_that_are_split_over_ranks(two: Ranks, alone: Any, parallelism: s
         )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("parallelism", ["tp", "sp"])
 def test_of_terms_of_a_sum_all_are_counted(two: Ranks, alone: Any, parallelism: str) -> None:
     model = Split()
@@ -155,6 +158,7 @@ def test_of_terms_of_a_sum_all_are_counted(two: Ranks, alone: Any, parallelism: 
         assert found[f"{tensor} l1_norm"] == pytest.approx(l1_norm, rel=1e-5)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("parallelism", ["tp", "sp"])
 def test_split_activations_in_fp8(two: Ranks, tmp_path: Path, parallelism: str) -> None:
     expected = ranks_script.quantized_statistics(tmp_path, None)
@@ -178,6 +182,7 @@ def test_split_activations_in_fp8(two: Ranks, tmp_path: Path, parallelism: str) 
                 assert found[f"{key} activation {statistic}"] == pytest.approx(value, rel=1e-5), key
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("parallelism", ["tp", "sp"])
 def test_data_parallel_replicas_of_split_layers(four: Ranks, alone: Any, parallelism: str) -> None:
     expected = alone(Split(), [[0, 1], [2]])
@@ -187,6 +192,7 @@ def test_data_parallel_replicas_of_split_layers(four: Ranks, alone: Any, paralle
             assert_equal(split_tensors(found, parallelism), split_tensors(expected[step], parallelism))
 
 
+@pytest.mark.processes
 def test_pipeline_stages_of_split_layers(four: Ranks, alone: Any) -> None:
     models = [Split(), Split()]
     whole = torch.nn.ModuleDict({"stage0": models[0], "stage1": models[1]})
@@ -204,6 +210,7 @@ def test_pipeline_stages_of_split_layers(four: Ranks, alone: Any) -> None:
             assert_equal(without_stage(found, stage), without_stage(expected, stage))
 
 
+@pytest.mark.processes
 def test_parameters_sharded_by_fsdp2(two: Ranks, alone: Any) -> None:
     expected = alone(Layers("ab"), [[[("a", s), ("b", s + 5)], [("a", 10 + s), ("b", s + 15)]] for s in range(2)])
     for rank in two:
@@ -211,6 +218,7 @@ def test_parameters_sharded_by_fsdp2(two: Ranks, alone: Any) -> None:
             assert_equal(found, values)
 
 
+@pytest.mark.processes
 def test_groups_other_than_the_world(four: Ranks, alone: Any) -> None:
     expected = [alone(Layers("a"), [[[("a", s + r)] for r in pair] for s in (0, 10)]) for pair in ((0, 2), (1, 3))]
     for number, rank in enumerate(four):
@@ -218,6 +226,7 @@ def test_groups_other_than_the_world(four: Ranks, alone: Any) -> None:
             assert_equal(found, values)
 
 
+@pytest.mark.processes
 def test_a_group_need_not_have_the_first_tensor_parallel_rank(four: Ranks, alone: Any) -> None:
     (expected,) = alone(Split(), [[0, 1]])
     for rank in four:
@@ -231,6 +240,7 @@ def test_a_group_need_not_have_the_first_tensor_parallel_rank(four: Ranks, alone
                 assert found[key] == value / 2, "each has one shard"
 
 
+@pytest.mark.processes
 def test_without_reduction_each_rank_has_its_own(two: Ranks, alone: Any) -> None:
     for number, rank in enumerate(two):
         expected = alone(Layers("a"), [[[("a", number)]]])
@@ -238,6 +248,7 @@ def test_without_reduction_each_rank_has_its_own(two: Ranks, alone: Any) -> None
         assert rank["no_reduction"]["collectives"] == {}
 
 
+@pytest.mark.processes
 def test_inf_and_nan_of_one_rank_and_micro_batch_are_counted_and_left_out(two: Ranks) -> None:
     x = torch.stack([normal(seed, 8, 16) for seed in (0, 1, 10, 11)]).double()
     bad = x[3]
@@ -253,6 +264,7 @@ def test_inf_and_nan_of_one_rank_and_micro_batch_are_counted_and_left_out(two: R
         assert found["layers.a output nonfinite_num"] == 3 * 16
 
 
+@pytest.mark.processes
 def test_rows_that_are_empty_or_due_on_one_rank_only(two: Ranks) -> None:
     for rank in two:
         for step, found in enumerate(rank["rows_that_differ"]):
@@ -268,6 +280,7 @@ def test_rows_that_are_empty_or_due_on_one_rank_only(two: Ranks) -> None:
             assert {e - 127: count for e, count in enumerate(histogram) if count} == {0: 1, 1: 2, 2: 2, 3: 1}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("recipe", ranks_script.BLOCK_RECIPES)
 @pytest.mark.parametrize("step", range(3))
 def test_blocks_of_all_ranks_are_put_together(two: Ranks, step: int, recipe: str) -> None:
@@ -289,6 +302,7 @@ def test_blocks_of_all_ranks_are_put_together(two: Ranks, step: int, recipe: str
 # ---------------------------------------------------------------------- what it costs
 
 
+@pytest.mark.processes
 def test_statistics_of_blocks_cost_no_more_messages(two: Ranks) -> None:
     for rank in two:
         costs = rank["blocks"][-1]
@@ -297,6 +311,7 @@ def test_statistics_of_blocks_cost_no_more_messages(two: Ranks) -> None:
         assert costs["at the end"] == [{"statistics": 1}, {"copy_": 1}]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tensors", [6, 102])
 def test_a_step_ends_with_one_message_and_one_copy(two: Ranks, tensors: int) -> None:
     for rank in two:
@@ -306,6 +321,7 @@ def test_a_step_ends_with_one_message_and_one_copy(two: Ranks, tensors: int) -> 
         assert found["at the end"] == [{"statistics": 1}, {"copy_": 1}]
 
 
+@pytest.mark.processes
 def test_transformer_engines_own_feature_costs_more(two: Ranks) -> None:
     """The counts have something to count: TE 2.20.2 gathers 14 times for six tensors, waits 13 times for one."""
     for rank in two:
@@ -334,6 +350,7 @@ def plain(step: int, *, statistics: bool = True) -> dict[str, int]:
     return {kind: 1 for kind, sent in wanted.items() if sent}
 
 
+@pytest.mark.processes
 def test_names_are_exchanged_when_a_layer_comes_up_and_only_then(two: Ranks) -> None:
     for rank in two:
         for name, found in rank["programs"].items():
@@ -341,6 +358,7 @@ def test_names_are_exchanged_when_a_layer_comes_up_and_only_then(two: Ranks) -> 
             assert exchanges == ([0, 3] if name == "a layer comes up late" else [0]), name
 
 
+@pytest.mark.processes
 def test_ranks_meet_in_the_steps_in_which_a_statistic_is_due_on_any(two: Ranks) -> None:
     for rank in two:
         steps_with = [step for step, counts in enumerate(rank["schedules"]) if "statistics" in counts]
@@ -349,6 +367,7 @@ def test_ranks_meet_in_the_steps_in_which_a_statistic_is_due_on_any(two: Ranks) 
             assert rank["schedules"][step] == plain(step, statistics=step in (2, 3, 4))
 
 
+@pytest.mark.processes
 def test_messages_do_not_grow_with_the_ranks(two: Ranks, four: Ranks) -> None:
     for rank in (*two, *four):
         assert rank["messages"] == two[0]["messages"]
@@ -358,6 +377,7 @@ def test_messages_do_not_grow_with_the_ranks(two: Ranks, four: Ranks) -> None:
 # ---------------------------------------------------------------------- what goes wrong
 
 
+@pytest.mark.processes
 def test_after_a_failed_reduction_a_rank_is_on_its_own(two: Ranks, alone: Any) -> None:
     survivor, left = (rank["a_rank_leaves"] for rank in two)
     assert survivor["local"] == [False, True, True, True]
@@ -370,6 +390,7 @@ def test_after_a_failed_reduction_a_rank_is_on_its_own(two: Ranks, alone: Any) -
         assert found["steps"][0] == survivor["steps"][0], f"the step with batch {first} was reduced"
 
 
+@pytest.mark.processes
 def test_ranks_out_of_step_are_named_and_nothing_is_mixed(two: Ranks, alone: Any) -> None:
     for number, rank in enumerate(two):
         found = rank["out_of_step"]["another iteration"]
@@ -386,6 +407,7 @@ def test_ranks_out_of_step_are_named_and_nothing_is_mixed(two: Ranks, alone: Any
         assert found["messages"][1:] == [{"statistics": 1, "stamps": 1}, {}, {}]
 
 
+@pytest.mark.processes
 def test_other_counts_of_optimizer_steps_alone_are_only_told(two: Ranks, alone: Any) -> None:
     """As of optimizers with different groups; or where a rank has skipped a step(), and ends before the others."""
     first, second = (rank["out_of_step"]["skips a step"] for rank in two)
@@ -401,6 +423,7 @@ def test_other_counts_of_optimizer_steps_alone_are_only_told(two: Ranks, alone: 
     assert [line for line in first["said"] if "rank 1 has ended its session" in line.lower()]
 
 
+@pytest.mark.processes
 def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -> None:
     for number, rank in enumerate(two):
         found = rank["other_schedules"]
@@ -409,6 +432,7 @@ def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -
         assert (found["own"], found["local"]) == ([number], True)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("attempt", "kind", "said"),
     [
@@ -425,6 +449,7 @@ def test_ranks_that_were_given_something_else_do_not_begin(two: Ranks, attempt: 
     assert said in first[1]
 
 
+@pytest.mark.processes
 def test_sections_may_match_on_one_stage_only(two: Ranks) -> None:
     stages = [rank["attaching"] for rank in two]
     assert [found["a section for each stage"] for found in stages] == [{"stage0": ["first"]}, {"stage1": ["second"]}]
@@ -432,6 +457,7 @@ def test_sections_may_match_on_one_stage_only(two: Ranks) -> None:
     assert [found["allowed"] for found in stages] == [{"stage0": ["first"]}, {"stage1": []}]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("attempt", "said"),
     [
@@ -446,6 +472,7 @@ def test_what_matches_on_no_rank_is_an_error_on_all(two: Ranks, attempt: str, sa
     assert said in first[1]
 
 
+@pytest.mark.processes
 def test_what_one_rank_cannot_attach_raises_on_all(two: Ranks) -> None:
     first, second = (rank["attaching"] for rank in two)
     for attempt, kind, said in (
@@ -457,6 +484,7 @@ def test_what_one_rank_cannot_attach_raises_on_all(two: Ranks) -> None:
         assert said in second[attempt][1]
 
 
+@pytest.mark.processes
 def test_without_reduction_each_rank_attaches_alone(two: Ranks) -> None:
     assert two[0]["attaching"]["no reduction"] == {"stage0": ["first"]}
     assert two[1]["attaching"]["no reduction"][0] == "ConfigError"

@@ -429,6 +429,7 @@ def test_unknown_statistics_of_a_tensor(entry: object) -> None:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_the_table_of_the_page_is_the_code() -> None:
     """Made anew by: python -m te_precision_callbacks.statistics.table"""
     printed = subprocess.run(

@@ -12,6 +12,8 @@ from tests.features.plain import OURS, THEIRS
 from tests.forked import executable
 from tests.reference.processes import run
 
+pytestmark = pytest.mark.processes
+
 SPELLINGS: dict[str, dict[str, Any]] = {
     "LogTensorStats": {"tensors": ["activation"], "stats": ["max"]},
     "LogFp8TensorStats": {"tensors": ["activation"], "stats": ["underflows%", "overflows%"]},

@@ -68,6 +68,7 @@ def assert_same(found: Any, value: Any, name: str) -> None:
     assert found == (value if isinstance(value, dict) else pytest.approx(value, rel=1e-12)), name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tensor", ["activation", "weight"])
 @pytest.mark.parametrize("recipe", layers.BLOCK_RECIPES)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
@@ -81,6 +82,7 @@ def test_every_format_at_once(found: dict[str | None, Found], layer: str | None,
     assert f"{tensor} fp8_current_scaling_mse" in found[layer]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tensor", ["activation", "weight"])
 @pytest.mark.parametrize("layer", OWN)
 def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str, tensor: str) -> None:
@@ -91,6 +93,7 @@ def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str, tenso
         assert_same(found[layer][f"{tensor} {name}_columnwise"], columnwise[name], name)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_gradients(found: dict[str | None, Found], layer: str | None) -> None:
     """FP8 elements are E4M3, also of a layer whose gradients are E5M2; NVFP4's are rounded at random."""
@@ -101,6 +104,7 @@ def test_gradients(found: dict[str | None, Found], layer: str | None) -> None:
                 assert_same(found[layer][f"gradient {recipe}_{name}"], value, name)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tensor", layers.TENSORS)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_elements_in_the_format_of_the_name(found: dict[str | None, Found], layer: str | None, tensor: str) -> None:

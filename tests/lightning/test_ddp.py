@@ -21,6 +21,7 @@ def run(strategy: str, folder: Path, *arguments: str) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None:
     result = run(strategy, tmp_path)
@@ -47,6 +48,7 @@ def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None
     assert len(list(events.iterdir())) == 1, "rank 0 writes the events of all"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("strategy", "failing_rank"), [("ddp", "0"), ("ddp_fork", "1")])
 def test_a_rank_that_raises_ends_both(tmp_path: Path, strategy: str, failing_rank: str) -> None:
     """The process group's timeout is 30 s: the other rank does not wait for good."""

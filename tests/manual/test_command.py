@@ -226,6 +226,7 @@ def test_a_schema_for_editors_as_the_page_shows_it(tmp_path: Path) -> None:
     assert is_valid(written, own)
 
 
+@pytest.mark.processes
 def test_torch_is_not_imported() -> None:
     assert (
         answers(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.forked import launched
 
 
+@pytest.mark.processes
 def test_an_overflow_stops_both_ranks_in_every_precision(tmp_path: Path) -> None:
     """One launch for all cases: DDP's gradients of unused outputs are None, and float16 has a GradScaler that skips."""
     ended = launched(Path(__file__).with_name("autocast_script.py"), [str(tmp_path)])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.test_benchmarks import SHORTEST, cases_of
 
 
+@pytest.mark.processes
 def test_overflow() -> None:
     sizes = {"layers": 1, "hidden": 64, "sequence": 16, "batch": 1}
     cases = cases_of("overflow.py", *(f"--{name}={size}" for name, size in sizes.items()), *SHORTEST)

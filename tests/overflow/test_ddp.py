@@ -10,6 +10,8 @@ import pytest
 
 from tests import forked
 
+pytestmark = pytest.mark.processes
+
 
 def run(case: str, folder: Path) -> list[dict[str, Any]]:
     """What each rank ended with."""

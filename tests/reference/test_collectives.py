@@ -97,6 +97,7 @@ def test_a_thread_beside_the_training_uses_the_second_of_two_backends(tmp_path: 
         dist.destroy_process_group()
 
 
+@pytest.mark.processes
 def test_a_pretended_gpu_gathers_and_reduces_as_a_gpu_does(tmp_path: Path) -> None:
     assert answers(
         f"""

@@ -113,6 +113,7 @@ def test_enumerations_pickle() -> None:
                 assert pickle.loads(pickle.dumps(member)) is member
 
 
+@pytest.mark.processes
 def test_importing_it_imports_nothing_of_transformer_engine() -> None:
     code = (
         "import sys, te_precision_callbacks.reference.extension\n"

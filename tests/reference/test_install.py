@@ -6,6 +6,8 @@ import pytest
 
 from tests.reference.processes import answers, python
 
+pytestmark = pytest.mark.processes
+
 INSTALL = "from te_precision_callbacks import reference\nreference.install({})\n"
 
 

@@ -58,6 +58,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 def test_a_spawned_worker(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     script = tmp_path / "script.py"
@@ -83,6 +84,7 @@ def test_a_spawned_worker(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[(9, 0), True]", done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_lightning_on_two_processes(tmp_path: Path, strategy: str) -> None:
     script = tmp_path / "train.py"
@@ -93,6 +95,7 @@ def test_lightning_on_two_processes(tmp_path: Path, strategy: str) -> None:
     assert len(set(results.values())) == 1
 
 
+@pytest.mark.processes
 def test_a_child_that_imports_neither_torch_nor_transformer_engine_pays_nothing(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['THE_OTHER_SITECUSTOMIZE'] = 'ran'\n")
     child = "import os, sys; print([m for m in ('torch', 'typer', 'te_precision_callbacks.reference.importer') if m in "
@@ -108,6 +111,7 @@ def test_a_child_that_imports_neither_torch_nor_transformer_engine_pays_nothing(
     ).strip() == str([]) + " ran " + str([])
 
 
+@pytest.mark.processes
 def test_a_child_knows_before_it_imports_torch() -> None:
     code = "import importlib.util; importlib.util.find_spec('torch'), importlib.util.find_spec('transformer_engine')\n"
     code += "import transformer_engine.pytorch as te; from te_precision_callbacks import reference\n"
@@ -138,6 +142,7 @@ answer = [name for name in installed if name in sys.modules]
 """
 
 
+@pytest.mark.processes
 def test_readers_of_a_run_install_nothing(tmp_path: Path) -> None:
     """In a child, an import of torch would install the backend."""
     write_run(tmp_path / "a", range(3))
@@ -149,6 +154,7 @@ def test_readers_of_a_run_install_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "b.html").stat().st_size > 100_000
 
 
+@pytest.mark.processes
 def test_a_module_that_the_backend_needs_may_import_torch_first(tmp_path: Path) -> None:
     """The backend is installed while the module is half imported, and not where torch is only looked for."""
     first, second, third = answers(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.reference.processes import answers, python
 
 TRAIN = """
@@ -23,6 +25,7 @@ def train(model, x, recipe=None):
 """
 
 
+@pytest.mark.processes
 def test_by_default_only_transformer_engine_sees_a_gpu() -> None:
     losses, seen, names, environment = answers(
         """
@@ -62,6 +65,7 @@ def test_by_default_only_transformer_engine_sees_a_gpu() -> None:
     assert environment == ["PYTHONPATH", "TE_PRECISION_REFERENCE_INSTALL"]
 
 
+@pytest.mark.processes
 def test_an_optimizer_asks_no_driver_in_a_torch_that_was_built_for_cuda() -> None:
     """Which says that its accelerator is a GPU, as long as something says that there is one."""
     assert answers(
@@ -80,6 +84,7 @@ def test_an_optimizer_asks_no_driver_in_a_torch_that_was_built_for_cuda() -> Non
     ) == [False, None]
 
 
+@pytest.mark.processes
 def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
     (losses,) = answers(
         """
@@ -222,6 +227,7 @@ def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.processes
 def test_distributed_code_for_gpus_on_one_pretended_gpu(tmp_path: Path) -> None:
     assert answers(
         f"""
@@ -253,6 +259,7 @@ def test_distributed_code_for_gpus_on_one_pretended_gpu(tmp_path: Path) -> None:
     ) == ["gloo"]
 
 
+@pytest.mark.processes
 def test_blackwell() -> None:
     default, transposed, losses = answers(
         """
@@ -277,6 +284,7 @@ def test_blackwell() -> None:
     assert all(of_recipe[-1] < of_recipe[0] for of_recipe in losses)
 
 
+@pytest.mark.processes
 def test_blackwell_s_recipe_is_refused_on_hopper_and_fp8_blocks_are_not() -> None:
     done = python(
         """

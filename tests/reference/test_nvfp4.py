@@ -394,6 +394,7 @@ def test_a_tensor_of_another_format_is_no_output() -> None:
         tex.quantize(torch.ones(32, 32), NVFP4Quantizer(), other)
 
 
+@pytest.mark.processes
 def test_amax_is_reduced_over_a_group(tmp_path: Path) -> None:
     code = """
     import sys

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.reference.processes import answers
 
 ON_THE_CPU = """
@@ -30,6 +32,7 @@ def drawn_on_the_cpu():
 """
 
 
+@pytest.mark.processes
 def test_the_cpu_draws_what_it_draws_without_a_gpu_whatever_the_seed_of_the_gpu() -> None:
     plain: dict[str, Any] = {}
     exec(ON_THE_CPU, plain)
@@ -41,6 +44,7 @@ def test_the_cpu_draws_what_it_draws_without_a_gpu_whatever_the_seed_of_the_gpu(
     assert pretended == json.loads(json.dumps(plain["drawn_on_the_cpu"]()))
 
 
+@pytest.mark.processes
 def test_each_draws_from_its_own_generator_and_forks_and_checkpoints_keep_both() -> None:
     draws, gradients, between_ranks, compiled = answers(
         """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.forked import executable
 from tests.reference.processes import run
 
@@ -33,6 +35,7 @@ def test_that_fails():
 """
 
 
+@pytest.mark.processes
 def test_gpu_tests_run(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("import transformer_engine.pytorch\n")
     (tmp_path / "test_gpu.py").write_text(GPU_TESTS)
@@ -43,6 +46,7 @@ def test_gpu_tests_run(tmp_path: Path) -> None:
     assert "1 failed, 2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.processes
 def test_wrong_use_is_a_usage_error(tmp_path: Path) -> None:
     command = [executable(), "-m", "pytest", *PLUGIN, "--collect-only"]
     done = run(command, cwd=tmp_path, TE_PRECISION_REFERENCE_CAPABILITY="11")

@@ -55,6 +55,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.processes
 def test_a_script_finds_what_it_finds_without_us(tmp_path: Path, script: Path) -> None:
     done = te_precision("run", "scripts/train.py", "--help", "--backend", "x", "-c", cwd=tmp_path, fresh=True)
     assert done.returncode == 7, done.stderr
@@ -67,6 +68,7 @@ def test_a_script_finds_what_it_finds_without_us(tmp_path: Path, script: Path) -
     assert "reference backend: the CPU as a pretended GPU, compute capability 9.0" in done.stderr
 
 
+@pytest.mark.processes
 def test_a_traceback_is_the_scripts_own_and_the_last_that_is_said(script: Path) -> None:
     """Also where a session is running, which has something to say at its end."""
     done = te_precision(
@@ -82,6 +84,7 @@ def test_a_traceback_is_the_scripts_own_and_the_last_that_is_said(script: Path) 
     assert len([line for line in traceback if line.startswith("  File")]) == 1
 
 
+@pytest.mark.processes
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -136,6 +139,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
 
 
+@pytest.mark.processes
 def test_torch_compile(tmp_path: Path) -> None:
     """Of the script's own functions, and of the pass over a tensor; Triton, which is installed, finds no GPU."""
     script = tmp_path / "train.py"
@@ -199,6 +203,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.processes
 def test_a_module_finds_what_it_finds_without_us(packages: Path) -> None:
     options = ["--epochs", "3", "--backend", "x", "-m", "y"]
     done = te_precision("run", "--backend", "reference", "-m", "training", *options, cwd=packages)
@@ -238,6 +243,7 @@ def test_wrong_use(
     assert message in " ".join(said.split())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("content", "in_python"),
     [
@@ -264,16 +270,19 @@ def test_a_program_is_looked_up_on_the_path(
     assert script_command("launcher")[-1] == "launcher"  # a file here comes first
 
 
+@pytest.mark.processes
 def test_a_program_beside_the_interpreter_needs_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert script_command("accelerate")[-1] == str(Path(sys.executable).with_name("accelerate"))
 
 
+@pytest.mark.processes
 def test_what_a_program_starts_has_the_backend(script: Path) -> None:
     done = te_precision("run", "sh", "-c", f"exec {executable()} {script}")
     assert done.returncode == 7, done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("backend", "environment", "message"),
     [
@@ -289,6 +298,7 @@ def test_what_cannot_be(script: Path, backend: str, environment: dict[str, str],
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.processes
 def test_without_transformer_engine(script: Path) -> None:
     code = """
         import importlib.util, sys
@@ -314,6 +324,7 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == f"te-precision-callbacks {pyproject['project']['version']}\n"
 
 
+@pytest.mark.processes
 def test_help_is_quick() -> None:
     assert answers(
         """
@@ -349,6 +360,7 @@ def test_what_a_script_runs_on(
     assert bool(asked) == (has_gpu or backend is Backend.TE)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("why", [None, "ImportError: libcudart.so.13"])
 def test_of_the_ranks_of_a_machine_one_tries_the_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str | None

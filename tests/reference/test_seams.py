@@ -215,6 +215,7 @@ seen = torch.{name}_seen = []
 """
 
 
+@pytest.mark.processes
 def test_feature_files_are_treated_like_transformer_engines_own(tmp_path: Path) -> None:
     """Also where nvidia-dlfw-inspect was imported before the backend was installed."""
     (tmp_path / "my_feature.py").write_text(FEATURE.format(name="MyFeature"))

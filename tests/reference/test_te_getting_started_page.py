@@ -89,6 +89,7 @@ def independent_statistics(kept: Path) -> dict[tuple[str, int], float]:
     return found
 
 
+@pytest.mark.processes
 def test_the_pages_script_gives_the_pages_logs(tmp_path: Path) -> None:
     result = run_script(tmp_path, board=str(tmp_path / "board"))
     assert result.returncode == 0, result.stderr

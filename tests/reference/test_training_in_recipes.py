@@ -11,6 +11,7 @@ from tests.forked import executable
 from tests.reference.processes import run
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])
 def test_the_loss_stays_within_what_the_format_explains(capability: str) -> None:
     done = run([executable(), recipes.__file__, "--capability", capability, "--steps", "12", "--draws", "2", "--json"])

@@ -142,6 +142,7 @@ def test_no_file_is_overwritten_by_a_script(tmp_path: Path) -> None:
     assert (code, file.with_suffix(".py").is_file()) == (0, True)
 
 
+@pytest.mark.processes
 def test_the_script_runs_alone(tmp_path: Path) -> None:
     with faults.kernel(faults.KERNEL["rows swapped"][0]):
         (file,) = train(tmp_path, "current", gemms="fprop")

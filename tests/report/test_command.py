@@ -1,8 +1,7 @@
-"""te-precision report on the files of a run: pages, numbers, and messages for what is no run."""
+"""te-precision report on the files of a run: pages, and messages for what is no run."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,10 @@ import pytest
 
 from te_precision_callbacks.cli import main
 from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.views.report.data import PageData
 from tests.report.runs import drifting, write
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,6 @@ def test_a_page(report: Any, log_dir: Path, tmp_path: Path) -> None:
 
 def test_the_name_of_the_file_says_what_is_written(report: Any, log_dir: Path, tmp_path: Path) -> None:
     for name, begin in (
-        ("a.JSON", b"{"),
         ("a.htm", b"<!doctype html>"),
         ("a", b"<!doctype html>"),
     ):
@@ -61,54 +62,15 @@ def test_the_name_of_the_file_says_what_is_written(report: Any, log_dir: Path, t
         write_report(open_run(log_dir), tmp_path / "page.png")
 
 
-def test_numbers(report: Any, log_dir: Path, tmp_path: Path) -> None:
-    run = open_run(log_dir)
-    code, out, _ = report(str(log_dir), "--json")
-    found = json.loads(out)
-    assert code == 0
-    grid = run.grid("sqnr_db", "activation")
-    worst = next(one for one in found["worst"] if (one["statistic"], one["tensor"]) == ("sqnr_db", "activation"))
-    assert worst["layers"][0]["value"] == grid.values.min()
-    assert len(worst["layers"]) == 5
-    assert {one["precision"] for one in found["coverage"]} == {"fp8", "bf16"}
-    assert "values" not in found["series"][0]
-    assert "--device" in found["speed"]["unknown"]
-    assert json.loads(report(str(log_dir), "--json", "--device", "h200")[1])["speed"]["total"]["speedup"] > 0
-    layer = grid.layers[3]
-    code, out, _ = report(
-        str(log_dir),
-        "--format",
-        "json",
-        "--layer",
-        layer,
-        "--statistic",
-        "sqnr_db",
-        "--tensor",
-        "activation",
-        "-o",
-        "n.json",
-    )
-    (series,) = json.loads((tmp_path / "n.json").read_text())["series"]
-    assert series["values"] == grid.values[3].tolist()
-    assert series["steps"] == grid.iterations.tolist()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--json", "--layer", "decoder.layers.1.mlp.fc9"), "decoder.layers.1.mlp.fc1"),
-        (("--json", "--statistic", "sqnr"), "'sqnr_db'"),
-        (("--json", "--statistic", "sqnr_db", "--tensor", "output"), "it has it of activation, gradient, weight"),
-        (("--layer", "decoder.layers.1.mlp.fc1"), "--format html takes no --layer"),
-        (("--json", "-o", "x.json"), "--format json"),
         (("--device", "h2000"), "There is no device 'h2000'"),
         (("-o", "/proc/no/report.html"), "cannot be written: there is no folder /proc/no"),
         (("-o", "new/report.html"), "cannot be written: there is no folder new"),
         (("-o", "."), ". cannot be written: it is a folder. Give the name of a file, such as report.html."),
         (("-o", ""), ". cannot be written: it is a folder."),
-        (("-o", "report.pdf"), "no report ends in .pdf: .html, .json"),
-        (("--format", "html", "-o", "report.json"), "this is no .json file. Name it report.html"),
-        (("--format", "json", "-o", "report.html"), "this is no .html file. Name it report.json"),
+        (("-o", "report.json"), "this is no .json file. Name it report.html"),
     ],
 )
 def test_what_there_is_not(
@@ -167,12 +129,7 @@ def test_logs_of_plain_nvidia_dlfw_inspect(report: Any, tmp_path: Path) -> None:
     for rank in range(2):
         (logs / f"nvdlfw_inspect_globalrank-{rank}.log").write_text("\n".join(lines) + "\n")
     assert report(str(tmp_path))[0] == 0
-    code, out, _ = report(str(tmp_path), "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["run"]["source"] == "nvidia-dlfw-inspect"
-    assert found["worst"] == [], "no max is bad"
-    assert found["findings"] == []
-    (largest,) = (one["worst"] for one in found["series"] if one["layer"] == "h.0.fc1" and one["rank"] in (None, 0))
-    assert largest == 3.5
-    assert {one["statistic"] for one in found["series"]} == {"max", "own"}
+    told = PageData.of(open_run(tmp_path), 10**6).told
+    assert told["worst_layers"] == [], "no max is bad"
+    assert told["verdict"]["findings"] == []
+    assert {one["statistic"] for one in told["families"]} == {"max", "own"}

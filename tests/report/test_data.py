@@ -31,11 +31,16 @@ from te_precision_callbacks.views.report.format_limits import (
 from te_precision_callbacks.views.report.histograms import histograms
 from te_precision_callbacks.views.report.overview import ALL_RANKS, Columns, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, Scale, narrowed
-from te_precision_callbacks.views.report.subjects import Subjects, layer_name
+from te_precision_callbacks.views.report.subjects import FamilySeries, Subjects, layer_name
 from tests.conftest import feature
 from tests.report.runs import drifting, empty
 
 RUN = drifting(blocks=2, steps=37, histograms=False)
+
+
+def family_of_run(run: RecordedRun) -> FamilySeries:
+    families = Subjects(run).families
+    return next(one for one in families if (one.family.statistic, one.family.tensor) == ("underflows%", "activation"))
 
 
 @pytest.mark.parametrize("most", [1, 5, 37, 100])
@@ -67,6 +72,7 @@ def test_families_that_are_read_in_pieces_are_whole(monkeypatch: pytest.MonkeyPa
         np.testing.assert_array_equal(one.exact[36][REDUCED], other.exact[36][REDUCED])
 
 
+@pytest.mark.processes
 def test_of_several_ranks_the_worst_counts() -> None:
     run = drifting(blocks=1, steps=6, ranks=(0, 2), statistics=("sqnr_db",), histograms=False)
     (overview, *_) = overviews(run, Subjects(run).families, Columns.of(run, 6))
@@ -94,7 +100,7 @@ def with_values(run: RecordedRun, change: dict[tuple[str, int], float], flags: i
 def test_what_is_not_finite_is_the_worst_and_survives() -> None:
     first, second = RUN.ordered_layers[:2]
     run = with_values(RUN, {(first, 3): math.nan, (second, 4): math.inf})
-    family = Subjects(run).family("underflows%", "activation")
+    family = family_of_run(run)
     (overview,) = overviews(run, [family], Columns.of(run, 4))
     assert overview.worst_rows(2) == [(0, REDUCED), (1, REDUCED)]
     cells = overview.cells[REDUCED]
@@ -109,10 +115,10 @@ def test_what_is_not_finite_is_the_worst_and_survives() -> None:
 def test_the_first_step_of_delayed_scaling_is_no_finding() -> None:
     layer = RUN.ordered_layers[0]
     run = with_values(RUN, {(layer, 0): 100.0}, flags=STEP0)
-    (overview,) = overviews(run, [Subjects(run).family("underflows%", "activation")], Columns.of(run, 37))
+    (overview,) = overviews(run, [family_of_run(run)], Columns.of(run, 37))
     assert overview.worst_at[REDUCED][0] != 0
     assert not overview.present[REDUCED][0, 0], "alone in its column it has no cell"
-    (overview,) = overviews(run, [Subjects(run).family("underflows%", "activation")], Columns.of(run, 5))
+    (overview,) = overviews(run, [family_of_run(run)], Columns.of(run, 5))
     assert overview.present[REDUCED][0, 0]
     assert overview.cells[REDUCED][0, 0] < 100.0
 
@@ -184,6 +190,7 @@ def test_badness_is_that_of_families() -> None:
     assert badness(values, sign_of(Worse.NEITHER)).tolist() == [0, 3, 2, np.inf, np.inf, np.inf]
 
 
+@pytest.mark.processes
 def test_worst_layers_leave_out_what_is_as_good_as_can_be() -> None:
     run = drifting(blocks=2, steps=20, statistics=("nonfinite_num", "numel"), histograms=False)
     made = list(overviews(run, Subjects(run).families, Columns.of(run, 20)))
@@ -192,6 +199,7 @@ def test_worst_layers_leave_out_what_is_as_good_as_can_be() -> None:
     assert [item["layer"] for one in found for item in one["items"]] == [5, 5, 5], "only the layer that has any"
 
 
+@pytest.mark.processes
 def test_percentiles_of_histograms() -> None:
     run = drifting(blocks=1, steps=4)
     subjects = Subjects(run)
@@ -256,6 +264,7 @@ def test_what_the_name_of_a_statistic_says_of_its_format(name: str, fmt: str | N
     assert (format_by_name(request), one_scale_by_name(request)) == (fmt, one_scale)
 
 
+@pytest.mark.processes
 def test_an_empty_run_is_no_page(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="nothing was recorded"):
         write_report(empty(), tmp_path / "report.html")

@@ -1,4 +1,4 @@
-"""The worst layers of a run are the same in ``show``, in the report, in its numbers, in the summary and in loggers."""
+"""The worst layers of a run are the same in ``show``, in the report, in the summary and in loggers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from te_precision_callbacks.sinks.worst import judged
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report import write_report
 from te_precision_callbacks.views.report.data import PageData
-from te_precision_callbacks.views.report.numbers import numbers
 from te_precision_callbacks.views.show.view import look
 from tests.conftest import Keeper, feature
 from tests.report.conftest import Look
@@ -114,7 +113,6 @@ def test_the_report_names_the_same(trained: Trained) -> None:
         (told["families"][finding["family"]]["statistic"], told["families"][finding["family"]]["tensor"]): finding
         for finding in told["worst_layers"]
     }
-    of_numbers = {(each["statistic"], each["tensor"]): each["layers"] for each in numbers(trained.run)["worst"]}
     for tensor in ("activation", "weight", "gradient"):
         losses, sqnr = (by_hand(trained.run, name, tensor) for name in ("underflows%", "sqnr_db"))
         items = of_page["underflows%", tensor]["items"]
@@ -124,7 +122,6 @@ def test_the_report_names_the_same(trained: Trained) -> None:
         items = of_page["sqnr_db", tensor]["items"]
         named = [told["layers"][item["layer"]]["name"] for item in items]
         assert named[0] == sqnr[0]
-        assert [item["layer"] for item in of_numbers["sqnr_db", tensor]] == named
         if tensor == "weight":
             assert {named[1], named[3]} == set(trained.lossy)
             assert items[1]["lost"]["statistic"] == "underflows%"

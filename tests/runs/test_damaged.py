@@ -248,6 +248,7 @@ answer = [series, len(run.values()), run.segments[0].status]
 """
 
 
+@pytest.mark.processes
 def test_a_tail_that_is_cut_while_it_is_read_ends_no_process(tmp_path: Path) -> None:
     """Neither that of a reader, nor the training, which reads its own tails when it seals them."""
     assert answers(CUTS, cwd=tmp_path, fresh=True) == [300, 6000, "ended"]

@@ -316,6 +316,7 @@ def wait_for(happens: Callable[[], bool]) -> None:
     raise TimeoutError("nothing is written")
 
 
+@pytest.mark.processes
 def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> None:
     """At five random moments, also in the middle of a sealing: parts are sealed every few steps."""
     chance = random.Random(0)
@@ -413,6 +414,7 @@ def test_a_process_that_lives_is_not_killed_by_silence(tmp_path: Path) -> None:
     assert open_run(tmp_path).segments[0].status == "running"
 
 
+@pytest.mark.processes
 def test_a_run_in_another_pid_namespace_is_running(tmp_path: Path) -> None:
     """It has the host's name, and a process id that belongs to another process here."""
     code = """
@@ -456,6 +458,7 @@ def test_a_segment_is_running_before_it_has_run_json(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the sink
 
 
+@pytest.mark.processes
 def test_recording_does_not_import_pandas(tmp_path: Path) -> None:
     """pyarrow.array does where it is installed. The training waits for that, and a slow disk takes seconds."""
     code = f"""
@@ -659,6 +662,7 @@ def test_a_limit_in_which_nothing_has_room(given: object) -> None:
         record_limit(given)
 
 
+@pytest.mark.processes
 def test_reading_loads_no_torch_and_no_transformer_engine(tmp_path: Path) -> None:
     write_run(tmp_path, range(2))
     code = (

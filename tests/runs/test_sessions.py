@@ -376,6 +376,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureF
     assert sum("The run is not recorded" in text for text in caplog.messages) == 1
 
 
+@pytest.mark.processes
 def test_a_process_that_is_forked_leaves_the_records_alone(tmp_path: Path) -> None:
     model = te.Linear(32, 32)
     with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:

@@ -15,6 +15,8 @@ from te_precision_callbacks.runs import open_run
 from tests.forked import ranks
 from tests.lightning.models import log_of, logged_lines, marked_lines
 
+pytestmark = pytest.mark.processes
+
 NAME = "linear_activation_max"
 
 

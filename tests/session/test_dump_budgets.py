@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import forked
 
 SCRIPT = Path(__file__).with_name("dump_budgets_script.py")
 
 
+@pytest.mark.processes
 def test_one_rank_has_no_budget_left(tmp_path: Path) -> None:
     """Its layers are still looked at: debugged layers gather their tensors with other collectives."""
     full = tmp_path / "log" / "tensor_dumps" / "rank_1"

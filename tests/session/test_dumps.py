@@ -516,6 +516,7 @@ def test_a_writing_thread_that_ends_is_told_once(
     assert not files(tmp_path)
 
 
+@pytest.mark.processes
 def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -547,6 +548,7 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> str:
     return output
 
 
+@pytest.mark.processes
 def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
     process = run_script("killed", str(tmp_path))
     finish(process, -9)
@@ -558,6 +560,7 @@ def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
         assert torch.equal(dump.tensors["high_precision"], torch.full((1 << 14, 64), number))
 
 
+@pytest.mark.processes
 def test_a_script_that_stops_nothing_and_one_that_forks_have_all_files(tmp_path: Path) -> None:
     stopped, forked = (run_script(case, str(tmp_path / case)) for case in ("not stopped", "forked"))
     finish(stopped)
@@ -569,6 +572,7 @@ def test_a_script_that_stops_nothing_and_one_that_forks_have_all_files(tmp_path:
     assert by_process == {1.0, 3.0}, "the parent's before and after the fork; a child writes into no log of its parent"
 
 
+@pytest.mark.processes
 def test_two_ranks_agree_on_a_merged_statistic(tmp_path: Path) -> None:
     """The maximum is rank 1's alone; with the condition both write theirs, and in no other step."""
     ranks = forked.ranks(SCRIPT, [["ranks", str(tmp_path), str(rank)] for rank in range(2)])

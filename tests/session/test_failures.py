@@ -424,6 +424,7 @@ def test_a_scalar_that_is_no_number_costs_no_other(tmp_path: Path, keeper: Keepe
     assert "'mine': TypeError: it must be one number, not a tensor of shape (2,)" in reports(caplog)[0]
 
 
+@pytest.mark.processes
 def test_a_disk_that_takes_nothing_from_the_start(tmp_path: Path) -> None:
     """No line of nvidia-dlfw-inspect's log can be written: it is said once, and the run ends well."""
     done = python(

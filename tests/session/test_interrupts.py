@@ -178,6 +178,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("how", "status"), [("handled", 5), ("forked", -signal.SIGTERM)])
 def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Path, how: str, status: int) -> None:
     command = [executable(whole=True), "-c", TERMINATED, how, str(tmp_path)]
@@ -191,6 +192,7 @@ def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Pat
         assert result.stderr.count("forked") == 1
 
 
+@pytest.mark.processes
 def test_an_uncaught_ctrl_c_ends_the_process_by_its_signal() -> None:
     """As without a session; a text that runs in between, as in an import, would let Python exit with 1."""
     script = (

@@ -117,6 +117,7 @@ print("trained")
 """
 
 
+@pytest.mark.processes
 def test_a_process_may_end_with_what_was_kept(tmp_path: Path) -> None:
     command = [executable(whole=True), "-W", "error::ResourceWarning", "-c", AT_EXIT, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -411,6 +411,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.processes
 def test_a_users_feature_class_works_in_a_fresh_process(tmp_path: Path) -> None:
     """Where importing its base class has registered Transformer Engine's API, and nothing has a logger yet."""
     command = [executable(whole=True), "-c", FEATURE_CLASS, str(tmp_path)]

@@ -528,6 +528,7 @@ def told(two: Path, case: str) -> list[tuple[list[str], str]]:
     return [(found.splitlines(), logged.strip()) for found, _, logged in texts]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", ["delayed", "current", "quantized"])
 def test_a_good_resume_with_fsdp2_is_silent(two: Path, case: str) -> None:
     assert told(two, case) == [([], ""), ([], "")]
@@ -538,6 +539,7 @@ def test_a_good_resume_with_fsdp2_is_silent(two: Path, case: str) -> None:
     assert (hashes[0] != hashes[1]) == (case == "quantized"), "each rank has its own shards"
 
 
+@pytest.mark.processes
 def test_each_rank_tells_of_what_it_has_lost(two: Path) -> None:
     for rank, (found, logged) in enumerate(told(two, "sharded without")):
         assert found == [f"{MISSING}: all 2 layers."]
@@ -545,6 +547,7 @@ def test_each_rank_tells_of_what_it_has_lost(two: Path) -> None:
         assert ("differs on rank 1 from" in logged) == (rank == 1)
 
 
+@pytest.mark.processes
 def test_a_state_that_only_the_first_rank_has_loaded(two: Path) -> None:
     """DistributedDataParallel broadcasts the parameters, and no state of a recipe."""
     first, second = told(two, "replicas")
@@ -553,6 +556,7 @@ def test_a_state_that_only_the_first_rank_has_loaded(two: Path) -> None:
     assert "differs on rank 1 from" in second[1]
 
 
+@pytest.mark.processes
 def test_what_is_the_same_on_all_ranks_is_told_by_the_first(two: Path) -> None:
     first, second = told(two, "another recipe")
     assert first[0] == second[0] == ["Another recipe: DelayedScaling -> Float8CurrentScaling: all 2 layers."]
@@ -560,6 +564,7 @@ def test_what_is_the_same_on_all_ranks_is_told_by_the_first(two: Path) -> None:
     assert second[1] == ""
 
 
+@pytest.mark.processes
 def test_a_rank_without_a_fingerprint_of_its_own(two: Path) -> None:
     """As with Lightning, whose checkpoints hold what rank 0 has."""
     first, second = told(two, "rank 0's alone")

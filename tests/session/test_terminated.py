@@ -197,6 +197,7 @@ def test_asyncio_hears_of_its_signals_before_and_within_a_session(tmp_path: Path
     asyncio.run(main())
 
 
+@pytest.mark.processes
 def test_the_signal_of_a_forked_process_is_not_heard_here() -> None:
     heard: list[int] = []
     handler = signal.signal(signal.SIGUSR2, lambda *_: None)

@@ -6,6 +6,7 @@ import contextlib
 from array import array
 
 import numpy as np
+import pytest
 import torch
 
 from te_precision_callbacks.sinks.step_records import StepRecords
@@ -32,6 +33,7 @@ def run(injection: Injection) -> tuple[SeriesTable, RunStatistics]:
     return table, found
 
 
+@pytest.mark.processes
 def test_numbers_keep_their_names_after_a_failure() -> None:
     everywhere = Injection()
     run(everywhere)

@@ -114,6 +114,7 @@ def calls(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return tmp_path / "calls"
 
 
+@pytest.mark.processes
 def test_what_is_set_up_is_left_and_what_has_changed_is_done_again(
     environment: ModuleType, calls: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +139,7 @@ def test_what_is_set_up_is_left_and_what_has_changed_is_done_again(
     assert set_up("all") == ["uv .[dev] []"]
 
 
+@pytest.mark.processes
 def test_the_newest_is_looked_for_each_time_and_without_pins(
     environment: ModuleType, calls: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,6 +155,7 @@ def test_the_newest_is_looked_for_each_time_and_without_pins(
     assert "newest [REQUIREMENT ...]" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_an_interrupted_set_up_goes_on(
     environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +180,7 @@ def test_an_interrupted_set_up_goes_on(
     assert "pip goes on in its place" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("has_pip", [False, True])
 def test_where_no_uv_can_be_had_the_pip_that_is_there_does(
     environment: ModuleType,
@@ -194,6 +198,7 @@ def test_where_no_uv_can_be_had_the_pip_that_is_there_does(
     assert "uv cannot be fetched, so pip installs" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_an_interruption_is_said_in_a_line(
     environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +210,7 @@ def test_an_interruption_is_said_in_a_line(
     assert "Setting up .venv: interrupted. The next call goes on from here." in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_an_environment_of_another_python_is_made_anew(environment: ModuleType, calls: Path) -> None:
     folder = calls.parent / ".venv"
     assert environment.main([str(folder), "demo"]) == 0

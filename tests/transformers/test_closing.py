@@ -280,6 +280,7 @@ trainer(
 """
 
 
+@pytest.mark.processes
 def test_at_exit(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [executable(whole=True), "-c", SCRIPT, str(tmp_path)]

@@ -16,6 +16,7 @@ from tests.reference.processes import REPOSITORY, run
 EXAMPLES = REPOSITORY / "examples"
 
 
+@pytest.mark.processes
 def test_the_example_trains_in_fp8_under_accelerate_launch(tmp_path: Path) -> None:
     """The setting of the launcher reaches the Trainer: FP8 on layers that Accelerate has converted."""
     command = [

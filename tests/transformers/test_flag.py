@@ -193,6 +193,7 @@ def test_the_statistics_log_on_the_command_line(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("nvdlfw_inspect_statistics_logs"))
 
 
+@pytest.mark.processes
 def test_the_words_of_yaml_and_plain_numbers_of_bytes(tmp_path: Path) -> None:
     """A file of arguments: YAML 1.1 reads ``off`` as False."""
     (tmp_path / "args.yaml").write_text(

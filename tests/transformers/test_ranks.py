@@ -13,6 +13,8 @@ from tests.lightning.models import board_scalars, log_of, logged_lines
 from tests.reference.processes import run
 from tests.transformers.models import sample
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 

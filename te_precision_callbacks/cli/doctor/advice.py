@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from te_precision_callbacks.base.environment.torch_facts import Torch
 from te_precision_callbacks.base.errors import install_line
+from te_precision_callbacks.base.torch_facts import Torch
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.doctor.examination import Examination, Failed
 from te_precision_callbacks.cli.doctor.log_folder import LogFolder
@@ -47,17 +47,10 @@ def findings(examination: Examination) -> tuple[Finding, ...]:
         found += _of_engine(engine, compiled_build, with_gpu=not isinstance(torch, Failed) and bool(torch.gpus))
     if not isinstance(torch, Failed):
         found += _of_torch(torch)
-    if not isinstance(examination.environment, Failed):
-        for problem in examination.environment.problems:
-            severity: Severity = "stops a run" if problem.stops else "misleads"
-            found.append(Finding(severity, problem.what, problem.remedy))
+    for problem in examination.environment.problems:
+        found.append(Finding("stops a run" if problem.stops else "misleads", problem.what, problem.remedy))
     if not isinstance(folder, Failed):
         found += _of_folder(folder)
-    if not isinstance(examination.loggers, Failed):
-        for logger in examination.loggers:
-            if logger.failure:
-                what = f"{logger.name} is installed, but importing it fails: {logger.failure}"
-                found.append(Finding("changes a run", what, f"Install it again, or do not log to {logger.name}."))
     return tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity)))
 
 

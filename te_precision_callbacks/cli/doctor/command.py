@@ -20,11 +20,10 @@ from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
     from te_precision_callbacks.base.environment import Environment
-    from te_precision_callbacks.base.environment.torch_facts import Torch
+    from te_precision_callbacks.base.torch_facts import Torch
     from te_precision_callbacks.cli.doctor.advice import Finding
     from te_precision_callbacks.cli.doctor.examination import Examination
     from te_precision_callbacks.cli.doctor.log_folder import LogFolder
-    from te_precision_callbacks.cli.doctor.logger_packages import Logger
     from te_precision_callbacks.cli.doctor.packages import Package
     from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine
 
@@ -37,7 +36,7 @@ def doctor_command(
 ) -> None:
     """Show what a bug report needs to know of this machine, and what is wrong with it.
 
-    Returns exit code 1 if something is. Of the environment, only variables that change precision are shown.
+    Returns exit code 1 if something is. Of the environment, only variables that change numbers are shown.
     """
     from te_precision_callbacks.cli.doctor.advice import findings
     from te_precision_callbacks.cli.doctor.examination import examine
@@ -45,14 +44,10 @@ def doctor_command(
     examination = examine(log_dir)
     found = findings(examination)
     if as_json:
-        terminal.show_json(_for_json(examination, found))
+        terminal.show_json({**vars(examination), "findings": found})
     else:
         _show(examination, found)
     raise typer.Exit(1 if found else 0)
-
-
-def _for_json(examination: Examination, found: tuple[Finding, ...]) -> dict[str, Any]:
-    return {**vars(examination), "findings": found}
 
 
 # ---------------------------------------------------------------------- the screen
@@ -71,7 +66,6 @@ def _show(examination: Examination, found: tuple[Finding, ...]) -> None:
         ("GPU and torch", examination.torch, _show_torch),
         ("Environment variables that are set", examination.environment, _show_environment),
         ("Log folder", examination.log_folder, _show_folder),
-        ("Loggers", examination.loggers, _show_loggers),
     )
     part: Any
     show_part: Any
@@ -114,7 +108,8 @@ def _show_engine(engine: TransformerEngine) -> None:
         return
     table = terminal.table("recipe", *(recipes.place for recipes in engine.recipes))
     for recipe in RECIPES:
-        table.add_row(recipe, *(terminal.cell(recipes.answer(recipe)) for recipes in engine.recipes))
+        answers = ("not known" if place.failure else place.refusals.get(recipe, "runs") for place in engine.recipes)
+        table.add_row(recipe, *map(terminal.cell, answers))
     table.add_row("te.autocast() takes", *(terminal.cell(recipes.default or "none") for recipes in engine.recipes))
     terminal.show(table)
 
@@ -134,7 +129,7 @@ def _show_environment(environment: Environment) -> None:
     for name, value in environment.settings.items():
         _line(name, repr(value))
     if not environment.settings:
-        terminal.show("  none of those that change precision")
+        terminal.show("  none of those that change numbers")
 
 
 def _show_folder(folder: LogFolder) -> None:
@@ -143,8 +138,3 @@ def _show_folder(folder: LogFolder) -> None:
     _line("free space", f"{folder.free_bytes / 2**30:,.1f} GiB")
     if not folder.why_not_writable:
         _line("file locks", folder.why_no_locks or "work")
-
-
-def _show_loggers(loggers: tuple[Logger, ...]) -> None:
-    for logger in loggers:
-        _line(logger.name, logger.failure or logger.version or "not installed")

@@ -9,15 +9,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from te_precision_callbacks.base.environment import Environment, read_environment
-from te_precision_callbacks.base.environment.torch_facts import Torch, torch_facts
+from te_precision_callbacks.base.torch_facts import Torch, torch_facts
 from te_precision_callbacks.cli.doctor.log_folder import LogFolder, log_folder
-from te_precision_callbacks.cli.doctor.logger_packages import Logger, loggers
 from te_precision_callbacks.cli.doctor.packages import Package, packages
 from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine, transformer_engine
 
@@ -43,9 +41,8 @@ class Examination:
     packages: tuple[Package, ...] | Failed
     transformer_engine: TransformerEngine | Failed
     torch: Torch | Failed
-    environment: Environment | Failed
+    environment: Environment
     log_folder: LogFolder | Failed
-    loggers: tuple[Logger, ...] | Failed
 
 
 def examine(log_dir: Path) -> Examination:
@@ -54,19 +51,14 @@ def examine(log_dir: Path) -> Examination:
     Args:
         log_dir: the folder for logs.
     """
-    with ThreadPoolExecutor() as pool:
-        imported = pool.submit(_examined, loggers)
-        torch = _examined(torch_facts)  # before the search for Transformer Engine asks for GPUs: torch warns once
-        engine = pool.submit(_examined, transformer_engine)
-        return Examination(
-            platform=platform.platform(),
-            packages=_examined(packages),
-            transformer_engine=engine.result(),
-            torch=torch,
-            environment=_examined(lambda: read_environment(os.environ)),
-            log_folder=_examined(lambda: log_folder(log_dir)),
-            loggers=imported.result(),
-        )
+    return Examination(
+        platform=platform.platform(),
+        packages=_examined(packages),
+        torch=_examined(torch_facts),  # before the search for Transformer Engine asks for GPUs: torch warns once
+        transformer_engine=_examined(transformer_engine),
+        environment=read_environment(os.environ),
+        log_folder=_examined(lambda: log_folder(log_dir)),
+    )
 
 
 def _examined(part: Callable[[], FoundT]) -> FoundT | Failed:

@@ -28,7 +28,6 @@ from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.config.selection import (
     EXACT,
     LARGEST_NUMBER,
-    LONGEST_PATTERN,
     NUMBERS,
     PATTERN,
     SELECTORS,
@@ -114,7 +113,7 @@ def _layers() -> JsonSchema:
     span = {"type": "string", "pattern": f"^(?:all|{SPAN.pattern})$"}
     shapes: dict[str, JsonSchema] = {
         EXACT: names,
-        PATTERN: {"type": "string", "maxLength": LONGEST_PATTERN},
+        PATTERN: {"type": "string"},
         NUMBERS: _one_or_list({"anyOf": [{"type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER}, span]}),
         TYPES: names,
     }

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
     from te_precision_callbacks.views.compare.comparison import compare
     from te_precision_callbacks.views.compare.comparison_page import write_comparison
-    from te_precision_callbacks.views.compare.errors import ComparisonError
     from te_precision_callbacks.views.compare.result import (
         Comparison,
+        ComparisonError,
         Departure,
         FactDifference,
         FirstUnequal,

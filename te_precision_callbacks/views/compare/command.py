@@ -4,7 +4,6 @@ Usage::
 
     te-precision compare bf16 fp8 --noise bf16_again
     te-precision compare bf16 fp8 --noise bf16_again --report compare.html
-    te-precision compare run --steps 10 500
     te-precision compare logs --run 20261122-130144 --run 20261122-151210
 
 The exit code is 0 without a finding; 1 if the sides part, or their losses do; 2 for wrong use. ``--json`` prints one
@@ -34,13 +33,7 @@ def compare_command(
             " spread, and only what leaves it counts. May be given several times.",
         ),
     ] = None,
-    steps: Annotated[
-        tuple[int, int] | None, typer.Option(metavar="STEP STEP", help="Compare two steps of A instead.")
-    ] = None,
     lasting: Annotated[int, typer.Option(metavar="N", help="The steps for which a difference must last to count.")] = 5,
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a row for each statistic that departs.")
-    ] = None,
     report: Annotated[
         Path | None,
         typer.Option("--report", "-o", metavar="FILE", help="Also write one page that opens offline, such as x.html."),
@@ -59,12 +52,14 @@ def compare_command(
     from te_precision_callbacks.runs.choosing import chosen_run
     from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
     from te_precision_callbacks.views.compare.comparison import compare
-    from te_precision_callbacks.views.compare.printing import show, write_csv
+    from te_precision_callbacks.views.compare.printing import show
 
     chosen = list(run or ())
     if b is None and len(chosen) == 2:
         b = a
-    paths = [a, *([] if b is None else [b]), *(noise or ())]
+    if b is None:
+        raise typer.BadParameter("give a second run to compare with", param_hint="B")
+    paths = [a, b, *(noise or ())]
     if len(chosen) > len(paths):
         raise typer.BadParameter(f"{len(chosen)} runs are chosen, of {len(paths)} folders", param_hint="--run")
     wanted = [*chosen, *[None] * (len(paths) - len(chosen))]
@@ -72,23 +67,11 @@ def compare_command(
     for line in dict.fromkeys(filter(None, told)):
         terminal.show_text(line, err=as_json)
     if report is not None:
-        from te_precision_callbacks.views.report.page import PAGES, output_path
+        from te_precision_callbacks.views.report.page import output_path
 
-        output_path(report, PAGES)
+        output_path(report)
     numbers = None if report is None else ComparedNumbers()
-    result = compare(
-        opened[0],
-        None if b is None else opened[1],
-        noise=opened[1 if b is None else 2 :],
-        steps=steps,
-        lasting=lasting,
-        numbers=numbers,
-    )
-    if csv is not None:
-        try:
-            write_csv(result, csv)
-        except OSError as error:
-            raise typer.BadParameter(f"cannot be written: {error}", param_hint="--csv") from None
+    result = compare(opened[0], opened[1], noise=opened[2:], lasting=lasting, numbers=numbers)
     if report is not None and numbers is not None:
         from te_precision_callbacks.views.compare.comparison_page import write_comparison
 

@@ -132,8 +132,7 @@ class ComparedNumbers:
         self.subjects = Subjects(a.run)
         layer_of = {layer.name: number for number, layer in enumerate(self.subjects.layers)}
         most = min(max(_CELLS // max(len(paired), 1), _FEWEST_COLUMNS), _MOST_COLUMNS)
-        steps = np.arange(a.steps)
-        self.columns = Columns.of(a.run, most) if a.since is None else Columns(steps, steps)
+        self.columns = Columns.of(a.run, most)
         members: dict[Family, list[Subject]] = {}
         for subject in paired:
             if subject.layer:

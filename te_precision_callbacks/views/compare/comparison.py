@@ -11,13 +11,12 @@ from te_precision_callbacks.views.compare.aligning import align
 from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
 from te_precision_callbacks.views.compare.departures import Search
 from te_precision_callbacks.views.compare.differing_facts import facts_that_differ
-from te_precision_callbacks.views.compare.errors import ComparisonError
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.new_findings import compare_verdicts
 from te_precision_callbacks.views.compare.order import Order
 from te_precision_callbacks.views.compare.origins import partings
-from te_precision_callbacks.views.compare.result import Comparison, Floor, Pairing
-from te_precision_callbacks.views.compare.sides import Side, side_of_run, side_of_step
+from te_precision_callbacks.views.compare.result import Comparison, ComparisonError, Floor, Pairing
+from te_precision_callbacks.views.compare.sides import Side, side_of_run
 from te_precision_callbacks.views.compare.tensor_sizes import Sizes
 
 LASTING = 5
@@ -26,70 +25,64 @@ LASTING = 5
 
 def compare(
     a: RecordedRun,
-    b: RecordedRun | None = None,
+    b: RecordedRun,
     *,
     noise: Sequence[RecordedRun] = (),
-    steps: tuple[int, int] | None = None,
     lasting: int = LASTING,
     numbers: ComparedNumbers | None = None,
 ) -> Comparison:
-    """Compare two runs, or two steps of one run.
+    """Compare two runs.
 
     Numbers pair by scope, layer, tensor, statistic and step. Statistics of the quantized tensors of different recipes
     do not pair; those of the tensors themselves do.
 
     Args:
         a: the reference.
-        b: the other run; None with ``steps``.
+        b: the other run.
         noise: runs that differ from a ordinarily, such as in the seed alone: they say how much each statistic does.
-        steps: two iterations of ``a``: the ``lasting`` steps from each on are compared. What changes between the first
-            stretch and the one right behind it is the noise.
         lasting: the steps for which a difference must last to count.
         numbers: keeps what is compared, for :func:`te_precision_callbacks.views.compare.write_comparison`.
 
     Raises:
-        ComparisonError: a run has no numbers, nothing pairs, or there is no such step.
+        ComparisonError: a run has no numbers, or nothing pairs.
     """
     if lasting < 1:
         raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")
-    renamed: list[str] = []
-    if b is not None:
-        (b, note), *more = (align(a, run) for run in (b, *noise))
-        noise, renamed = [run for run, _ in more], [text for text in (note, *(text for _, text in more)) if text]
-    one, other, others = _sides(a, b, noise, steps, lasting)
+    (b, *noise), renamed = zip(*(align(a, run) for run in (b, *noise)), strict=True)
+    runs = (a, b, *noise)
+    one, other, *others = (side_of_run(run, _name(run, runs)) for run in runs)
     theirs = set(other.subjects)
     paired = [subject for subject in one.subjects if subject in theirs]
     apart = _layers_apart(one, other)
     for reason in (apart if not paired else "", *(_layers_apart(one, side) for side in others if not apart)):
         if reason:
             raise ComparisonError(reason)
-    order = Order([a, *([] if b is None else [b])])
-    sizes = Sizes(a, a if b is None else b)
+    order = Order([a, b])
+    sizes = Sizes(a, b)
     search = Search(one, other, others, lasting, sizes, None if numbers is None else numbers.taking(one, other, paired))
     found = list(search.run(paired, {subject: order.place(subject) for subject in paired}))
     comparable = not sizes.with_other_rows  # of losses of other batches nothing is known
-    shares = (precision_shares(a), precision_shares(a if b is None else b)) if comparable else ({}, {})
+    shares = (precision_shares(a), precision_shares(b)) if comparable else ({}, {})
     if search.without_steps == len(paired):
         raise ComparisonError(
             f"{one.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(one)},"
             f" {_span(other)}.{one.run.notes_in_words}{other.run.notes_in_words}"
         )
-    same_run = b is not None and (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id)
+    same_run = (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id)
     return Comparison(
         one.name,
         other.name,
-        () if b is None else tuple(facts_that_differ(a, b)),
+        tuple(facts_that_differ(a, b)),
         _pairing(one, other, paired, search),
         lasting,
         Floor(tuple(side.name for side in others), search.without_noise) if others else None,
         order.seen,
         tuple(partings(found, order)),
         search.first_unequal,
-        compare_losses(one, other, others, shares) if steps is None else None,
-        (*renamed, *_notes(a, b, noise)),
+        compare_losses(one, other, others, shares),
+        (*filter(None, renamed), *(f"{_name(run, runs)}: {note}" for run in runs for note in run.notes)),
         same_run,
-        None if same_run or b is None else compare_verdicts(a, b),
-        steps,
+        None if same_run else compare_verdicts(a, b),
         apart and f"{apart} Only the numbers of the trainer are compared.",
     )
 
@@ -98,33 +91,6 @@ def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
     """What a run is called among those that are compared: its path, with its own name where another run has that."""
     several = any(each.path == run.path and each.run_id != run.run_id for each in runs)
     return f"{run.path} ({run.run_id})" if several else str(run.path)
-
-
-def _sides(
-    a: RecordedRun,
-    b: RecordedRun | None,
-    noise: Sequence[RecordedRun],
-    steps: tuple[int, int] | None,
-    lasting: int,
-) -> tuple[Side, Side, list[Side]]:
-    """The two sides, and those of the noise."""
-    if b is not None and steps is None:
-        runs = (a, b, *noise)
-        one, other, *others = (side_of_run(run, _name(run, runs)) for run in runs)
-        return one, other, others
-    if b is not None or noise:
-        raise ComparisonError("Two steps are those of one run, which is compared without another one or noise.")
-    if steps is None:
-        raise ComparisonError("Nothing to compare with: give a second run, or two steps of this one.")
-    return _of_steps(a, steps, lasting)
-
-
-def _of_steps(run: RecordedRun, steps: tuple[int, int], lasting: int) -> tuple[Side, Side, list[Side]]:
-    """The stretches from two steps on, and as noise the one behind the first."""
-    if steps[0] == steps[1]:
-        raise ComparisonError(f"Step {steps[0]} is compared with itself; give two steps.")
-    one, other = (side_of_step(run, step, lasting) for step in steps)
-    return one, other, [side_of_step(run, steps[0], lasting, behind=True)]
 
 
 def _layers_apart(one: Side, other: Side) -> str:
@@ -179,8 +145,3 @@ def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search) 
         len(search.iterations),
         search.shorter,
     )
-
-
-def _notes(a: RecordedRun, b: RecordedRun | None, noise: Sequence[RecordedRun]) -> tuple[str, ...]:
-    runs = [a, *([] if b is None else [b]), *noise]
-    return tuple(f"{_name(run, runs)}: {note}" for run in runs for note in run.notes)

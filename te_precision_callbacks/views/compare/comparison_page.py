@@ -35,7 +35,7 @@ from te_precision_callbacks.views.compare.wording import (
 from te_precision_callbacks.views.report.data import finding_on_page
 from te_precision_callbacks.views.report.overview import Columns
 from te_precision_callbacks.views.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
-from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PAGES, Frame, output_path, write_bytes
+from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, Frame, output_path, write_bytes
 from te_precision_callbacks.views.report.subjects import layer_name
 
 _SCRIPTS = ("findings", "comparison")
@@ -63,7 +63,7 @@ def write_comparison(
         ReportError: the file cannot be written, or its name is not that of a page.
         MissingExtraError: plotly is not installed.
     """
-    found = output_path(path, PAGES)
+    found = output_path(path)
     frame = Frame(_SCRIPTS)
     packed = Packed(most - frame.size - FOR_FACTS)
     told = _told(result, numbers, packed)

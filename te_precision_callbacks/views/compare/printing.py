@@ -1,14 +1,11 @@
-"""Prints a comparison: as text for the terminal, or as rows for CSV.
+"""Prints a comparison on the terminal.
 
 show(comparison)
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -131,26 +128,8 @@ def _show_parted(comparison: Comparison) -> None:
     left = list(rows.values())[_MOST_ROWS:]
     if left:
         tensors = sum(map(len, left))
-        terminal.show_text(f"and {many(tensors, 'tensor')} more, which --json and --csv have.", _INDENT)
+        terminal.show_text(f"and {many(tensors, 'tensor')} more, which --json has.", _INDENT)
 
 
 def _more(number: int) -> str:
     return f", {number} more" if number else ""
-
-
-def write_csv(comparison: Comparison, path: Path) -> None:
-    """Write a row for each statistic that departs, in the order in which they part.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer: csv.DictWriter[str] | None = None
-        for parting in comparison.parted:
-            for departure in parting.departures:
-                named = {name: getattr(parting, name) for name in ("scope", "layer", "tensor", "rank")}
-                row = {**named, **asdict(departure), "origin": parting.origin, "source": parting.source}
-                if writer is None:
-                    writer = csv.DictWriter(file, row)
-                    writer.writeheader()
-                writer.writerow(row)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
 
 Origin = Literal["made here", "inherited"]
+
+
+class ComparisonError(PrecisionDebugError, ValueError):
+    """Runs that cannot be compared: nothing pairs."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +266,7 @@ class LossComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two runs differ, or two steps of a run.
+    """How two runs differ.
 
     Attributes:
         a, b: what the sides are.
@@ -275,9 +280,7 @@ class Comparison:
         loss: the losses; None if a side has none.
         notes: what is missing or damaged, in words.
         same_run: whether a run is compared with itself.
-        verdicts: the findings of the rules on both sides; None for two steps of a run, or a run with itself.
-        since: for two steps of a run the iterations from which on A and B are compared; None otherwise. All iterations
-            of the comparison are then counted from 0: 0 is the first step of a series from there on.
+        verdicts: the findings of the rules on both sides; None for a run with itself.
         layers_apart: why only numbers of the trainer, such as the loss, were compared, and what to do; else empty.
     """
 
@@ -294,7 +297,6 @@ class Comparison:
     notes: tuple[str, ...]
     same_run: bool = False
     verdicts: ComparedVerdicts | None = None
-    since: tuple[int, int] | None = None
     layers_apart: str = ""
 
     @property

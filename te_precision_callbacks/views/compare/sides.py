@@ -1,4 +1,4 @@
-"""What is compared: a run, a rank of a run, or a run from a step on, as series of numbers with equal subjects."""
+"""What is compared: a run, or a rank of a run, as series of numbers with equal subjects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.tables import EXTREME
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.views.compare.errors import ComparisonError
+from te_precision_callbacks.views.compare.result import ComparisonError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -49,18 +49,12 @@ class Side:
         name: what it is called.
         series: subject -> the series' number in the run.
         scalars: subject -> the iterations and values of a number of the trainer.
-        since: the first iteration; the steps from it on are numbered from 0. None: all of them, with their own numbers.
-        steps: how many steps of each series.
-        behind: how many steps of each series are skipped.
     """
 
     run: RecordedRun
     name: str
     series: Mapping[Subject, int]
     scalars: Mapping[Subject, tuple[Ints, Floats]] = field(default_factory=dict)
-    since: int | None = None
-    steps: int = 0
-    behind: int = 0
 
     @property
     def subjects(self) -> list[Subject]:
@@ -97,16 +91,7 @@ class Side:
         if not parts:
             return Numbers(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
         series, iterations, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        return self._from_since(_in_order(series, iterations.astype(np.int64, copy=False), values))
-
-    def _from_since(self, numbers: Numbers) -> Numbers:
-        if self.since is None:
-            return numbers
-        kept = numbers.iterations >= self.since
-        series, values = numbers.series[kept], numbers.values[kept]
-        places = np.arange(len(series)) - np.searchsorted(series, series) - self.behind
-        chosen = (places >= 0) & (places < self.steps)
-        return Numbers(series[chosen], places[chosen], values[chosen])
+        return _in_order(series, iterations.astype(np.int64, copy=False), values)
 
 
 def _in_order(series: Ints, iterations: Ints, values: Floats) -> Numbers:
@@ -131,22 +116,6 @@ def side_of_run(run: RecordedRun, name: str) -> Side:
     if not series and not scalars:
         raise ComparisonError(f"{name} has no numbers yet: no statistic was recorded, and no loss.{run.notes_in_words}")
     return Side(run, name, series, scalars)
-
-
-def side_of_step(run: RecordedRun, since: int, steps: int, *, behind: bool = False) -> Side:
-    """The first steps from one on; or those right behind them.
-
-    Raises:
-        ComparisonError: there is none.
-    """
-    last = run.series["last"].to_pylist()
-    series = {each: number for number, each in _subjects(run) if last[number] >= since}
-    scalars = {each: found for each, found in _scalars(run).items() if found[0][-1] >= since}
-    if not series and not scalars:
-        ended = f"; its last one is {max(last)}" if last else ""
-        raise ComparisonError(f"{run.path} has no numbers from step {since} on{ended}.{run.notes_in_words}")
-    name = f"the {steps} steps {'behind those ' if behind else ''}from step {since} on"
-    return Side(run, name, series, scalars, since, steps, steps if behind else 0)
 
 
 def _subjects(run: RecordedRun) -> Iterator[tuple[int, Subject]]:

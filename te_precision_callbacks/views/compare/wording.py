@@ -18,11 +18,6 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
     """What pairs, and what counts: sentences."""
     pairing, floor = comparison.pairing, comparison.floor
     yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} pair {_steps_in_words(pairing)}."
-    if comparison.since is not None:
-        a, b = comparison.since
-        yield (
-            f"Steps are counted from 0: step 0 is the first from step {a} on in A, and the first from step {b} on in B."
-        )
     for where, count, statistics, layers in (
         ("A", pairing.only_a, pairing.statistics_only_a, pairing.layers_only_a),
         ("B", pairing.only_b, pairing.statistics_only_b, pairing.layers_only_b),
@@ -82,13 +77,12 @@ def where_first(comparison: Comparison) -> Iterator[str]:
     if first is None:
         beyond = "beyond the noise floor" if comparison.floor else "by as much"
         beyond += " for as long" if comparison.pairing.steps > 1 else ""
-        at = _step(comparison, unequal.iteration)
-        yield f"Nowhere {beyond}. The first number that is not the same is {what}, at {at}."
+        yield f"Nowhere {beyond}. The first number that is not the same is {what}, at step {unequal.iteration}."
         return
     departure = first.strongest
     medians = f" (medians of steps {departure.iteration} to {departure.until})" if departure.steps > 1 else ""
     yield (
-        f"First at {_step(comparison, first.iteration)}: {first.name}, {origin(first)}. {departure.statistic} is"
+        f"First at step {first.iteration}: {first.name}, {origin(first)}. {departure.statistic} is"
         f" {number(departure.b)} instead of {number(departure.a)}{medians}:"
         f" {difference(departure)}{_beyond(departure)}."
     )
@@ -96,12 +90,7 @@ def where_first(comparison: Comparison) -> Iterator[str]:
         between = f"between steps {first.since - 1} and {first.iteration}"
         yield f"It has no numbers {between}: it may have begun in any of them."
     if unequal.iteration < first.iteration:
-        yield f"The first number that is not the same at all is {what}, at {_step(comparison, unequal.iteration)}."
-
-
-def _step(comparison: Comparison, iteration: int) -> str:
-    """A step of what was compared; of two steps of a run, its place among those that are compared."""
-    return f"step {iteration}" if comparison.since is None else f"step {iteration} of the {comparison.lasting}"
+        yield f"The first number that is not the same at all is {what}, at step {unequal.iteration}."
 
 
 def first_lines(comparison: Comparison) -> Iterator[str]:

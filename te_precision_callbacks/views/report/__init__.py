@@ -1,4 +1,4 @@
-"""A recorded run as one page that opens offline, and as numbers.
+"""A recorded run as one page that opens offline.
 
 from te_precision_callbacks.views.report import write_report
 from te_precision_callbacks.runs import open_run

@@ -32,7 +32,6 @@ from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_beside
 from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.format_limits import (
@@ -183,16 +182,6 @@ def nonempty(run: RecordedRun) -> Subjects:
     if why:
         raise ReportError(why)
     return Subjects(run)
-
-
-def families_beside(chosen: Sequence[FamilySeries], all_families: Sequence[FamilySeries]) -> list[FamilySeries]:
-    """Some families, and those that :func:`worst_layers` looks at to name their worst layers."""
-    wanted = {one.family for one in chosen}
-    for one in chosen:
-        request = one.family.request
-        for name in () if request is None else request.statistic.misses:
-            wanted.add(family_of(one.family.tensor, "" if request is None else request.beside(name)))
-    return [one for one in all_families if one.family in wanted]
 
 
 def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:

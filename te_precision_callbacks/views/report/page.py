@@ -23,9 +23,6 @@ from te_precision_callbacks.views.report.data import PageData
 from te_precision_callbacks.views.report.packing import compressed
 from te_precision_callbacks.views.report.subjects import ReportError
 
-PAGES = ("html", "htm")
-"""How the name of a page ends."""
-
 MOST_BYTES = 10_000_000
 """The most bytes of a page."""
 
@@ -119,27 +116,26 @@ def write_report(
         ReportError: the run has no numbers, or the file cannot be written, or its name is not that of a page.
         MissingExtraError: plotly is not installed.
     """
-    found = output_path(path, PAGES)
+    found = output_path(path)
     return write_bytes(found, page(run, most=most, device=device).encode())
 
 
-def output_path(path: str | os.PathLike[str], endings: Sequence[str]) -> Path:
-    """The path of a file that is to be written, before the work for it begins.
+def output_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a page that is to be written, before the work for it begins.
 
     Args:
-        path: the path.
-        endings: how its name may end, such as ``html``; a name without an ending is right too.
+        path: the path; its name ends in ``.html`` or ``.htm``, or has no ending.
 
     Raises:
         ReportError: its name ends otherwise, or its folder does not exist.
     """
     found = Path(path)
     if found.is_dir():
-        text = f"it is a folder. Give the name of a file, such as report.{endings[0]}."
+        text = "it is a folder. Give the name of a file, such as report.html."
         raise ReportError(f"{visible(str(found))} cannot be written: {text}")
     ending = found.suffix[1:]
-    if ending and ending.lower() not in endings:
-        named = found.with_suffix(f".{endings[0]}")
+    if ending and ending.lower() not in ("html", "htm"):
+        named = found.with_suffix(".html")
         raise ReportError(f"{visible(str(found))}: this is no .{visible(ending)} file. Name it {visible(str(named))}.")
     if not found.parent.is_dir():
         raise ReportError(f"{visible(str(found))} cannot be written: there is no folder {visible(str(found.parent))}.")

@@ -19,7 +19,6 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.layers.folding import ShortNames
-from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import RecordedRun, by_place
 from te_precision_callbacks.runs.run_files import FOLDER
@@ -35,7 +34,7 @@ _BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?=\.)")
 
 
 class ReportError(PrecisionDebugError, ValueError):
-    """A report that cannot be made: of a run without numbers, or of a layer, statistic or step that it lacks."""
+    """A report that cannot be made: of a run without numbers, or in a file that cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -130,42 +129,6 @@ class Subjects:
         self.families = [one for one in found if not one.is_histogram and (one.layer >= 0).all()]
         self.histograms = [one for one in found if one.is_histogram]
         self.free = [one for one in found if not one.is_histogram and (one.layer < 0).any()]
-
-    def layer(self, name: str) -> int:
-        """The index of a layer.
-
-        Raises:
-            ReportError: there is none of this name.
-        """
-        for number, layer in enumerate(self.layers):
-            if layer.name == name:
-                return number
-        raise ReportError(f"The run has no layer {name!r}.{it_has(name, [layer.name for layer in self.layers])}")
-
-    def family(self, statistic: str | None, tensor: str | None) -> FamilySeries:
-        """The family of a statistic and a tensor; of those that are not given, the first.
-
-        Raises:
-            ReportError: the run has none.
-        """
-        found = [
-            one
-            for one in self.families
-            if statistic in (None, one.family.statistic) and tensor in (None, one.family.tensor)
-        ]
-        if found:
-            return next((one for one in found if one.has_direction), found[0])
-        tensors = sorted({one.family.tensor for one in self.families if one.family.statistic == statistic})
-        if tensors:
-            raise ReportError(
-                f"The run has no statistic {statistic!r} of the tensor {tensor!r}; it has it of {', '.join(tensors)}."
-            )
-        if statistic is None:
-            known = sorted({one.family.tensor for one in self.families})
-            which = "any tensor" if tensor is None else f"a tensor {tensor!r}"
-            raise ReportError(f"The run has no statistic of {which}.{it_has(tensor or '', known)}")
-        known = sorted({one.family.statistic for one in self.families})
-        raise ReportError(f"The run has no statistic {statistic!r}.{it_has(statistic, known)}")
 
 
 def layer_name(scope: str | None, layer: str | None) -> str:
