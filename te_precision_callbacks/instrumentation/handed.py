@@ -57,9 +57,9 @@ def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
     parameters = list(inspect.signature(function).parameters.values())
     fixed = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
-    if rest is not None and not fixed:
-        return lambda arguments: dict(zip(known, arguments, strict=False))
     missing = ", ".join(sorted(_READ.intersection(known) - {each.name for each in parameters}))
+    if missing and rest is not None:
+        return lambda arguments: dict(zip(known, arguments, strict=False))
     if missing:
         name = getattr(function, "__qualname__", str(function))
         raise TypeError(f"{name} of this Transformer Engine has no parameter {missing}; its tensors are not observed")

@@ -42,10 +42,6 @@ def recurrent(kind: type[torch.nn.Module]) -> Net:
     return Net(kind(SIZE, 64), lambda net, x: net.part(x.view(4, 8, SIZE))[0])
 
 
-def eye() -> torch.Tensor:
-    return torch.eye(SIZE).to_sparse_csr()
-
-
 COUNTED: dict[str, tuple[Callable[[], Net], int]] = {
     "LSTM": (lambda: recurrent(torch.nn.LSTM), 3 * SIZE * 4 * 64 * (SIZE + 64)),
     "GRU, step by step, whose first state needs no gradient": (
@@ -61,15 +57,6 @@ COUNTED: dict[str, tuple[Callable[[], Net], int]] = {
 """Name -> a model, and the multiply-adds of what is not Transformer Engine's, by hand."""
 
 NAMED: dict[str, tuple[str, Callable[[], Net]]] = {
-    "cdist": ("_cdist_forward computes distances", lambda: Net(None, lambda net, x: torch.cdist(x, net.rows, p=1.0))),
-    "sparse by sparse": (
-        "_sparse_sparse_matmul how much it multiplies depends on the values",
-        lambda: Net(None, lambda net, x: torch.sparse.mm(x.to_sparse(), torch.eye(SIZE).to_sparse()).to_dense()),
-    ),
-    "sparse.mm, reduced": (
-        "_sparse_mm_reduce_impl how much it multiplies depends on the values",
-        lambda: Net(None, lambda net, x: torch.sparse.mm(eye(), x, "sum")),
-    ),
     "matrix_exp": ("linalg_matrix_exp decomposes", lambda: Net(None, lambda net, x: torch.matrix_exp(x))),
 }
 """Name -> what is said of it, and a model whose only counted products are Transformer Engine's."""

@@ -84,7 +84,7 @@ def test_a_custom_feature_is_not_dragged_along(tmp_path: Path) -> None:
     found = acted(features, 11, tmp_path, classes=[EveryFifth], folders=[OURS, THEIRS])
     assert inspected == [0, 5, 10]
     assert found == {"activation_max": [0, 2, 4, 6, 8, 10]}
-    dumps = sorted(path.parent.name for path in tmp_path.rglob("*.pt"))
+    dumps = sorted(path.parent.name for path in tmp_path.rglob("*.safetensors"))
     assert dumps == ["iter_000000", "iter_000003", "iter_000006", "iter_000009"]
 
 

@@ -11,6 +11,7 @@ The exit code is 0; 2 for what is no run, and for a run without numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -44,10 +45,15 @@ def report_command(
     recorded, told = chosen_run(path, run)
     if told:
         terminal.show_text(told)
+    _show(first := recorded.notes)  # they say why there may be no numbers
     written = write_report(recorded, output, device=chosen)
-    for note in recorded.notes:  # also of what turned out to be damaged when it was read
-        terminal.show_text(f"note: {note}", hanging=6)
+    _show(recorded.notes[len(first) :])  # of what turned out to be damaged when it was read
     size = written.stat().st_size
     terminal.show_text(f"{written}: {size / 1e6:.1f} MB")
     if size > MOST_BYTES:
         terminal.show_text(f"It is larger than {MOST_BYTES / 1e6:.0f} MB: the facts of the run alone need that much.")
+
+
+def _show(notes: Sequence[str]) -> None:
+    for note in notes:
+        terminal.show_text(f"note: {note}", hanging=6)
