@@ -293,10 +293,11 @@ class Verdict(Sequence[Finding]):
         for each in self.not_judged:
             if each.essential:
                 collect = ADD_DEFAULT if NO_CONFIG in each.collect else each.collect and f"collect {each.collect}"
-                lacking.setdefault(f"lack data ({collect})" if collect else each.why, []).append(each.rule)
-        reasons = [
-            f"{', '.join(rules)}{' ' if why.startswith('lack data') else ': '}{why}" for why, rules in lacking.items()
-        ]
+                lacking.setdefault(f"data ({collect})" if collect else each.why, []).append(each.rule)
+        reasons = []
+        for why, rules in lacking.items():
+            named, lack = ", ".join(rules), "lacks" if len(rules) == 1 else "lack"
+            reasons.append(f"{named} {lack} {why}" if why.startswith("data") else f"{named}: {why}")
         more = len(reasons) - _MOST_REASONS
         shown = [*reasons[:_MOST_REASONS], *([f"{more} more"] if more > 0 else [])]
         return "; ".join(shown) or "a part of the run cannot be read"

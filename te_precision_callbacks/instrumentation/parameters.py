@@ -35,6 +35,10 @@ UNCHANGED, SPAN = 3, 6
 LIKELY = 4.0
 """An update of so many units in the last place must change a weight."""
 
+FEW_CHANGED, STILL = 0.05, 0.9
+"""The share of a weight's sampled elements that may have changed where it stands still, and the share of the parameters
+that must stand still."""
+
 APART, APART_CHECKS = 0.01, 2
 """The share of sampled elements farther from the master than rounding explains, and the checks that show it."""
 
@@ -43,7 +47,8 @@ class Problem(NamedTuple):
     """A problem of a parameter.
 
     Attributes:
-        what: ``no_gradient``, ``not_held``, ``frozen_held``, ``unchanged``, ``apart``, ``late`` or ``nonfinite``.
+        what: ``no_gradient``, ``not_held``, ``frozen_held``, ``unchanged``, ``apart``, ``late``,
+            ``still`` or ``nonfinite``.
         name: the parameter.
         since: the iteration in which it began.
         number: the steps or the percent of elements that show it.
@@ -63,7 +68,9 @@ class _Parameter:
         without: the steps of its optimizers without a gradient.
         since: the iteration of the first of them.
         hook: sees gradients that are removed before the optimizer's step.
-        reference: its first sample, while no later one differs.
+        reference: its first sample, while hardly an element of later ones differs.
+        has_moved: whether an element of a later sample has differed.
+        still_since, still_until: the iterations of its first sample and of the last one that hardly differs, or -1.
         moves: the iterations whose optimizer step should have changed it.
         checks: what each check against its master has shown: ``apart`` or ``late``, by iteration.
     """
@@ -76,6 +83,8 @@ class _Parameter:
     hook: RemovableHandle | None = None
     reference: torch.Tensor | None = None
     has_moved: bool = False
+    still_since: int = -1
+    still_until: int = -1
     moves: tuple[int, ...] = ()
     checks: tuple[tuple[str, int, float], ...] = ()
 
@@ -108,13 +117,13 @@ class _Reading(NamedTuple):
 
     Attributes:
         moves: the parameters of which a step should have changed elements, and the step.
-        unmoved: those that had not changed before, each once.
+        changed: those that were compared with what they were in their first sampled step, and the step.
         compared: those that were compared with their masters, and the step.
-        shares: gives the means of what was compared: of ``moves``, ``unmoved``, and twice ``compared``.
+        shares: gives the means of what was compared: of ``moves``, ``changed``, and twice ``compared``.
     """
 
     moves: list[tuple[_Parameter, int]]
-    unmoved: list[_Parameter]
+    changed: list[tuple[_Parameter, int]]
     compared: list[tuple[_Parameter, int]]
     shares: Callable[[], list[float]]
 
@@ -152,6 +161,7 @@ class ParameterWatch:
         self._masters = weakref.WeakKeyDictionary()
         self._compared: list[_Compared] = []
         self._expected: list[tuple[_Parameter, int, torch.Tensor]] = []
+        self._changed: list[tuple[_Parameter, int, torch.Tensor]] = []
         self._reading: _Reading | None = None
         self._told: set[tuple[str, str]] = set()
         self._first = self._ended = 0
@@ -269,10 +279,16 @@ class ParameterWatch:
             parameter, group = each.parameter, each.group
             if (master := _master(optimizer, each)) is not None:
                 masters.append((each, iteration, pick(master)))
-            if parameter.has_moved or not parameter.weight.requires_grad:
+            if (parameter.has_moved and parameter.reference is None) or not parameter.weight.requires_grad:
                 continue
+            now = pick(raw(parameter.weight))
             if parameter.reference is None:
-                parameter.reference = pick(raw(parameter.weight))
+                parameter.reference, parameter.still_since = now, iteration
+            elif (parameter.reference.shape, parameter.reference.dtype) == (now.shape, now.dtype):
+                self._changed.append((parameter, iteration, now.ne(parameter.reference)))
+            else:
+                parameter.has_moved, parameter.reference = True, None
+                continue
             gradient = _gradient(each)
             weight = sample(parameter.weight)
             if gradient is not None and weight is not None:
@@ -302,7 +318,7 @@ class ParameterWatch:
             is_complete = self._reading is not None or self._has_sampled or self.is_due
             self._read()
             if self._has_sampled:
-                if self._expected or self._compared:
+                if self._expected or self._compared or self._changed:
                     self._begin_reading()
                 self._is_due = self._has_sampled = False
             if self.is_due:
@@ -334,18 +350,12 @@ class ParameterWatch:
         """Begin to copy what the samples show to the host."""
         expected, self._expected = self._expected, []
         compared, self._compared = self._compared, []
-        unmoved = list({id(each): each for each, _, _ in expected}.values())
-        changed: list[torch.Tensor] = []
-        for parameter in unmoved:
-            reference, now = parameter.reference, pick(raw(parameter.weight))
-            same_layout = reference is not None and (reference.shape, reference.dtype) == (now.shape, now.dtype)
-            if reference is None or not same_layout:
-                reference = torch.full_like(now, torch.nan) if now.is_floating_point() else ~now
-            changed.append(now.ne(reference))
-        rows = [row for _, _, row in expected] + changed
+        changed, self._changed = self._changed, []
+        rows = [row for _, _, row in (*expected, *changed)]
         shares = means([*rows, *(each.now for each in compared), *(each.before for each in compared)])
         moves = [(parameter, iteration) for parameter, iteration, _ in expected]
-        self._reading = _Reading(moves, unmoved, [(each.parameter, each.iteration) for each in compared], shares)
+        compared_at = [(each.parameter, each.iteration) for each in compared]
+        self._reading = _Reading(moves, [(parameter, at) for parameter, at, _ in changed], compared_at, shares)
 
     def _read(self) -> None:
         """Note what the samples have shown of which a copy was begun."""
@@ -356,9 +366,14 @@ class ParameterWatch:
         for parameter, iteration in reading.moves:
             if next(shares) > 0:
                 parameter.moves = (*parameter.moves, iteration)
-        for parameter in reading.unmoved:
-            if next(shares) > 0:
-                parameter.has_moved, parameter.reference = True, None
+        for parameter, iteration in reading.changed:
+            share = next(shares)
+            if share > 0:
+                parameter.has_moved = True
+            if share > FEW_CHANGED:
+                parameter.reference = None
+            else:
+                parameter.still_until = iteration
         of_now, of_before = ([next(shares) for _ in reading.compared] for _ in range(2))
         for (parameter, iteration), apart, apart_before in zip(reading.compared, of_now, of_before, strict=True):
             what = "" if apart < APART else "late" if apart_before < apart / 8 else "apart"
@@ -400,8 +415,26 @@ class ParameterWatch:
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:
                 yield from _of_weight(parameter)
+        yield from self._still()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
             yield from self._not_held()
+
+    def _still(self) -> Iterator[Problem]:
+        """Float32 matrices with gradients that hardly change, if nearly all of them do; a bias of 0 is changed by any
+        update."""
+        found = self._parameters.values()
+        trained = [each for each in found if each.has_gradient and each.still_since >= 0 and each.weight.dim() > 1]
+        still = [
+            each
+            for each in trained
+            if not each.moves
+            and each.reference is not None
+            and each.reference.dtype == torch.float32
+            and each.still_until - each.still_since >= SPAN
+        ]
+        if still and len(still) >= STILL * len(trained):
+            for each in still:
+                yield Problem("still", each.name, each.still_since, each.still_until - each.still_since)
 
     def _not_held(self) -> Iterator[Problem]:
         """Trainable parameters with gradients that no optimizer has, not even one that has not stepped yet."""
@@ -424,7 +457,7 @@ class ParameterWatch:
     def end(self) -> list[Problem]:
         """The problems that are left at the end of a run, with the weights that have inf or nan."""
         self._read()
-        if self._expected or self._compared:
+        if self._expected or self._compared or self._changed:
             self._begin_reading()
             self._read()
         problems = self._new_problems()

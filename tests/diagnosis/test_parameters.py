@@ -156,11 +156,34 @@ def test_warm_up_from_0(tmp_path: Path) -> None:
     assert_checked(verdict)
 
 
-def test_a_learning_rate_of_0_is_not_checked(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: adamw(model, lr=0.0),
+        lambda model: adamw(model, lr=1e-12, weight_decay=0.0),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-12),
+    ],
+    ids=["rate 0", "tiny rate", "tiny rate of sgd"],
+)
+def test_a_model_that_stands_still(tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
     model = Model()
-    verdict = train(tmp_path, model, adamw(model, lr=0.0))
-    assert not of_parameters(verdict)
-    assert "frozen-weight" not in verdict.judged
+    (found,) = of_parameters(train(tmp_path, model, make(model)))
+    assert (found.rule, found.severity) == ("frozen-weight", "warning")
+    assert "learning rate" in found.remedy
+
+
+def test_weights_that_are_restored_before_each_forward(tmp_path: Path) -> None:
+    model = Model()
+    first = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    @torch.no_grad()
+    def restore(*_: object) -> None:
+        for name, weight in model.named_parameters():
+            weight.copy_(first[name])
+
+    model.register_forward_pre_hook(restore)
+    found = of_parameters(train(tmp_path, model, adamw(model)))
+    assert ("frozen-weight", "error") in [(each.rule, each.severity) for each in found]
 
 
 @pytest.mark.parametrize("holds_all", [False, True])

@@ -44,6 +44,12 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "no change, not even of a bit, in {names} after {number:.0f} sampled steps of the optimizer that should"
             " have changed it"
         ),
+        "still": _Kind(
+            "hardly an element of {names} has changed in {number:.0f} steps, and so for nearly all weights",
+            "Look at the learning rate, at the factor of the loss, at gradients that are removed before the optimizer's"
+            " step, and for code that restores old weights",
+            "warning",
+        ),
         "apart": _Kind(
             "{number:.3g} % of the sampled elements of {names} are farther from the optimizer's master than rounding"
             " explains",
@@ -179,16 +185,17 @@ RULES = (
         id="frozen-weight",
         title="a weight does not change, or does not follow its master",
         subject="layer",
-        needs="a sampled step of an optimizer of torch.optim's class with a learning rate above 0",
+        needs="some sampled steps of an optimizer of torch.optim's class",
         collect=_COLLECT,
         condition=(
             "a weight with gradients is the same, bit for bit, after 3 sampled steps over at least 6 steps, in which an"
             " update of the learning rate's size is at least 4 units in the last place of some sampled element. Or at"
             " least 1 % of its sampled elements are farther from the optimizer's float32 master than its format rounds,"
-            " in 2 checks in a row"
+            " in 2 checks in a row. A warning if at most 5 % of the sampled elements of at least 90 % of the float32"
+            " matrices have changed over at least 6 steps"
         ),
         silent=(
-            "learning rates of 0 and updates that rounding loses (see lost-updates); frozen weights; gradients of 0;"
+            "updates of weights in 16 bits that rounding loses (see lost-updates); frozen weights;"
             " steps that a GradScaler skips; masters that are sharded or not in float32 are not compared"
         ),
         severity="error",

@@ -43,6 +43,12 @@ class Hole(Judge):
             alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
             low = [layer for layer in alike if "fprop" in layer.low]
             holes = [layer for layer in alike[1:-1] if _is_hole(layer)]
+            outside = [layer for layer in holes if layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST"]
+            if low and len(outside) >= len(low):
+                count = f"{len(alike) - len(low)} of {len(alike)} alike layers run outside of te.autocast"
+                names = tuple(layer.name for layer in outside)
+                yield Sighting(names, "", "", count, None, severity="note", key=form_of(low[0].name))
+                continue
             if len(low) < LEAST_LOW or len(holes) >= len(low):
                 continue
             for reason in dict.fromkeys(layer.reasons["fprop"] for layer in holes):
@@ -194,7 +200,8 @@ RULES = (
         condition=(
             f"the forward product of a layer runs in high precision, and those of at least {LEAST_LOW} layers"
             f" whose names"
-            " differ from its name in numbers alone, and of more than there are such layers, run in low precision"
+            " differ from its name in numbers alone, and of more than there are such layers, run in low precision. A"
+            " note where at least as many of them run outside of te.autocast"
         ),
         silent=(
             "layers that a section of the config, the recipe or te.autocast(enabled=False) keeps in high"
