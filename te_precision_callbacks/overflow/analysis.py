@@ -1,4 +1,4 @@
-"""Reads the events in a look: the first overflow, frames of traced batches, and outputs close to an overflow."""
+"""Reads the events in a look: the first overflow, and the frames of traced batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +93,7 @@ class Reader:
         may_be_skipped: bool,
         before: int,
     ) -> Find | None:
-        """The first overflow; the other frames are kept for later reports, traced, and compared with the limits.
+        """The first overflow; the other frames are kept for later reports, and traced.
 
         Args:
             interval: holds the events and the numbers.
@@ -124,8 +124,6 @@ class Reader:
             scale = interval.loss_scale()
             if scale is not None and not scale <= 1:  # the scaler makes the scale smaller, and skips the step
                 bad = judge(loss_scaled=True)
-        if self._options.warn_above is not None:
-            self._warn_of(events[: None if bad is None else bad[0]], values, self._options.warn_above, batch)
         if bad is None:
             self._history.add(events, values)
             return None
@@ -173,24 +171,6 @@ class Reader:
                 lines += [text.line(frame, abs_min=self._options.abs_min) for frame in seen([event], values)]
         if lines:
             logger.warning("%s", "\n".join(lines))
-
-    def _warn_of(self, events: Sequence[Event], values: Values, share: float, batch: str) -> None:
-        for call, role, slot, amax in near_limit(events, values, share):
-            if self._notices.first(("near its limit", call.place.path)):
-                limit = torch.finfo(slot.store.dtype).max
-                logger.warning(
-                    "%s: %s: %s is close to an overflow in %s %d: abs_max=%.2e is %.0f%% of the maximum of %s"
-                    " (%.2e). This is logged once for each module.",
-                    call.place.path or "The model",
-                    call.place.class_name,
-                    role,
-                    batch,
-                    call.batch,
-                    amax,
-                    100 * amax / limit,
-                    str(slot.store.dtype).removeprefix("torch."),
-                    limit,
-                )
 
 
 def first_bad(
@@ -242,18 +222,6 @@ def first_bad(
 
 def _has_neg_inf(measured: Measured, values: Values) -> bool:
     return isinstance(measured, Slot) and values.extremes(measured)[0] == -math.inf
-
-
-def near_limit(events: Sequence[Event], values: Values, share: float) -> Iterator[tuple[Call, str, Slot, float]]:
-    """Outputs with a magnitude above a share of the largest number of their dtype: the call, which output it is, its
-    slot, and its largest magnitude."""
-    suspects = values.above(share)
-    for event in events if suspects else ():
-        if isinstance(event, Call):
-            for role, measured in event.outputs:
-                if isinstance(measured, Slot) and measured in suspects:
-                    # Taken out: a container gives the same tensor again.
-                    yield event, role, measured, suspects.pop(measured)
 
 
 def amax_of_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> dict[str, float]:

@@ -16,16 +16,12 @@ from te_precision_callbacks.overflow.errors import STOPS
 from te_precision_callbacks.overflow.events import Call, Gradient
 from te_precision_callbacks.overflow.extreme_slots import Measured, Unmeasured
 from te_precision_callbacks.overflow.hooks import ModelHooks, Watched
-from te_precision_callbacks.overflow.input_scales import fp8_scale
 from te_precision_callbacks.overflow.interval import GradientRoles
 from te_precision_callbacks.overflow.journal import Journal, Pass
 from te_precision_callbacks.overflow.looking import Looking
 from te_precision_callbacks.overflow.structure import arguments, tensors_in
 
 _UNKNOWN = Unmeasured("unknown")
-
-_QUANTIZED_GRADIENTS = frozenset({"grad_output", "grad_output[0]"})
-"""Gradients of the first output of a Transformer Engine module; a second one is a bias, or a normalization's result."""
 
 
 class Calls:
@@ -95,7 +91,7 @@ class Calls:
             return
         try:
             measured = journal.training.slots.measure(parameter.grad)
-            event = Gradient(journal.batches.number, [("<", watched, f"grad of {name}")], measured, (None,))
+            event = Gradient(journal.batches.number, [("<", watched, f"grad of {name}")], measured)
         except Exception as error:
             journal.fail(error)
         else:
@@ -182,8 +178,7 @@ class Calls:
         own = [(name, interval.slots.measure(parameter)) for name, parameter in parameters]
         if not (entered or given or own):
             return
-        scale = fp8_scale(watched.module, "scaling_fwd", interval.slots) if watched.quantizes else None
-        interval.events.append(Call(watched, current.batch, own, entered, given, scale))
+        interval.events.append(Call(watched, current.batch, own, entered, given))
 
     # ------------------------------------------------------------------ a backward
 
@@ -199,16 +194,10 @@ class Calls:
             frames = roles.frames()
             if measured is None or not frames:
                 return
-            scales = [
-                fp8_scale(place.module, "scaling_bwd", training.slots)
-                if role in _QUANTIZED_GRADIENTS and sign == ">" and isinstance(place, Watched) and place.quantizes
-                else None
-                for sign, place, role in frames
-            ]
         except Exception as error:
             journal.fail(error)
         else:
-            self._note(Gradient(roles.batch, frames, measured, scales))
+            self._note(Gradient(roles.batch, frames, measured))
 
     def _note(self, gradient: Gradient) -> None:
         journal = self._journal

@@ -73,8 +73,6 @@ class DebugActivationOverflow:
         trace_batches: numbers of batches whose frames are all logged (as warnings), and not checked.
         abort_after_batch: the number of a batch after which :class:`AbortAfterBatch` is raised.
         allow_neg_inf: patterns (as in ``fnmatch``) of the paths of modules that produce -inf on purpose.
-        warn_above: a share of the dtype's largest number: one warning for each module with an output above it. None: no
-            warning.
         distributed: whether all ranks stop together, with the first culprit of any rank: one number is reduced in each
             training look, in which all ranks must take part.
         process_group: the ranks that stop together; None for all.
@@ -105,7 +103,6 @@ class DebugActivationOverflow:
         trace_batches: Iterable[int] = (),
         abort_after_batch: int | None = None,
         allow_neg_inf: Iterable[str] = (),
-        warn_above: float | None = 0.9,
         distributed: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
         on_failure: OnFailure = "raise",
@@ -124,7 +121,6 @@ class DebugActivationOverflow:
             trace_batches=trace_batches,
             abort_after_batch=abort_after_batch,
             allow_neg_inf=allow_neg_inf,
-            warn_above=warn_above,
             distributed=distributed,
             process_group=process_group,
             on_failure=on_failure,

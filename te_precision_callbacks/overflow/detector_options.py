@@ -37,7 +37,6 @@ class Options(pydantic.BaseModel):
     trace_batches: tuple[_Number, ...]
     abort_after_batch: _Number | None
     allow_neg_inf: tuple[str, ...]
-    warn_above: Annotated[float, pydantic.Field(strict=True, gt=0, le=1)] | None
     distributed: bool
     process_group: torch.distributed.ProcessGroup | None
     on_failure: OnFailure

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from te_precision_callbacks.overflow.extreme_slots import Measured, Slot
+from te_precision_callbacks.overflow.extreme_slots import Measured
 
 
 class Place(Protocol):
@@ -32,15 +32,12 @@ class Frame(NamedTuple):
         place: the module; None for a loss and for a label.
         role: which tensor of the module.
         measured: the numbers of the tensor.
-        scale: the FP8 scale with which the module quantizes the tensor: a slot with the scale, or the number to which
-            the largest magnitude is scaled.
     """
 
     sign: str
     place: Place | None
     role: str
     measured: Measured
-    scale: Slot | float | None = None
 
 
 class Event(Protocol):
@@ -64,13 +61,12 @@ class Call:
     parameters: Tensors
     inputs: Tensors
     outputs: Tensors
-    scale: Slot | float | None
 
     def frames(self) -> Iterator[Frame]:
         for role, measured in self.parameters:
             yield Frame("=", self.place, role, measured)
-        for index, (role, measured) in enumerate(self.inputs):
-            yield Frame(">", self.place, role, measured, self.scale if index == 0 else None)
+        for role, measured in self.inputs:
+            yield Frame(">", self.place, role, measured)
         for role, measured in self.outputs:
             yield Frame("<", self.place, role, measured)
 
@@ -82,11 +78,10 @@ class Gradient:
     batch: int
     roles: Sequence[tuple[str, Place, str]]
     measured: Measured
-    scales: Sequence[Slot | float | None]
 
     def frames(self) -> Iterator[Frame]:
-        for (sign, place, role), scale in zip(self.roles, self.scales, strict=True):
-            yield Frame(sign, place, role, self.measured, scale)
+        for sign, place, role in self.roles:
+            yield Frame(sign, place, role, self.measured)
 
 
 @dataclass(slots=True, eq=False)

@@ -29,17 +29,15 @@ class Watched:
         path: the path in the model, without wrapper parts.
         class_name: the name of its class.
         module: the module.
-        quantizes: whether it is a Transformer Engine module that may quantize its input.
         is_root: whether its calls count batches.
     """
 
-    __slots__ = ("__weakref__", "class_name", "handles", "is_root", "module", "path", "quantizes")
+    __slots__ = ("__weakref__", "class_name", "handles", "is_root", "module", "path")
 
     def __init__(self, path: str, module: torch.nn.Module, *, is_root: bool) -> None:
         self.path = path
         self.class_name = class_name(module)
         self.module = module
-        self.quantizes = "fp8_meta" in module.__dict__
         self.is_root = is_root
         self.handles: list[RemovableHandle] = []
 

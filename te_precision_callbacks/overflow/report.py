@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from te_precision_callbacks.overflow.events import Call, Event, Frame, Gradient, Labelled
+from te_precision_callbacks.overflow.events import Call, Event, Gradient, Labelled
 from te_precision_callbacks.overflow.extreme_slots import Slot, Values
 from te_precision_callbacks.overflow.interval import Seen
 
@@ -95,9 +95,7 @@ def line(seen: Seen, *, abs_min: bool) -> str:
         columns.append(f"abs_min={least:>9}")
     largest = f"{amax(frame.measured, values):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
     columns.append(f"abs_max={largest:>9}")
-    scale = _scale(frame, values)
-    ending = f" FP8 scale {scale:#.3g}" if scale is not None else ""
-    return f"{' '.join(columns)} {_where(seen)}{ending}"
+    return f"{' '.join(columns)} {_where(seen)}"
 
 
 def _where(seen: Seen) -> str:
@@ -110,15 +108,6 @@ def amax(slot: Slot, values: Values) -> float:
     """The largest magnitude; nan if there is one."""
     low, high = values.extremes(slot)
     return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
-
-
-def _scale(frame: Frame, values: Values) -> float | None:
-    if isinstance(frame.scale, Slot):
-        return values.extremes(frame.scale)[1]
-    if frame.scale is None or not isinstance(frame.measured, Slot):
-        return None
-    largest = amax(frame.measured, values)
-    return frame.scale / largest if 0 < largest < math.inf else 1.0
 
 
 def what(low: float, high: float) -> str:
