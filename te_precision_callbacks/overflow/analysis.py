@@ -201,7 +201,7 @@ def first_bad(
     for index, event in enumerate(events):
         if event.batch in not_in or (loss_scaled and isinstance(event, Gradient)):
             continue
-        neg_inf_is_bad = not isinstance(event, Labelled) or event.is_loss
+        neg_inf_is_bad = not isinstance(event, Labelled)
         if isinstance(event, Call):
             entered = any(measured in suspects and _has_neg_inf(measured, values) for _, measured in event.inputs)
             path = event.place.path

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
 
 import torch
 from typing_extensions import Unpack
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class DebugActivationOverflow:
-    """Stops a run where an activation, the loss or a gradient becomes inf or nan, and shows what led to it.
+    """Stops a run where an activation or a gradient becomes inf or nan, and shows what led to it.
 
     The detector works from its construction on. As a context manager it removes its hooks at the end::
 
@@ -185,24 +184,6 @@ class DebugActivationOverflow:
         self._journal.batches.give()
         if not self._journal.closed:
             self._looking.next_batch()
-
-    def watch_loss(self, loss: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Check a loss that is computed outside of the model, with the other tensors of the batch::
-
-            loss = loss_function(model(batch), labels)
-            debug_overflow.watch_loss(loss)
-            loss.backward()
-
-        Not needed where a GradScaler scales the loss, nor in the integrations with trainers, which do it.
-
-        Args:
-            loss: the loss before it is scaled, or several.
-        """
-        self._steps.watch_loss(loss)
-
-    def follow(self, owner: Any) -> None:
-        """Check each loss with which ``owner.backward(loss)`` is called from now on, of an Accelerator or a Fabric."""
-        self._steps.follow(owner)
 
     def look(self) -> None:
         """Check the tensors since the last look; if ranks stop together, call this on all of them.

@@ -1,4 +1,4 @@
-"""The recorded events, in order: calls of modules, losses, gradients, and labelled tensors.
+"""The recorded events, in order: calls of modules, gradients, and labelled tensors.
 
 An event is made while the model runs, and is expanded into the frames of a report only if there is one.
 """
@@ -29,7 +29,7 @@ class Frame(NamedTuple):
 
     Attributes:
         sign: ``>`` for a tensor that enters a module's forward or backward, ``<`` for one that leaves, else ``=``.
-        place: the module; None for a loss and for a label.
+        place: the module; None for a label.
         role: which tensor of the module.
         measured: the numbers of the tensor.
     """
@@ -86,13 +86,11 @@ class Gradient:
 
 @dataclass(slots=True, eq=False)
 class Labelled:
-    """A tensor that no module takes or returns: one that ``detect_overflow`` was given inside a forward, or a loss
-    before a GradScaler has scaled it."""
+    """A tensor that ``detect_overflow`` was given inside a forward."""
 
     batch: int
     label: str
     measured: Measured
-    is_loss: bool
 
     def frames(self) -> Iterator[Frame]:
         yield Frame("=", None, self.label, self.measured)

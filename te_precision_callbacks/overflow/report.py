@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from te_precision_callbacks.overflow.events import Call, Event, Gradient, Labelled
+from te_precision_callbacks.overflow.events import Call, Event, Gradient
 from te_precision_callbacks.overflow.extreme_slots import Slot, Values
 from te_precision_callbacks.overflow.interval import Seen
 
@@ -38,12 +38,6 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Ma
             " skip every step from here on."
         )
         return f"The forward was finite: the gradient became inf or nan on its way back.{scaler}"
-    if isinstance(event, Labelled) and event.is_loss:
-        return (
-            "What the model returned was finite, and the loss is computed from it outside of the watched modules: look"
-            " there for a division by zero (such as a mean over no labels), a logarithm of zero, or a range that is too"
-            " small, as in float16."
-        )
     if isinstance(event, Call) and frame.sign == ">":
         return (
             "It entered the module from outside the watched modules: from the data, or from code between modules,"
