@@ -45,12 +45,11 @@ class Calls:
     ) -> None:
         self._journal = journal
         self._looking = looking
-        self._gradients = options.gradients
         self._parameters = options.parameters
         # The kinds of forwards are those of a session; here a module's eval mode does not decide them.
         self._classify = ForwardClassifier(precision_features_in_eval=False)
         self._classify.eval_mode_counts = False
-        self.hooks = ModelHooks(roots, self, parameter_gradients=options.gradients, notices=journal.notices)
+        self.hooks = ModelHooks(roots, self, notices=journal.notices)
 
     def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Note that the forward of a module begins."""
@@ -126,14 +125,14 @@ class Calls:
         kind = self._classify(watched.module)
         if torch._C._current_graph_task_id() != NO_BACKWARD:
             # Recomputed: the first forward made the frames. In a reentrant checkpoint only this forward has gradients.
-            gradients = self._gradients and kind is ForwardKind.OBSERVED
+            gradients = kind is ForwardKind.OBSERVED
             return Pass(journal.training, frames=False, gradients=gradients, evaluates=False)
         if kind is ForwardKind.UNTOUCHED:
             journal.evaluation.clear()
             return Pass(journal.evaluation, frames=True, gradients=False, evaluates=True)
         journal.due = journal.saw_forward = True
         journal.batches.train()
-        return Pass(journal.training, frames=True, gradients=self._gradients, evaluates=False)
+        return Pass(journal.training, frames=True, gradients=True, evaluates=False)
 
     def _take(self, current: Pass, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Measure the inputs of a call, before the module can change them."""

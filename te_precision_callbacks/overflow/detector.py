@@ -66,7 +66,6 @@ class DebugActivationOverflow:
         model: the model; or several, as a list or as a mapping whose keys become prefixes of the paths. On any device
             and in any wrapper.
         max_frames: the maximum number of frames in a report.
-        gradients: whether gradients of activations and parameters are watched.
         parameters: whether the values of each module's parameters are shown and checked.
         abs_min: whether a column with the smallest magnitude is shown; each tensor is read once more for it.
         trace_batches: numbers of batches whose frames are all logged (as warnings), and not checked.
@@ -96,7 +95,6 @@ class DebugActivationOverflow:
         model: Model,
         max_frames: int = 40,
         *,
-        gradients: bool = True,
         parameters: bool = False,
         abs_min: bool = False,
         trace_batches: Iterable[int] = (),
@@ -114,7 +112,6 @@ class DebugActivationOverflow:
             raise OverflowDetectorError(f"The model must be {what}, not {model!r}.")
         options = Options.checked(
             max_frames=max_frames,
-            gradients=gradients,
             parameters=parameters,
             abs_min=abs_min,
             trace_batches=trace_batches,

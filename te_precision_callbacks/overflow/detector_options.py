@@ -31,7 +31,6 @@ class Options(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     max_frames: Annotated[int, pydantic.Field(strict=True, ge=1)]
-    gradients: bool
     parameters: bool
     abs_min: bool
     trace_batches: tuple[_Number, ...]

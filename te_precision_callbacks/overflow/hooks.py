@@ -104,7 +104,6 @@ class ModelHooks:
     Args:
         roots: the models, each with the prefix of its paths. The calls of the first model count batches.
         receiver: the object that the hooks call.
-        parameter_gradients: whether the gradients of parameters are watched.
         notices: the messages that have been logged once.
 
     Another detector on a module of the models is closed.
@@ -115,12 +114,10 @@ class ModelHooks:
         roots: Sequence[tuple[str, torch.nn.Module]],
         receiver: Receiver,
         *,
-        parameter_gradients: bool,
         notices: Notices,
     ) -> None:
         self._roots = roots
         self._receiver = receiver
-        self._parameter_gradients = parameter_gradients
         self._watched: dict[int, Watched] = {}
         self._parameters: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         # How many parameters each group had, and whether one of them is the model's.
@@ -191,8 +188,6 @@ class ModelHooks:
         return watched
 
     def _watch_parameters(self) -> None:
-        if not self._parameter_gradients:
-            return
         found: dict[int, tuple[Watched, str, torch.nn.Parameter]] = {}
         for watched in self._watched.values():
             for name, parameter in watched.module.named_parameters(recurse=is_compiled(watched.module)):
