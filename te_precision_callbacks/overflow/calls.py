@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -13,15 +14,17 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.overflow.detector_options import Options
 from te_precision_callbacks.overflow.errors import STOPS
-from te_precision_callbacks.overflow.events import Call, Gradient
 from te_precision_callbacks.overflow.extreme_slots import Measured, Unmeasured
 from te_precision_callbacks.overflow.hooks import ModelHooks, Watched
-from te_precision_callbacks.overflow.interval import GradientRoles
+from te_precision_callbacks.overflow.interval import Call, Gradient, GradientRoles
 from te_precision_callbacks.overflow.journal import Journal, Pass
 from te_precision_callbacks.overflow.looking import Looking
-from te_precision_callbacks.overflow.structure import arguments, tensors_in
 
 _UNKNOWN = Unmeasured("unknown")
+
+_DEEPEST = 8
+
+_WITHOUT_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 
 class Calls:
@@ -142,7 +145,8 @@ class Calls:
         if interval is None or self._journal.broken:
             return
         gradients = current.gradients and torch.is_grad_enabled()
-        for role, tensor in arguments(inputs, keywords):
+        # The arguments themselves do not count as nesting.
+        for role, tensor in _items({**dict(enumerate(inputs)), **keywords}, "input", -1):
             if tensor is None:
                 taken.append((role, _UNKNOWN))
                 continue
@@ -219,3 +223,30 @@ def _is_recorded() -> bool:
     if torch._C._get_tracing_state() is not None:
         return True
     return is_capturing()
+
+
+def tensors_in(value: Any, role: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Each tensor with its role: that of ``value``, and the index, key or field in brackets.
+
+    Nesting is followed to a depth of 8; objects of other classes, such as key-value caches, are not searched. A
+    container that raises while it is searched gives None.
+    """
+    if isinstance(value, torch.Tensor):
+        yield role, value
+    elif type(value) not in _WITHOUT_TENSORS and depth < _DEEPEST:
+        try:
+            yield from _items(value, role, depth)
+        except Exception:  # user code, such as a mapping that computes its items
+            yield role, None
+
+
+def _items(value: Any, role: str, depth: int) -> Iterator[tuple[str, torch.Tensor | None]]:
+    if isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{role}[{index}]", depth + 1)
+    elif isinstance(value, Mapping):  # ModelOutput of transformers is one
+        for key, item in value.items():
+            yield from tensors_in(item, f"{role}[{key}]", depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), f"{role}[{field.name}]", depth + 1)

@@ -152,23 +152,20 @@ class DebugActivationOverflow:
     def loss_scaled(self, value: bool) -> None:
         self._looking.reader.loss_scaled = value
 
-    @property
-    def abandoned(self) -> Callable[[], bool] | None:
-        """Returns whether the loop that made the detector has ended without closing it: the detector then
-        ignores forwards, backwards and steps. None: never. May be set at any time."""
-        return self._journal.abandoned
+    def join_session(
+        self, *, messages: Messages | None = None, abandoned: Callable[[], bool], step: Callable[[], str] = str
+    ) -> None:
+        """Work as part of a session.
 
-    @abandoned.setter
-    def abandoned(self, value: Callable[[], bool] | None) -> None:
-        self._journal.abandoned = value
-
-    def count_by(self, step: Callable[[], str]) -> None:
-        """Name the training step in reports beside the batch: ``step`` gives the one that runs, in words."""
+        Args:
+            messages: the session's messages to other ranks, which it opens and closes.
+            abandoned: whether the loop has ended without closing the detector, which then ignores forwards, backwards
+                and steps.
+            step: gives the training step that runs, in words, which reports name beside the batch.
+        """
+        self._looking.messages = messages
         self._looking.reader.step = step
-
-    def share(self, messages: Messages) -> None:
-        """Agree with other ranks over messages that somebody else opens and closes."""
-        self._looking.share(messages)
+        self._journal.abandoned = abandoned
 
     def begin_batch(self) -> None:
         """Mark the beginning of a batch, in a loop that calls submodules instead of the model itself.

@@ -171,7 +171,7 @@ class Slots:
             else:
                 torch.aminmax(values, out=(slot.low, slot.high))
             if self._abs_min:
-                slot.least.copy_(_least_magnitude(values))
+                slot.least.copy_((values if values.dtype is torch.bool else values.abs()).amin())
         except (RuntimeError, NotImplementedError, TypeError):
             # A tensor class or a transform (vmap) without such an operation: its elements cannot be read. A slot that
             # was taken stays unwritten and unused.
@@ -266,7 +266,3 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous() if tensor.device.type == "cpu" else tensor
-
-
-def _least_magnitude(values: torch.Tensor) -> torch.Tensor:
-    return values.amin() if values.dtype is torch.bool else values.abs().amin()

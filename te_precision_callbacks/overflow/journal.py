@@ -13,9 +13,9 @@ from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_in_w
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.overflow.detector_options import Options
 from te_precision_callbacks.overflow.errors import text_of
-from te_precision_callbacks.overflow.events import Labelled, Place
 from te_precision_callbacks.overflow.extreme_slots import Measured
-from te_precision_callbacks.overflow.interval import Interval
+from te_precision_callbacks.overflow.hooks import Watched
+from te_precision_callbacks.overflow.interval import Interval, Labelled
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ class Pass:
     gradients: bool
     evaluates: bool
     batch: int = 0
-    open: list[tuple[Place, list[tuple[str, Measured | None]]]] = field(default_factory=list)
+    open: list[tuple[Watched, list[tuple[str, Measured | None]]]] = field(default_factory=list)
 
-    def close(self, place: Place) -> list[tuple[str, Measured | None]] | None:
+    def close(self, place: Watched) -> list[tuple[str, Measured | None]] | None:
         """The inputs of the call of a module that ends; None if no call of the module has begun."""
         if all(opened is not place for opened, _ in reversed(self.open)):
             return None
@@ -131,7 +131,7 @@ class Journal:
         thread: its ``current`` is the outermost call that runs in this thread.
         due: whether training has done something, noted or not, that was not looked at yet.
         saw_forward: whether training has ever called the model's hooks.
-        abandoned: as in :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
+        abandoned: whether the loop has ended without closing the detector; None: never.
         closed: whether detection is over.
         broken: whether nothing is noted after a failure: until the look that raises the failure, or for good.
         failure: the failure that the next look raises.

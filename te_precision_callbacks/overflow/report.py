@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from te_precision_callbacks.overflow.events import Call, Event, Gradient
 from te_precision_callbacks.overflow.extreme_slots import Slot, Values
-from te_precision_callbacks.overflow.interval import Seen
+from te_precision_callbacks.overflow.interval import Call, Event, Gradient, Seen
 
 _LARGE = 2.0**8
 """The magnitude from which on a weight that is larger than what enters its module is the reason for an overflow."""

@@ -53,10 +53,7 @@ class OverflowWatch:
             former.close(SessionError("Another model was attached."))
         options = self._options
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
-        if messages is not None:
-            self.detector.share(messages)
-        self.detector.abandoned = self._abandoned
-        self.detector.count_by(self._step)
+        self.detector.join_session(messages=messages, abandoned=self._abandoned, step=self._step)
         self._model, self._reports = model, 0
         if former is not None:
             self.detector.loss_scaled = former.loss_scaled

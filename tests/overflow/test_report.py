@@ -104,8 +104,8 @@ def test_frames_of_earlier_batches_come_first() -> None:
     with pytest.raises(ActivationOverflowError) as raised:
         detector.close()
     lines = lines_of(raised.value.report)
-    # Eight frames a batch: into and out of the Linear and the Sequential, and the gradients of their outputs, and of the
-    # weight and the bias. The culprit is the first of batch 3.
+    # Eight frames a batch: in and out of the Linear and the Sequential, and the gradients of both outputs, of the
+    # weight and of the bias. The culprit is the first of batch 3.
     assert [line.batch for line in lines] == [*[0] * 3, *[1] * 8, *[2] * 8, 3]
     assert [(line.batch, line.abs_max.strip()) for line in lines if line.path == "0" and line.role == "input[0]"] == [
         (1, "2.00e+00"),

@@ -222,7 +222,7 @@ def test_abandoned() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ended = mock.Mock(return_value=False)
     watching = DebugActivationOverflow(model)
-    watching.abandoned = ended
+    watching.join_session(abandoned=ended)
     step(model, optimizer)
     with mock.patch.object(extreme_slots, "to_host", side_effect=extreme_slots.to_host) as reads:
         bad = model(torch.ones(2, 4)).sum() * INF
