@@ -196,7 +196,6 @@ def overflow() -> str:
         "here, %": "ours_added_percent",
         "% of processor time": "ours_processor_percent",
         "at most": "claim",
-        "forwards alone, %": "forward_added_percent",
         "transformers, %": "upstream_added_percent",
         "host waits here": "ours_host_waits",
         "transformers": "upstream_host_waits",

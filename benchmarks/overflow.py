@@ -5,8 +5,7 @@
 A Llama of transformers, built from a config, trains with AdamW on random tokens, in float32 and in bfloat16. A step is
 forward, backward and optimizer step. What is counted:
   none       the step without detection.
-  ours       with DebugActivationOverflow, as it is by default: gradients too.
-  forward    with DebugActivationOverflow(gradients=False): forwards alone, as upstream watches.
+  ours       with DebugActivationOverflow, which watches gradients too.
   upstream   with transformers.debug_utils.DebugUnderflowOverflow, which watches forwards, and the parameters.
   *_added_percent  a step above a step of none beside it: the median of such pairs with its interval, see in_turn.py.
              One process, one model. *_processor_percent is the same by processor time.
@@ -42,7 +41,6 @@ COLUMNS = (
     "ours_added_percent",
     "ours_processor_percent",
     "claim",
-    "forward_added_percent",
     "upstream_added_percent",
     "ours_host_waits",
     "upstream_host_waits",
@@ -118,7 +116,6 @@ CLAIM = 3.0
 
 WAYS: dict[str, Detection] = {
     "ours": DebugActivationOverflow,
-    "forward": lambda model: DebugActivationOverflow(model, gradients=False),
     "upstream": with_upstream,
 }
 

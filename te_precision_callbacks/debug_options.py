@@ -84,7 +84,7 @@ def add_debug_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="NAME",
-        help=f"{ACTIVATION_OVERFLOW}: stop where an activation, the loss or a gradient becomes inf or nan;"
+        help=f"{ACTIVATION_OVERFLOW}: stop where an activation or a gradient becomes inf or nan;"
         f" {TE_PRECISION}: debug the precision of Transformer Engine's layers",
     )
     for flag in FLAGS:

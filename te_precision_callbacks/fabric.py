@@ -130,7 +130,6 @@ class PrecisionDebugFabricCallback:
             raise
         if session.overflow is not None:
             session.overflow.loss_scaled = _scales_loss(fabric)
-            session.overflow.follow(fabric)
 
     def _start(self, fabric: Fabric) -> None:
         self._has_started = True

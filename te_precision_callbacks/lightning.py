@@ -213,11 +213,6 @@ class PrecisionDebugCallback(Callback):
 
     # ------------------------------------------------------------------ step
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Check the loss for inf and nan. A GradScaler has scaled it by now, and has told the detector."""
-        if self._live.overflow is not None:
-            self._live.overflow.watch_loss(loss)
-
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Note the learning rate of the step: when the batch ends, a scheduler has set that of the next one."""
         self._numbers.note_step(trainer)

@@ -231,7 +231,7 @@ class SessionOptions:
         prefix: first part of every metric name.
         log_filter: which metrics go to the trainer's loggers: patterns with ``*`` and ``?``, one of which a metric's
             name must match, or a function of the name. None: all (docs/statistics.md#in-the-loggers).
-        debug: ``"activation_overflow"`` stops where an activation, the loss or a gradient becomes inf or nan;
+        debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan;
             ``"te_precision"`` is accepted, and changes nothing. None, or no names: neither. See
             docs/activation-overflow.md.
         observe: the path that layers take while features look at their tensors. ``"fused"``: the layers' own path, on

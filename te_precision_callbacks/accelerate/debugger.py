@@ -162,7 +162,6 @@ class PrecisionDebugger:
             session.attach(self._model)
             if session.overflow is not None:
                 session.overflow.loss_scaled = scales_loss(self._accelerator)
-                session.overflow.follow(self._accelerator)
             self._session.unconverted = warn_of_unconverted(self._accelerator, self._model)
             warn_of_unheld(self._accelerator, self._model)
         except BaseException as error:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from te_precision_callbacks.base.errors import OptionError, named_as
 
 ACTIVATION_OVERFLOW = "activation_overflow"
-"""Stop where an activation, the loss or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""
+"""Stop where an activation or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""
 
 TE_PRECISION = "te_precision"
 """Precision debugging of Transformer Engine's layers, as a session does it."""

@@ -1,4 +1,4 @@
-"""Activation overflow: finds where an activation, the loss or a gradient becomes inf or nan, and shows what led to it.
+"""Activation overflow: finds where an activation or a gradient becomes inf or nan, and shows what led to it.
 
 Usage::
 

@@ -1,4 +1,4 @@
-"""Reads the events in a look: the first overflow, frames of traced batches, and outputs close to an overflow."""
+"""Reads the events in a look: the first overflow, and the frames of traced batches."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import fnmatch
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.overflow import report as text
 from te_precision_callbacks.overflow.detector_options import Options
 from te_precision_callbacks.overflow.errors import text_of
-from te_precision_callbacks.overflow.events import Call, Event, Gradient, Labelled
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
-from te_precision_callbacks.overflow.interval import History, Interval, seen
-from te_precision_callbacks.overflow.watched_modules import is_compiled, watched_modules
+from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
+from te_precision_callbacks.overflow.interval import Call, Event, Gradient, History, Interval, Labelled, seen
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +51,6 @@ class Find:
     step: str = ""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A failure of detection itself.
-
-    Attributes:
-        rank: the rank on which it happened.
-        text: the class and text of the exception.
-    """
-
-    rank: int
-    text: str
-
-
 class Reader:
     """Reads the events of an interval, and judges them.
 
@@ -74,15 +59,13 @@ class Reader:
         step: gives the training step that runs, in words; empty if it is not known.
     """
 
-    def __init__(self, options: Options, notices: Notices, roots: Sequence[tuple[str, torch.nn.Module]]) -> None:
+    def __init__(self, options: Options) -> None:
         self.loss_scaled = False
         self.step: Callable[[], str] = str
-        self._roots = roots
         self._options = options
         self._history = History(options.max_frames)
         self._traced = frozenset(options.trace_batches)
         self._traced_last = ""
-        self._notices = notices
 
     def read(
         self,
@@ -93,7 +76,7 @@ class Reader:
         may_be_skipped: bool,
         before: int,
     ) -> Find | None:
-        """The first overflow; the other frames are kept for later reports, traced, and compared with the limits.
+        """The first overflow; the other frames are kept for later reports, and traced.
 
         Args:
             interval: holds the events and the numbers.
@@ -124,8 +107,6 @@ class Reader:
             scale = interval.loss_scale()
             if scale is not None and not scale <= 1:  # the scaler makes the scale smaller, and skips the step
                 bad = judge(loss_scaled=True)
-        if self._options.warn_above is not None:
-            self._warn_of(events[: None if bad is None else bad[0]], values, self._options.warn_above, batch)
         if bad is None:
             self._history.add(events, values)
             return None
@@ -135,7 +116,7 @@ class Reader:
         frames = frames[: len(frames) - after][-self._options.max_frames :]
         culprit = frames[-1]
         place = culprit.frame.place
-        weights = {} if place is None or self._options.parameters else self._weights_of(place.path)
+        weights = {} if place is None or self._options.parameters else self._weights_of(place.module, place.path)
         step = "" if evaluation else self.step()
         return Find(
             path="" if place is None else place.path,
@@ -151,13 +132,20 @@ class Reader:
             step=step,
         )
 
-    def _weights_of(self, path: str) -> Mapping[str, float]:
-        """The largest magnitudes of a module's parameters; empty where they cannot be read."""
+    def _weights_of(self, module: torch.nn.Module, path: str) -> Mapping[str, float]:
+        """The largest magnitudes of a module's own parameters; empty where they cannot be read.
+
+        The host waits for the device.
+        """
+        slots = Slots(abs_min=False)
         try:
-            return amax_of_parameters(self._roots, path)
+            named = module.named_parameters(recurse=is_compiled(module))
+            measured = {name: slots.measure(parameter) for name, parameter in named}
+            values = slots.read()
         except Exception as error:  # the overflow must be reported all the same
             logger.warning("Activation overflow: the parameters of %s could not be read (%s).", path, text_of(error))
             return {}
+        return {name: text.amax(slot, values) for name, slot in measured.items() if isinstance(slot, Slot)}
 
     def forget(self) -> None:
         """Leave the frames so far out of later reports."""
@@ -173,24 +161,6 @@ class Reader:
                 lines += [text.line(frame, abs_min=self._options.abs_min) for frame in seen([event], values)]
         if lines:
             logger.warning("%s", "\n".join(lines))
-
-    def _warn_of(self, events: Sequence[Event], values: Values, share: float, batch: str) -> None:
-        for call, role, slot, amax in near_limit(events, values, share):
-            if self._notices.first(("near its limit", call.place.path)):
-                limit = torch.finfo(slot.store.dtype).max
-                logger.warning(
-                    "%s: %s: %s is close to an overflow in %s %d: abs_max=%.2e is %.0f%% of the maximum of %s"
-                    " (%.2e). This is logged once for each module.",
-                    call.place.path or "The model",
-                    call.place.class_name,
-                    role,
-                    batch,
-                    call.batch,
-                    amax,
-                    100 * amax / limit,
-                    str(slot.store.dtype).removeprefix("torch."),
-                    limit,
-                )
 
 
 def first_bad(
@@ -221,9 +191,12 @@ def first_bad(
     for index, event in enumerate(events):
         if event.batch in not_in or (loss_scaled and isinstance(event, Gradient)):
             continue
-        neg_inf_is_bad = not isinstance(event, Labelled) or event.is_loss
+        neg_inf_is_bad = not isinstance(event, Labelled)
         if isinstance(event, Call):
-            entered = any(measured in suspects and _has_neg_inf(measured, values) for _, measured in event.inputs)
+            entered = any(
+                isinstance(measured, Slot) and measured in suspects and values.extremes(measured)[0] == -math.inf
+                for _, measured in event.inputs
+            )
             path = event.place.path
             neg_inf_is_bad = not (entered or any(fnmatch.fnmatchcase(path, pattern) for pattern in allow_neg_inf))
             if not neg_inf_is_bad:  # the modules around it pass its output on
@@ -238,32 +211,6 @@ def first_bad(
             if low == -math.inf and neg_inf_is_bad and not is_input and frame.measured not in excused:
                 return index, number
     return None
-
-
-def _has_neg_inf(measured: Measured, values: Values) -> bool:
-    return isinstance(measured, Slot) and values.extremes(measured)[0] == -math.inf
-
-
-def near_limit(events: Sequence[Event], values: Values, share: float) -> Iterator[tuple[Call, str, Slot, float]]:
-    """Outputs with a magnitude above a share of the largest number of their dtype: the call, which output it is, its
-    slot, and its largest magnitude."""
-    suspects = values.above(share)
-    for event in events if suspects else ():
-        if isinstance(event, Call):
-            for role, measured in event.outputs:
-                if isinstance(measured, Slot) and measured in suspects:
-                    # Taken out: a container gives the same tensor again.
-                    yield event, role, measured, suspects.pop(measured)
-
-
-def amax_of_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> dict[str, float]:
-    """The largest magnitude of each parameter of the module at ``path`` itself. The host waits for the device."""
-    slots = Slots(abs_min=False)
-    module = next((module for place, module in watched_modules(roots) if place == path), None)
-    named = () if module is None else module.named_parameters(recurse=is_compiled(module))
-    measured = {name: slots.measure(parameter) for name, parameter in named}
-    values = slots.read()
-    return {name: text.amax(slot, values) for name, slot in measured.items() if isinstance(slot, Slot)}
 
 
 def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> list[str]:

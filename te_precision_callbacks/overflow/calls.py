@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -13,19 +14,17 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.overflow.detector_options import Options
 from te_precision_callbacks.overflow.errors import STOPS
-from te_precision_callbacks.overflow.events import Call, Gradient
 from te_precision_callbacks.overflow.extreme_slots import Measured, Unmeasured
 from te_precision_callbacks.overflow.hooks import ModelHooks, Watched
-from te_precision_callbacks.overflow.input_scales import fp8_scale
-from te_precision_callbacks.overflow.interval import GradientRoles
+from te_precision_callbacks.overflow.interval import Call, Gradient, GradientRoles
 from te_precision_callbacks.overflow.journal import Journal, Pass
 from te_precision_callbacks.overflow.looking import Looking
-from te_precision_callbacks.overflow.structure import arguments, tensors_in
 
 _UNKNOWN = Unmeasured("unknown")
 
-_QUANTIZED_GRADIENTS = frozenset({"grad_output", "grad_output[0]"})
-"""Gradients of the first output of a Transformer Engine module; a second one is a bias, or a normalization's result."""
+_DEEPEST = 8
+
+_WITHOUT_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 
 class Calls:
@@ -49,12 +48,11 @@ class Calls:
     ) -> None:
         self._journal = journal
         self._looking = looking
-        self._gradients = options.gradients
         self._parameters = options.parameters
         # The kinds of forwards are those of a session; here a module's eval mode does not decide them.
         self._classify = ForwardClassifier(precision_features_in_eval=False)
         self._classify.eval_mode_counts = False
-        self.hooks = ModelHooks(roots, self, parameter_gradients=options.gradients, notices=journal.notices)
+        self.hooks = ModelHooks(roots, self, notices=journal.notices)
 
     def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Note that the forward of a module begins."""
@@ -95,7 +93,7 @@ class Calls:
             return
         try:
             measured = journal.training.slots.measure(parameter.grad)
-            event = Gradient(journal.batches.number, [("<", watched, f"grad of {name}")], measured, (None,))
+            event = Gradient(journal.batches.number, [("<", watched, f"grad of {name}")], measured)
         except Exception as error:
             journal.fail(error)
         else:
@@ -130,14 +128,14 @@ class Calls:
         kind = self._classify(watched.module)
         if torch._C._current_graph_task_id() != NO_BACKWARD:
             # Recomputed: the first forward made the frames. In a reentrant checkpoint only this forward has gradients.
-            gradients = self._gradients and kind is ForwardKind.OBSERVED
+            gradients = kind is ForwardKind.OBSERVED
             return Pass(journal.training, frames=False, gradients=gradients, evaluates=False)
         if kind is ForwardKind.UNTOUCHED:
             journal.evaluation.clear()
             return Pass(journal.evaluation, frames=True, gradients=False, evaluates=True)
         journal.due = journal.saw_forward = True
         journal.batches.train()
-        return Pass(journal.training, frames=True, gradients=self._gradients, evaluates=False)
+        return Pass(journal.training, frames=True, gradients=True, evaluates=False)
 
     def _take(self, current: Pass, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Measure the inputs of a call, before the module can change them."""
@@ -147,7 +145,8 @@ class Calls:
         if interval is None or self._journal.broken:
             return
         gradients = current.gradients and torch.is_grad_enabled()
-        for role, tensor in arguments(inputs, keywords):
+        # The arguments themselves do not count as nesting.
+        for role, tensor in _items({**dict(enumerate(inputs)), **keywords}, "input", -1):
             if tensor is None:
                 taken.append((role, _UNKNOWN))
                 continue
@@ -182,8 +181,7 @@ class Calls:
         own = [(name, interval.slots.measure(parameter)) for name, parameter in parameters]
         if not (entered or given or own):
             return
-        scale = fp8_scale(watched.module, "scaling_fwd", interval.slots) if watched.quantizes else None
-        interval.events.append(Call(watched, current.batch, own, entered, given, scale))
+        interval.events.append(Call(watched, current.batch, own, entered, given))
 
     # ------------------------------------------------------------------ a backward
 
@@ -199,16 +197,10 @@ class Calls:
             frames = roles.frames()
             if measured is None or not frames:
                 return
-            scales = [
-                fp8_scale(place.module, "scaling_bwd", training.slots)
-                if role in _QUANTIZED_GRADIENTS and sign == ">" and isinstance(place, Watched) and place.quantizes
-                else None
-                for sign, place, role in frames
-            ]
         except Exception as error:
             journal.fail(error)
         else:
-            self._note(Gradient(roles.batch, frames, measured, scales))
+            self._note(Gradient(roles.batch, frames, measured))
 
     def _note(self, gradient: Gradient) -> None:
         journal = self._journal
@@ -231,3 +223,30 @@ def _is_recorded() -> bool:
     if torch._C._get_tracing_state() is not None:
         return True
     return is_capturing()
+
+
+def tensors_in(value: Any, role: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Each tensor with its role: that of ``value``, and the index, key or field in brackets.
+
+    Nesting is followed to a depth of 8; objects of other classes, such as key-value caches, are not searched. A
+    container that raises while it is searched gives None.
+    """
+    if isinstance(value, torch.Tensor):
+        yield role, value
+    elif type(value) not in _WITHOUT_TENSORS and depth < _DEEPEST:
+        try:
+            yield from _items(value, role, depth)
+        except Exception:  # user code, such as a mapping that computes its items
+            yield role, None
+
+
+def _items(value: Any, role: str, depth: int) -> Iterator[tuple[str, torch.Tensor | None]]:
+    if isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{role}[{index}]", depth + 1)
+    elif isinstance(value, Mapping):  # ModelOutput of transformers is one
+        for key, item in value.items():
+            yield from tensors_in(item, f"{role}[{key}]", depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), f"{role}[{field.name}]", depth + 1)

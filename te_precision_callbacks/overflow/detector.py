@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
 
 import torch
 from typing_extensions import Unpack
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class DebugActivationOverflow:
-    """Stops a run where an activation, the loss or a gradient becomes inf or nan, and shows what led to it.
+    """Stops a run where an activation or a gradient becomes inf or nan, and shows what led to it.
 
     The detector works from its construction on. As a context manager it removes its hooks at the end::
 
@@ -67,14 +66,11 @@ class DebugActivationOverflow:
         model: the model; or several, as a list or as a mapping whose keys become prefixes of the paths. On any device
             and in any wrapper.
         max_frames: the maximum number of frames in a report.
-        gradients: whether gradients of activations and parameters are watched.
         parameters: whether the values of each module's parameters are shown and checked.
         abs_min: whether a column with the smallest magnitude is shown; each tensor is read once more for it.
         trace_batches: numbers of batches whose frames are all logged (as warnings), and not checked.
         abort_after_batch: the number of a batch after which :class:`AbortAfterBatch` is raised.
         allow_neg_inf: patterns (as in ``fnmatch``) of the paths of modules that produce -inf on purpose.
-        warn_above: a share of the dtype's largest number: one warning for each module with an output above it. None: no
-            warning.
         distributed: whether all ranks stop together, with the first culprit of any rank: one number is reduced in each
             training look, in which all ranks must take part.
         process_group: the ranks that stop together; None for all.
@@ -99,13 +95,11 @@ class DebugActivationOverflow:
         model: Model,
         max_frames: int = 40,
         *,
-        gradients: bool = True,
         parameters: bool = False,
         abs_min: bool = False,
         trace_batches: Iterable[int] = (),
         abort_after_batch: int | None = None,
         allow_neg_inf: Iterable[str] = (),
-        warn_above: float | None = 0.9,
         distributed: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
         on_failure: OnFailure = "raise",
@@ -118,13 +112,11 @@ class DebugActivationOverflow:
             raise OverflowDetectorError(f"The model must be {what}, not {model!r}.")
         options = Options.checked(
             max_frames=max_frames,
-            gradients=gradients,
             parameters=parameters,
             abs_min=abs_min,
             trace_batches=trace_batches,
             abort_after_batch=abort_after_batch,
             allow_neg_inf=allow_neg_inf,
-            warn_above=warn_above,
             distributed=distributed,
             process_group=process_group,
             on_failure=on_failure,
@@ -160,23 +152,20 @@ class DebugActivationOverflow:
     def loss_scaled(self, value: bool) -> None:
         self._looking.reader.loss_scaled = value
 
-    @property
-    def abandoned(self) -> Callable[[], bool] | None:
-        """Returns whether the loop that made the detector has ended without closing it: the detector then
-        ignores forwards, backwards and steps. None: never. May be set at any time."""
-        return self._journal.abandoned
+    def join_session(
+        self, *, messages: Messages | None = None, abandoned: Callable[[], bool], step: Callable[[], str] = str
+    ) -> None:
+        """Work as part of a session.
 
-    @abandoned.setter
-    def abandoned(self, value: Callable[[], bool] | None) -> None:
-        self._journal.abandoned = value
-
-    def count_by(self, step: Callable[[], str]) -> None:
-        """Name the training step in reports beside the batch: ``step`` gives the one that runs, in words."""
+        Args:
+            messages: the session's messages to other ranks, which it opens and closes.
+            abandoned: whether the loop has ended without closing the detector, which then ignores forwards, backwards
+                and steps.
+            step: gives the training step that runs, in words, which reports name beside the batch.
+        """
+        self._looking.messages = messages
         self._looking.reader.step = step
-
-    def share(self, messages: Messages) -> None:
-        """Agree with other ranks over messages that somebody else opens and closes."""
-        self._looking.share(messages)
+        self._journal.abandoned = abandoned
 
     def begin_batch(self) -> None:
         """Mark the beginning of a batch, in a loop that calls submodules instead of the model itself.
@@ -189,24 +178,6 @@ class DebugActivationOverflow:
         self._journal.batches.give()
         if not self._journal.closed:
             self._looking.next_batch()
-
-    def watch_loss(self, loss: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Check a loss that is computed outside of the model, with the other tensors of the batch::
-
-            loss = loss_function(model(batch), labels)
-            debug_overflow.watch_loss(loss)
-            loss.backward()
-
-        Not needed where a GradScaler scales the loss, nor in the integrations with trainers, which do it.
-
-        Args:
-            loss: the loss before it is scaled, or several.
-        """
-        self._steps.watch_loss(loss)
-
-    def follow(self, owner: Any) -> None:
-        """Check each loss with which ``owner.backward(loss)`` is called from now on, of an Accelerator or a Fabric."""
-        self._steps.follow(owner)
 
     def look(self) -> None:
         """Check the tensors since the last look; if ranks stop together, call this on all of them.

@@ -31,13 +31,11 @@ class Options(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     max_frames: Annotated[int, pydantic.Field(strict=True, ge=1)]
-    gradients: bool
     parameters: bool
     abs_min: bool
     trace_batches: tuple[_Number, ...]
     abort_after_batch: _Number | None
     allow_neg_inf: tuple[str, ...]
-    warn_above: Annotated[float, pydantic.Field(strict=True, gt=0, le=1)] | None
     distributed: bool
     process_group: torch.distributed.ProcessGroup | None
     on_failure: OnFailure

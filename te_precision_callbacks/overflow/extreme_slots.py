@@ -135,23 +135,6 @@ class Values:
         """The smallest magnitude, if it was asked for."""
         return float(self._rows[slot.store][slot.index][2])
 
-    def above(self, share: float) -> dict[Measured, float]:
-        """The slots of floating dtypes with a finite amax above a share of the dtype's largest number, with the amax.
-
-        The smallest number of a dtype itself does not count: masks are written with it.
-        """
-        found: dict[Measured, float] = {}
-        for store, rows in self._rows.items():
-            if not store.dtype.is_floating_point:
-                continue
-            limits = torch.finfo(store.dtype)
-            low, high = rows[:, 0], rows[:, 1]
-            amax = np.maximum(high, np.where(low == limits.min, 0.0, -low))
-            near = (amax > share * limits.max) & (amax < np.inf)
-            if near.any():
-                found.update((store.slots[index], float(amax[index])) for index in np.flatnonzero(near))
-        return found
-
 
 class Slots:
     """The slots between two looks.
@@ -188,19 +171,11 @@ class Slots:
             else:
                 torch.aminmax(values, out=(slot.low, slot.high))
             if self._abs_min:
-                slot.least.copy_(_least_magnitude(values))
+                slot.least.copy_((values if values.dtype is torch.bool else values.abs()).amin())
         except (RuntimeError, NotImplementedError, TypeError):
             # A tensor class or a transform (vmap) without such an operation: its elements cannot be read. A slot that
             # was taken stays unwritten and unused.
             return Unmeasured("unknown")
-        return slot
-
-    def note(self, number: torch.Tensor) -> Slot:
-        """Keep one number as it is now, without waiting for it."""
-        number = number.detach()
-        slot = self._store_of(number).take()
-        for cell in (slot.low, slot.high):
-            cell.copy_(number)
         return slot
 
     def read(self) -> Values:
@@ -291,7 +266,3 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous() if tensor.device.type == "cpu" else tensor
-
-
-def _least_magnitude(values: torch.Tensor) -> torch.Tensor:
-    return values.amin() if values.dtype is torch.bool else values.abs().amin()

@@ -30,9 +30,6 @@ class Listener(Protocol):
     def journal(self) -> Journal | None:
         """Receives the notes of a detector; None if it is none."""
 
-    def watch_loss(self, loss: Any, scaled: Any = None) -> None:
-        """Called with a loss, and with what a scaler has made of it."""
-
     def before_scaled_step(self, optimizer: Any) -> None:
         """Called before a scaler unscales an optimizer's gradients, or decides whether the optimizer steps."""
 
@@ -66,9 +63,7 @@ def _remove(place: weakref.ref[Listener]) -> None:
 
 
 @outside_of_dynamo
-def _tell_of_loss(scaler: Any, loss: Any, scaled: Any) -> None:
-    for listener in _alive():
-        listener.watch_loss(loss, scaled)
+def _note_loss_scale(scaler: Any) -> None:
     if scaler.is_enabled():
         show = getattr(scaler, "_get_scale_async", None)  # get_scale() waits for the device
         scale = None if show is None else show()
@@ -87,7 +82,7 @@ def _scale(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def scale(scaler: Any, *args: Any, **keywords: Any) -> Any:
         scaled = own(scaler, *args, **keywords)
-        _tell_of_loss(scaler, args[0] if args else keywords.get("outputs"), scaled)
+        _note_loss_scale(scaler)
         return scaled
 
     return scale
@@ -162,9 +157,6 @@ class LossScaling:
         """Listen no longer."""
         if self._end is not None:
             self._end()
-
-    def watch_loss(self, loss: Any, scaled: Any = None) -> None:
-        """Called with each loss; a scaler of another model has one too."""
 
     def before_scaled_step(self, optimizer: Any) -> None:
         """Note a scaler that is about to step an optimizer of the model."""

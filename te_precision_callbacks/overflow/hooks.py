@@ -1,4 +1,4 @@
-"""The hooks of a detector on a model, and their removal."""
+"""The watched modules of a model, the hooks of a detector on them, and their removal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +15,42 @@ from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
-from te_precision_callbacks.layers.naming import ModuleTree
+from te_precision_callbacks.layers.naming import ModuleTree, compiled_call, is_wrapper, module_paths
 from te_precision_callbacks.overflow.errors import OverflowDetectorError
-from te_precision_callbacks.overflow.watched_modules import class_name, is_compiled, watched_modules
 
 logger = logging.getLogger(__name__)
+
+
+def watched_modules(
+    roots: Sequence[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each watched module once, with its path without wrapper parts, parents first.
+
+    Wrappers are replaced by the modules that they wrap. A compiled module is watched only from outside.
+
+    Args:
+        roots: the models, each with the prefix of its paths.
+    """
+    found: set[int] = set()
+    for prefix, root in roots:
+        for path, module in module_paths(root, prefix, opaque=is_compiled):
+            if id(module) not in found and (is_compiled(module) or not is_wrapper(module)):
+                found.add(id(module))
+                yield path, module
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module runs as compiled or scripted code, into which no hook reaches."""
+    if isinstance(module, torch.jit.ScriptModule) or compiled_call(module) is not None:
+        return True
+    return any(base.__name__ == "OptimizedModule" for base in type(module).__mro__)
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """The name of a module's original class, under ``torch.compile``'s wrapper or ``fully_shard``'s subclass."""
+    module = getattr(module, "_orig_mod", module)
+    names = [base.__name__ for base in type(module).__mro__]
+    return names[names.index("FSDPModule") + 1] if "FSDPModule" in names[:-1] else names[0]
 
 
 class Watched:
@@ -29,17 +60,15 @@ class Watched:
         path: the path in the model, without wrapper parts.
         class_name: the name of its class.
         module: the module.
-        quantizes: whether it is a Transformer Engine module that may quantize its input.
         is_root: whether its calls count batches.
     """
 
-    __slots__ = ("__weakref__", "class_name", "handles", "is_root", "module", "path", "quantizes")
+    __slots__ = ("__weakref__", "class_name", "handles", "is_root", "module", "path")
 
     def __init__(self, path: str, module: torch.nn.Module, *, is_root: bool) -> None:
         self.path = path
         self.class_name = class_name(module)
         self.module = module
-        self.quantizes = "fp8_meta" in module.__dict__
         self.is_root = is_root
         self.handles: list[RemovableHandle] = []
 
@@ -91,11 +120,6 @@ class _Leave(_Hook):
         self.receiver.leave(self._watched, output, failed=output is None and sys.exc_info()[0] is not None)
 
 
-def _hooks_of(module: torch.nn.Module) -> list[_Hook]:
-    hooks: Iterable[object] = module._forward_pre_hooks.values()
-    return [hook for hook in hooks if isinstance(hook, _Hook)]
-
-
 def not_watched(*args: Any) -> None:
     """Does nothing, in place of a hook in a copy of a watched module."""
 
@@ -106,7 +130,6 @@ class ModelHooks:
     Args:
         roots: the models, each with the prefix of its paths. The calls of the first model count batches.
         receiver: the object that the hooks call.
-        parameter_gradients: whether the gradients of parameters are watched.
         notices: the messages that have been logged once.
 
     Another detector on a module of the models is closed.
@@ -117,12 +140,10 @@ class ModelHooks:
         roots: Sequence[tuple[str, torch.nn.Module]],
         receiver: Receiver,
         *,
-        parameter_gradients: bool,
         notices: Notices,
     ) -> None:
         self._roots = roots
         self._receiver = receiver
-        self._parameter_gradients = parameter_gradients
         self._watched: dict[int, Watched] = {}
         self._parameters: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         # How many parameters each group had, and whether one of them is the model's.
@@ -130,7 +151,10 @@ class ModelHooks:
             weakref.WeakKeyDictionary()
         )
         self._notices = notices
-        for former in {hook.receiver for _, module in watched_modules(roots) for hook in _hooks_of(module)}:
+        hooks: list[object] = [
+            hook for _, module in watched_modules(roots) for hook in module._forward_pre_hooks.values()
+        ]
+        for former in {hook.receiver for hook in hooks if isinstance(hook, _Hook)}:
             logger.warning("Activation overflow: this detector replaces another detector of the same model.")
             former.close(OverflowDetectorError("Another detector replaced this one."))
         self._tree: ModuleTree | None = None
@@ -193,8 +217,6 @@ class ModelHooks:
         return watched
 
     def _watch_parameters(self) -> None:
-        if not self._parameter_gradients:
-            return
         found: dict[int, tuple[Watched, str, torch.nn.Parameter]] = {}
         for watched in self._watched.values():
             for name, parameter in watched.module.named_parameters(recurse=is_compiled(watched.module)):
@@ -204,7 +226,8 @@ class ModelHooks:
         for key, (watched, name, parameter) in found.items():
             if key not in self._parameters and parameter.requires_grad and parameter.is_leaf:
                 call = functools.partial(_parameter_gradient, weakref.ref(self._receiver), weakref.ref(watched), name)
-                self._parameters[key] = parameter, _after_accumulation(parameter, call)
+                handle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+                self._parameters[key] = parameter, handle
 
     def _tell_of_compiled(self) -> None:
         """Warn once of the modules that cannot be watched."""
@@ -234,11 +257,6 @@ def _parameter_gradient(
     found, module = receiver(), watched()
     if found is not None and module is not None:
         found.parameter_gradient(module, name, parameter)
-
-
-def _after_accumulation(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-    return handle
 
 
 def _are(watched: Sequence[Watched]) -> str:

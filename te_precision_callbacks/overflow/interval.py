@@ -13,8 +13,75 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.overflow.events import Event, Frame, Place
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slots, Values
+from te_precision_callbacks.overflow.hooks import Watched
+
+
+class Frame(NamedTuple):
+    """A line of a report.
+
+    Attributes:
+        sign: ``>`` for a tensor that enters a module's forward or backward, ``<`` for one that leaves, else ``=``.
+        place: the module; None for a label.
+        role: which tensor of the module.
+        measured: the numbers of the tensor.
+    """
+
+    sign: str
+    place: Watched | None
+    role: str
+    measured: Measured
+
+
+Tensors = Sequence[tuple[str, Measured]]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """The forward of a module, emitted when it ends."""
+
+    place: Watched
+    batch: int
+    parameters: Tensors
+    inputs: Tensors
+    outputs: Tensors
+
+    def frames(self) -> Iterator[Frame]:
+        for role, measured in self.parameters:
+            yield Frame("=", self.place, role, measured)
+        for role, measured in self.inputs:
+            yield Frame(">", self.place, role, measured)
+        for role, measured in self.outputs:
+            yield Frame("<", self.place, role, measured)
+
+
+@dataclass(slots=True, eq=False)
+class Gradient:
+    """A gradient, for each module that its tensor left or entered."""
+
+    batch: int
+    roles: Sequence[tuple[str, Watched, str]]
+    measured: Measured
+
+    def frames(self) -> Iterator[Frame]:
+        for sign, place, role in self.roles:
+            yield Frame(sign, place, role, self.measured)
+
+
+@dataclass(slots=True, eq=False)
+class Labelled:
+    """A tensor that ``detect_overflow`` was given inside a forward."""
+
+    batch: int
+    label: str
+    measured: Measured
+
+    def frames(self) -> Iterator[Frame]:
+        yield Frame("=", None, self.label, self.measured)
+
+
+Event = Call | Gradient | Labelled
+"""An entry of an interval; it is expanded into the frames of a report only if there is one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,10 +95,10 @@ class GradientRoles:
     """
 
     batch: int
-    takers: list[tuple[Place, str]] = field(default_factory=list)
-    makers: list[tuple[Place, str]] = field(default_factory=list)
+    takers: list[tuple[Watched, str]] = field(default_factory=list)
+    makers: list[tuple[Watched, str]] = field(default_factory=list)
 
-    def frames(self) -> list[tuple[str, Place, str]]:
+    def frames(self) -> list[tuple[str, Watched, str]]:
         """Sign, module and role of each frame: inner modules end first, and begin last."""
         left = [("<", place, f"grad_{role}") for place, role in reversed(self.takers)]
         return left + [(">", place, f"grad_{role}") for place, role in reversed(self.makers)]

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,10 +13,9 @@ from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_in_w
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.overflow.detector_options import Options
 from te_precision_callbacks.overflow.errors import text_of
-from te_precision_callbacks.overflow.events import Labelled, Place
 from te_precision_callbacks.overflow.extreme_slots import Measured
-from te_precision_callbacks.overflow.interval import Interval
-from te_precision_callbacks.overflow.structure import tensors_in
+from te_precision_callbacks.overflow.hooks import Watched
+from te_precision_callbacks.overflow.interval import Interval, Labelled
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +38,9 @@ class Pass:
     gradients: bool
     evaluates: bool
     batch: int = 0
-    open: list[tuple[Place, list[tuple[str, Measured | None]]]] = field(default_factory=list)
+    open: list[tuple[Watched, list[tuple[str, Measured | None]]]] = field(default_factory=list)
 
-    def close(self, place: Place) -> list[tuple[str, Measured | None]] | None:
+    def close(self, place: Watched) -> list[tuple[str, Measured | None]] | None:
         """The inputs of the call of a module that ends; None if no call of the module has begun."""
         if all(opened is not place for opened, _ in reversed(self.open)):
             return None
@@ -133,7 +131,7 @@ class Journal:
         thread: its ``current`` is the outermost call that runs in this thread.
         due: whether training has done something, noted or not, that was not looked at yet.
         saw_forward: whether training has ever called the model's hooks.
-        abandoned: as in :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
+        abandoned: whether the loop has ended without closing the detector; None: never.
         closed: whether detection is over.
         broken: whether nothing is noted after a failure: until the look that raises the failure, or for good.
         failure: the failure that the next look raises.
@@ -163,33 +161,7 @@ class Journal:
             return
         try:
             measured = current.interval.slots.measure(tensor)
-            current.interval.events.append(Labelled(current.batch, label, measured, is_loss=False))
-        except Exception as error:
-            self.fail(error)
-
-    def note_loss(self, loss: Any, scaled: Any = None) -> None:
-        """Add a frame for each tensor of a loss.
-
-        A tensor that was noted before, such as the loss that a model returns, has its frame. ``due`` stays as it is: a
-        loss that is logged after the step, perhaps on one rank alone, waits for the next look.
-
-        Args:
-            loss: the loss; or several, as a list or tuple.
-            scaled: what a GradScaler has made of it, which is not noted again: it may be inf.
-        """
-        if self.broken or self.is_over() or is_capturing():
-            return
-        training = self.training
-        try:
-            for role, tensor in tensors_in(loss, "loss"):
-                if tensor is None or training.record(tensor).measured is not None:
-                    continue
-                measured = training.measure(tensor).measured
-                if measured is not None:
-                    training.events.append(Labelled(self.batches.number, role, measured, is_loss=True))
-            for (_, tensor), (_, product) in zip(tensors_in(loss, ""), tensors_in(scaled, ""), strict=False):
-                if tensor is not None and product is not None:
-                    training.record(product).measured = training.record(tensor).measured
+            current.interval.events.append(Labelled(current.batch, label, measured))
         except Exception as error:
             self.fail(error)
 

@@ -12,7 +12,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.ranks import is_distributed, is_initialized, own_rank
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.ranks.tree import RanksLostError
-from te_precision_callbacks.overflow.analysis import Failure, Find, Reader, advice_on_weights, broken_parameters
+from te_precision_callbacks.overflow.analysis import Find, Reader, advice_on_weights, broken_parameters
 from te_precision_callbacks.overflow.detector_options import Options
 from te_precision_callbacks.overflow.errors import (
     AbortAfterBatch,
@@ -46,12 +46,14 @@ class Looking:
         reports: how many overflows were reported.
         has_looked: whether there was ever a look.
         dropped: how many events this rank has looked at alone, to make room, since the last common look.
+        messages: the messages to the ranks that stop together; opened in the first common look, unless a session has
+            set them.
         steps: how many steps the model's optimizers have made.
         stepped_by: the class of the optimizer that stepped last.
     """
 
     def __init__(self, roots: Sequence[tuple[str, torch.nn.Module]], options: Options, journal: Journal) -> None:
-        self.reader = Reader(options, journal.notices, roots)
+        self.reader = Reader(options)
         self.handles = contextlib.ExitStack()
         self.reports = 0
         self.has_looked = False
@@ -62,12 +64,8 @@ class Looking:
         self._options = options
         self._journal = journal
         self._pending: Find | None = None
-        self._messages: Messages | None = None
-        self._shares = False
-
-    def share(self, messages: Messages) -> None:
-        """Agree with other ranks over messages that somebody else opens and closes."""
-        self._messages, self._shares = messages, True
+        self.messages: Messages | None = None
+        self._owns_messages = False
 
     # ------------------------------------------------------------------ when
 
@@ -101,15 +99,18 @@ class Looking:
 
     def _open_messages(self) -> Messages:
         """The messages to the ranks that stop together, which meet in their first common look."""
-        if self._messages is None:
-            self._messages = Messages(self._options.process_group, "overflow")
+        if self.messages is None:
+            self._owns_messages = True
+            self.messages = Messages(self._options.process_group, "overflow")
             try:
-                self._messages.open("to look for activation overflow")
+                self.messages.open("to look for activation overflow")
             except RanksLostError as error:
                 self._say_apart(error)
-        return self._messages
+        return self.messages
 
-    def _agreed(self, own: Find | Failure | None, messages: Messages) -> Find | Failure | None:
+    def _agreed(
+        self, own: Find | DetectionFailedError | None, messages: Messages
+    ) -> Find | DetectionFailedError | None:
         """The find whose event came first on any rank, or else a failure of any rank."""
         if not messages.is_open:
             return own
@@ -164,8 +165,8 @@ class Looking:
         found, failure = self._look_at_training(), journal.failure
         journal.closed = True
         self.handles.close()
-        if self._messages is not None and not self._shares:
-            self._messages.close()
+        if self.messages is not None and self._owns_messages:
+            self.messages.close()
         if error is None:
             self._stop_if(found)
         self._begin_anew()
@@ -173,23 +174,23 @@ class Looking:
             self.reports += 1
             logger.error(found.report)
         elif found is not None:
-            logger.error("Activation overflow detection has failed (%s).", found.text, exc_info=failure)
+            logger.error("Activation overflow detection has failed (%s).", found.failure, exc_info=failure)
 
     # ------------------------------------------------------------------ at what
 
     def _together(self) -> bool:
         return self._options.distributed and is_distributed(self._options.process_group)
 
-    def _look_at_training(self, *, may_be_skipped: bool = True) -> Find | Failure | None:
+    def _look_at_training(self, *, may_be_skipped: bool = True) -> Find | DetectionFailedError | None:
         """The first overflow since the last look, or else a failure."""
         find = self._look_at(self._journal.training, may_be_skipped=may_be_skipped)
         find, self._pending, self.dropped = self._pending or find, None, 0
         self._journal.batches.looked = True
         return find or self._failed()
 
-    def _failed(self) -> Failure | None:
+    def _failed(self) -> DetectionFailedError | None:
         failure = self._journal.failure
-        return None if failure is None else Failure(own_rank(), text_of(failure))
+        return None if failure is None else DetectionFailedError(text_of(failure), rank=own_rank())
 
     def _make_room(self) -> None:
         """Empty the slots if there was no look. A rank that stops together with others keeps a find for their look."""
@@ -220,7 +221,7 @@ class Looking:
 
     # ------------------------------------------------------------------ what follows
 
-    def _stop_if(self, find: Find | Failure | None, *, together: bool = False) -> None:
+    def _stop_if(self, find: Find | DetectionFailedError | None, *, together: bool = False) -> None:
         """Raise a find or a failure.
 
         Args:
@@ -229,10 +230,10 @@ class Looking:
         """
         if find is None:
             return
-        if isinstance(find, Failure):
+        if isinstance(find, DetectionFailedError):
             cause = self._journal.failure if find.rank == own_rank() else None
             self._begin_anew()
-            raise DetectionFailedError(find.text, rank=find.rank) from cause
+            raise find from cause
         self.reports += 1
         advice = self._advice_on_weights(find, together=together) or find.advice
         self._begin_anew()
@@ -258,11 +259,9 @@ class Looking:
         except Exception as error:  # the overflow must be reported all the same
             logger.warning("Activation overflow: the parameters could not be checked (%s).", text_of(error))
             broken = []
-        if together and self._messages is not None and self._messages.is_open:
+        if together and self.messages is not None and self.messages.is_open:
             try:
-                broken = self._messages.pooled(
-                    broken, "broken parameters", "to name the parameters that are not finite"
-                )
+                broken = self.messages.pooled(broken, "broken parameters", "to name the parameters that are not finite")
             except RanksLostError as error:
                 self._say_apart(error)
         return advice_on_weights(broken, self.steps, self.stepped_by) if broken else None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from te_precision_callbacks.overflow.events import Call, Event, Frame, Gradient, Labelled
 from te_precision_callbacks.overflow.extreme_slots import Slot, Values
-from te_precision_callbacks.overflow.interval import Seen
+from te_precision_callbacks.overflow.interval import Call, Event, Gradient, Seen
 
 _LARGE = 2.0**8
 """The magnitude from which on a weight that is larger than what enters its module is the reason for an overflow."""
@@ -38,12 +37,6 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Ma
             " skip every step from here on."
         )
         return f"The forward was finite: the gradient became inf or nan on its way back.{scaler}"
-    if isinstance(event, Labelled) and event.is_loss:
-        return (
-            "What the model returned was finite, and the loss is computed from it outside of the watched modules: look"
-            " there for a division by zero (such as a mean over no labels), a logarithm of zero, or a range that is too"
-            " small, as in float16."
-        )
     if isinstance(event, Call) and frame.sign == ">":
         return (
             "It entered the module from outside the watched modules: from the data, or from code between modules,"
@@ -95,9 +88,7 @@ def line(seen: Seen, *, abs_min: bool) -> str:
         columns.append(f"abs_min={least:>9}")
     largest = f"{amax(frame.measured, values):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
     columns.append(f"abs_max={largest:>9}")
-    scale = _scale(frame, values)
-    ending = f" FP8 scale {scale:#.3g}" if scale is not None else ""
-    return f"{' '.join(columns)} {_where(seen)}{ending}"
+    return f"{' '.join(columns)} {_where(seen)}"
 
 
 def _where(seen: Seen) -> str:
@@ -110,15 +101,6 @@ def amax(slot: Slot, values: Values) -> float:
     """The largest magnitude; nan if there is one."""
     low, high = values.extremes(slot)
     return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
-
-
-def _scale(frame: Frame, values: Values) -> float | None:
-    if isinstance(frame.scale, Slot):
-        return values.extremes(frame.scale)[1]
-    if frame.scale is None or not isinstance(frame.measured, Slot):
-        return None
-    largest = amax(frame.measured, values)
-    return frame.scale / largest if 0 < largest < math.inf else 1.0
 
 
 def what(low: float, high: float) -> str:

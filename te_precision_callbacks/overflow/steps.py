@@ -1,4 +1,4 @@
-"""Looks before each step of the model's optimizers, even if a GradScaler skips the step, and notes the loss."""
+"""Looks before each step of the model's optimizers, even if a GradScaler skips the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.overflow.grad_scaler import listen
 from te_precision_callbacks.overflow.hooks import ModelHooks
@@ -25,7 +24,7 @@ _FOREIGN_STEPS = 10
 
 
 class Steps:
-    """Is notified of losses, of the steps of all optimizers of the process, and of scalers.
+    """Is notified of the steps of all optimizers of the process, and of scalers.
 
     Args:
         hooks: know which optimizers are the model's.
@@ -41,7 +40,6 @@ class Steps:
         self.journal = journal
         self._looking = looking
         self._foreign_steps = 0
-        self._followed: list[BeforeCalls] = []
         # A collected detector leaves this hook in place, doing nothing: torch may be running such hooks just then.
         self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
         self._scaler_hook = listen(self)
@@ -50,23 +48,6 @@ class Steps:
         """Stop being notified."""
         self._step_hook.remove()
         self._scaler_hook()
-        for followed in self._followed:
-            followed.remove()
-        self._followed.clear()
-
-    def watch_loss(self, loss: Any, scaled: Any = None) -> None:
-        """Note a loss, as :meth:`Journal.note_loss` does."""
-        self.journal.note_loss(loss, scaled)
-
-    def follow(self, owner: Any) -> None:
-        """Note the loss in each call of ``owner.backward(loss)`` from now on."""
-        if not any(followed.owner is owner for followed in self._followed):
-            self._followed.append(BeforeCalls(owner, "backward", self._before_backward))
-
-    @outside_of_dynamo
-    def _before_backward(self, *losses: Any, **keywords: Any) -> None:
-        # accelerator.backward(loss), fabric.backward(tensor, *args, model=None)
-        self.watch_loss(losses[0] if losses else keywords.get("loss", keywords.get("tensor")))
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]

@@ -33,7 +33,7 @@ from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import Model, compiled_call, named_roots
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.overflow.watched_modules import watched_modules
+from te_precision_callbacks.overflow.hooks import watched_modules
 from te_precision_callbacks.session.model_changes import ModelChanges
 from te_precision_callbacks.session.named_layers import NamedLayers
 from te_precision_callbacks.session.results import RunResults

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import SessionError
@@ -55,18 +53,10 @@ class OverflowWatch:
             former.close(SessionError("Another model was attached."))
         options = self._options
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
-        if messages is not None:
-            self.detector.share(messages)
-        self.detector.abandoned = self._abandoned
-        self.detector.count_by(self._step)
+        self.detector.join_session(messages=messages, abandoned=self._abandoned, step=self._step)
         self._model, self._reports = model, 0
         if former is not None:
             self.detector.loss_scaled = former.loss_scaled
-
-    def note_loss(self, loss: Any) -> None:
-        """Check what the loop logs as its loss."""
-        if self.detector is not None:
-            self.detector.watch_loss(torch.tensor(loss) if isinstance(loss, float) else loss)
 
     def tell_recorder(self) -> None:
         """Tell the recorder of dumps whether the detector has reported since the last call."""

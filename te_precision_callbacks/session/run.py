@@ -387,8 +387,6 @@ class Run:
         elif logging_step == last and iteration:
             iteration -= 1
         self._chronicle.log(iteration, logging_step, values)
-        if self._loop.front_door == "session":  # others know the loss before its backward
-            self.overflow.note_loss(values.get("loss"))
         return logging_step
 
     def tell_of_checkpoint(self, file: str) -> None:

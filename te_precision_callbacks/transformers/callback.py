@@ -175,7 +175,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                 warn_of_unheld(loop.accelerator, model)
                 if session.overflow is not None:
                     session.overflow.loss_scaled = scales_loss(loop.accelerator)
-                    session.overflow.follow(loop.accelerator)
             history = HistorySummary(self._options.prefix)
             self._training = Training(session, reporting, history, loop, model)
             if args.logging_nan_inf_filter:

@@ -47,7 +47,6 @@ class ActivationOverflowCallback(DebugCallback):
         accelerator = None if loop is None else loop.accelerator
         if accelerator is not None:
             self._watch.loss_scaled = scales_loss(accelerator)
-            self._watch.follow(accelerator)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any

@@ -13,11 +13,11 @@ def test_overflow() -> None:
     cases = cases_of("overflow.py", *(f"--{name}={size}" for name, size in sizes.items()), *SHORTEST)
     assert list(cases) == ["float32", "bfloat16"]
     for case in cases.values():
-        for way in ("ours", "forward", "upstream"):
+        for way in ("ours", "upstream"):
             added = case[f"{way}_added_percent"]
             assert -100 < added["low"] == added["value"] == added["high"], "one pair"
         assert case["claim"].startswith("3 %: ")
-        assert case["ours_host_waits"] == case["forward_host_waits"] == 1
+        assert case["ours_host_waits"] == 1
         assert case["upstream_host_waits"] > 100
         assert sizes.items() <= case.items()
         assert "torch" in case["machine"]

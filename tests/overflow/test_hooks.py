@@ -389,7 +389,7 @@ def test_a_model_that_calls_itself() -> None:
             return self(x, outer=False) * 3 if outer else self.scale(x)  # type: ignore[no-any-return]
 
     model = Model()
-    watching = DebugActivationOverflow(model, gradients=False)
+    watching = DebugActivationOverflow(model)
     lines = [line for line in frames(model, lambda: model(torch.tensor([1.0])), watching) if line.batch == 0]
     assert [(line.sign, line.path, line.abs_max.strip()) for line in lines] == [
         (">", "scale", "1.00e+00"),
@@ -495,8 +495,6 @@ def test_the_model_is_let_go() -> None:
         ({"abort_after_batch": True}, r"abort_after_batch="),
         ({"allow_neg_inf": "encoder"}, r"allow_neg_inf= has the value 'encoder'. It must be a list\."),
         ({"allow_neg_inf": [3]}, r"allow_neg_inf= has the value 3. It must be a valid string\."),
-        ({"warn_above": 0}, r"warn_above= has the value 0. It must be greater than 0\."),
-        ({"warn_above": 2.0}, r"warn_above="),
         ({"process_group": "world"}, r"process_group= has the value 'world'. It must be an instance of ProcessGroup"),
     ],
 )
@@ -551,13 +549,14 @@ def test_abs_min_of_any_tensor() -> None:
 def test_tracing_of_batches(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Sequential(Scale(2.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with DebugActivationOverflow(model, trace_batches=[1, 2], gradients=False):
+    with DebugActivationOverflow(model, trace_batches=[1, 2]):
         for value in (1.0, 2.0, INF, 4.0):
             model(torch.tensor([value])).sum().backward()
             model.zero_grad()
             optimizer.step()
     assert all(record.levelno == logging.WARNING for record in caplog.records)
-    assert "\n".join(record.getMessage() for record in caplog.records).splitlines() == [
+    traced = "\n".join(record.getMessage() for record in caplog.records).splitlines()
+    assert [line for line in traced if "grad" not in line] == [
         "*** batch 1 ***",
         "abs_max= 2.00e+00 > [1] 0: Scale: input[0]",
         "abs_max= 4.00e+00 < [1] 0: Scale: output",
@@ -573,7 +572,7 @@ def test_tracing_of_batches(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_tracing_tells_a_sanity_check_from_the_training(caplog: pytest.LogCaptureFixture) -> None:
     model = Scale(2.0)
-    with DebugActivationOverflow(model, trace_batches=[1], gradients=False):
+    with DebugActivationOverflow(model, trace_batches=[1]):
         for trains in (False, True):
             with torch.set_grad_enabled(trains):
                 for value in (1.0, 2.0):
@@ -624,24 +623,6 @@ def test_abort_after_a_batch(steps: bool) -> None:
     assert isinstance(raised.value, ValueError)
     assert done == ([0, 1] if steps else [0, 1, 2])
     assert hooks_on(model) == 0
-
-
-def test_a_warning_before_the_overflow(caplog: pytest.LogCaptureFixture) -> None:
-    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Tanh()).half()
-    with DebugActivationOverflow(model, warn_above=0.5), torch.no_grad():
-        for value in (32000.0, 33000.0, 60000.0):
-            model(torch.tensor([1.0, -value]).half())
-    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
-        (
-            logging.WARNING,
-            "0: Identity: output is close to an overflow in evaluation batch 1: abs_max=3.30e+04 is 50% of the maximum"
-            " of float16 (6.55e+04). This is logged once for each module.",
-        )
-    ]
-    caplog.clear()
-    with DebugActivationOverflow(model, warn_above=None), torch.no_grad():
-        model(torch.tensor([65000.0]).half())
-    assert not caplog.records
 
 
 def test_errors_survive_pickling() -> None:

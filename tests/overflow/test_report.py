@@ -96,7 +96,7 @@ def test_frames_of_earlier_batches_come_first() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    detector = DebugActivationOverflow(model, 12, gradients=False)
+    detector = DebugActivationOverflow(model, 20)
     for value in (1.0, 2.0, 3.0):
         model(torch.full((2, 4), value)).sum().backward()
         optimizer.step()
@@ -104,9 +104,10 @@ def test_frames_of_earlier_batches_come_first() -> None:
     with pytest.raises(ActivationOverflowError) as raised:
         detector.close()
     lines = lines_of(raised.value.report)
-    # Four frames a batch: into and out of the Linear, and the Sequential. The culprit is the first of batch 3.
-    assert [line.batch for line in lines] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
-    assert [(line.batch, line.abs_max.strip()) for line in lines if line.sign == ">" and line.path == "0"] == [
+    # Eight frames a batch: in and out of the Linear and the Sequential, and the gradients of both outputs, of the
+    # weight and of the bias. The culprit is the first of batch 3.
+    assert [line.batch for line in lines] == [*[0] * 3, *[1] * 8, *[2] * 8, 3]
+    assert [(line.batch, line.abs_max.strip()) for line in lines if line.path == "0" and line.role == "input[0]"] == [
         (1, "2.00e+00"),
         (2, "3.00e+00"),
         (3, "inf"),

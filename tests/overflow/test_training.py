@@ -222,7 +222,7 @@ def test_abandoned() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ended = mock.Mock(return_value=False)
     watching = DebugActivationOverflow(model)
-    watching.abandoned = ended
+    watching.join_session(abandoned=ended)
     step(model, optimizer)
     with mock.patch.object(extreme_slots, "to_host", side_effect=extreme_slots.to_host) as reads:
         bad = model(torch.ones(2, 4)).sum() * INF
@@ -382,15 +382,6 @@ def test_leaves_that_need_gradients_keep_no_hook() -> None:
             assert not inputs._backward_hooks
         model(inputs)
     assert not inputs._backward_hooks
-
-
-def test_gradients_can_be_left_out() -> None:
-    model = mlp()
-    with DebugActivationOverflow(model, gradients=False):
-        (model(torch.ones(2, 4)).sum() * INF).backward()
-    with pytest.raises(ActivationOverflowError, match=r"> \[0\] Sequential: grad_output has infs"):
-        with DebugActivationOverflow(model):
-            (model(torch.ones(2, 4)).sum() * INF).backward()
 
 
 def test_the_graph_is_let_go() -> None:
