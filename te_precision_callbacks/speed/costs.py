@@ -206,14 +206,9 @@ def cast_ms(cast: Cast, recipe: str, device: Device) -> tuple[float, float]:
 
 @functools.cache
 def _kernel_ms(shape: Shape, kernel: str, peak: float, share: float, bandwidth: float) -> float:
-    of_bytes = kernel_bytes(shape, kernel) / (bandwidth * 1e9)
-    return max(shape.operations / (peak * 1e9 * share), of_bytes, _LEAST_MS)
-
-
-def kernel_bytes(shape: Shape, kernel: str) -> float:
-    """What a GEMM reads and writes: its operands in the format of the kernel with their scales, its result in BF16."""
     read = shape.batch * (shape.m * shape.k + shape.k * shape.n) * _BYTES_OF_KERNEL[kernel]
-    return read + shape.batch * shape.m * shape.n * _HIGH_BYTES
+    written = shape.batch * shape.m * shape.n * _HIGH_BYTES  # the result is in BF16
+    return max(shape.operations / (peak * 1e9 * share), (read + written) / (bandwidth * 1e9), _LEAST_MS)
 
 
 def kernel_ms(shape: Shape, kernel: str, device: Device) -> float:
