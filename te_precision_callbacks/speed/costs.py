@@ -233,12 +233,6 @@ def high_ms(shape: Shape, device: Device) -> float:
     return kernel_ms(shape, HIGH, device)
 
 
-def attention_ms(shape: Shape, device: Device) -> float:
-    """The time of a product of attention in BF16: that of its operations alone, since fused kernels keep the scores on
-    the chip; at the share of the peak that linear layers reach."""
-    return shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH])
-
-
 def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
     """The shape with each dimension filled up to a size that the recipe's GEMM takes."""
     # The table has cuBLAS's terms: its m are the columns of the result, its n the rows.
