@@ -77,6 +77,10 @@ class Bytes(NamedTuple):
         """What low precision adds; negative: it saves."""
         return self.low - self.high
 
+    def as_json(self) -> dict[str, int]:
+        """Return the bytes as JSON has them."""
+        return {"low": self.low, "high": self.high, "added": self.added}
+
 
 @dataclass(frozen=True)
 class MemoryRow:
