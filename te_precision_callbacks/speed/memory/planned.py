@@ -531,23 +531,15 @@ class _Planner:
         return self._sizes[key]
 
     def _add_codes(self, layer: str, of: str, what: str, codes: CodeBytes, lives: Lives) -> None:
-        for kind, size in _CODE_KINDS[of](codes):
+        kinds: tuple[Kind, Kind, Kind] = ("saved_rowwise", "saved_columnwise", "saved_scales")
+        if of == "weight":
+            kinds = ("weight_rowwise", "weight_columnwise", "weight_scales")
+        for kind, size in zip(kinds, codes[:3], strict=True):  # rowwise, columnwise and scales
             self._add(layer, kind, what, size, 0, lives)
 
     def _add(self, layer: str, kind: Kind, what: str, low: int, high: int, lives: Lives) -> None:
         if low or high:
             self._rows.append(MemoryRow(layer, kind, what, low, high, lives))
-
-
-def _of_weight(codes: CodeBytes) -> tuple[tuple[Kind, int], ...]:
-    return (("weight_rowwise", codes.rowwise), ("weight_columnwise", codes.columnwise), ("weight_scales", codes.scales))
-
-
-def _of_saved(codes: CodeBytes) -> tuple[tuple[Kind, int], ...]:
-    return (("saved_rowwise", codes.rowwise), ("saved_columnwise", codes.columnwise), ("saved_scales", codes.scales))
-
-
-_CODE_KINDS = {"weight": _of_weight, "saved": _of_saved}
 
 
 def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Sequence[Any]]:
