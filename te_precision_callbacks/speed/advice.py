@@ -131,7 +131,7 @@ class _Advisor:
         yield Advice(
             f"keep {in_sentence(*names, most=3)} in BF16: low precision makes it slower",
             whole.low_ms - whole.high_ms,
-            _saved(whole.low_ms, whole.interval),
+            (whole.low_ms * (1 - whole.interval[1]), whole.low_ms * (1 - whole.interval[0])),
             keep_high(*names, others={one.layer for one in self._times} - set(names)),
             _DEBUG_PATH,
         )
@@ -255,8 +255,3 @@ def _runs(device: Device, recipe: str) -> bool:
 
 def _sum(times: Iterable[ProductTime]) -> float:
     return sum(one.low_ms for one in times if not math.isnan(one.low_ms))
-
-
-def _saved(low_ms: float, interval: tuple[float, float]) -> tuple[float, float]:
-    """What is saved by going back to BF16, from the interval of the speed-up that is given up."""
-    return low_ms * (1 - interval[1]), low_ms * (1 - interval[0])

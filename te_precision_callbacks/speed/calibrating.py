@@ -14,11 +14,10 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, OperandName
+from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.speed.calibration import (
     DEFAULT_FILE,
     Calibration,
@@ -38,34 +37,28 @@ _REPEATS, _CALLS = 7, 10
 """The measurements of a time, and the calls of each of them."""
 
 
-@dataclass(frozen=True)
-class _Clock:
-    """Times a function on a device."""
+def _time_of(run: Callable[[], object], device: str) -> Time:
+    """Return the time of a call on a device, with all that it launches."""
+    import torch
 
-    device: str
-
-    def time(self, run: Callable[[], object]) -> Time:
-        """The time of a call, with all that it launches."""
-        import torch
-
-        run()
-        found = []
-        for _ in range(_REPEATS):
-            if self.device == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                run()  # the GPU is busy with it while the timed calls are launched
-                start.record()
-                for _ in range(_CALLS):
-                    run()
-                end.record()
-                end.synchronize()
-                found.append(start.elapsed_time(end) / _CALLS)
-            else:
-                begun = time.perf_counter()
+    run()
+    found = []
+    for _ in range(_REPEATS):
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            run()  # the GPU is busy with it while the timed calls are launched
+            start.record()
+            for _ in range(_CALLS):
                 run()
-                found.append((time.perf_counter() - begun) * 1e3)
-        median = statistics.median(found)
-        return Time(median, statistics.stdev(found) / median if median else 0.0)
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / _CALLS)
+        else:
+            begun = time.perf_counter()
+            run()
+            found.append((time.perf_counter() - begun) * 1e3)
+    median = statistics.median(found)
+    return Time(median, statistics.stdev(found) / median if median else 0.0)
 
 
 def calibrate(
@@ -107,12 +100,11 @@ def calibrate(
     if found.device != name:
         raise CalibrationError(f"The table has times of {found.device!r}, and this is {name!r}. Choose another file.")
     wanted = {key: run for key, run in _wanted(list(times), plan, device).items() if key not in found.times}
-    clock = _Clock(device)
     for number, (key, make) in enumerate(wanted.items(), 1):
         if report is not None:
             report(key, number, len(wanted))
         try:
-            found.times[key] = clock.time(make())
+            found.times[key] = _time_of(make(), device)
         except (RuntimeError, AssertionError, ValueError, PrecisionDebugError) as error:  # a shape that a GEMM refuses
             text = str(error).partition("\n")[0]
             logger.warning("%s was not measured, so the model's time is taken: %s", key, text)
@@ -138,17 +130,12 @@ def _wanted(times: Sequence[ProductTime], plan: CallPlan, device: str) -> dict[s
         else:
             low.setdefault(one.layer, {})[one.gemm] = one
     for of_layer in low.values():
-        for recipe, operand, rows, columns, directions in _casts_of(of_layer):
+        for operand, first, directions in cast_users({gemm: one.recipe for gemm, one in of_layer.items()}):
+            recipe = of_layer[first].recipe
+            rows, columns = operand_sizes(operand, first, of_layer[first].shape)
             key = cast_key(recipe, operand, rows, columns, directions)
             found.setdefault(key, _cast(recipe, operand, rows, columns, directions, device))
     return found
-
-
-def _casts_of(low: dict[str, ProductTime]) -> Iterable[tuple[str, OperandName, int, int, tuple[bool, bool]]]:
-    """The casts of a layer, from its products in low precision by GEMM: recipe, operand, rows, columns, directions."""
-    for operand, first, directions in cast_users({gemm: one.recipe for gemm, one in low.items()}):
-        one = low[first]
-        yield one.recipe, operand, *operand_sizes(operand, first, one.shape), directions
 
 
 def _matmul(shape: Shape, device: str) -> Make:

@@ -102,8 +102,8 @@ def speed_command(
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="A trace of torch.profiler of the run, whose times are shown beside the expected ones. The default is"
-            " the last one that the run has made itself with profile=. Without a run, the trace alone is shown.",
+            help="A trace that profile= recorded, whose times are shown beside the expected ones. The default is the"
+            " last one of the run. Without a run, the trace alone is shown.",
         ),
     ] = None,
     run: Run = None,

@@ -206,14 +206,9 @@ def cast_ms(cast: Cast, recipe: str, device: Device) -> tuple[float, float]:
 
 @functools.cache
 def _kernel_ms(shape: Shape, kernel: str, peak: float, share: float, bandwidth: float) -> float:
-    of_bytes = kernel_bytes(shape, kernel) / (bandwidth * 1e9)
-    return max(shape.operations / (peak * 1e9 * share), of_bytes, _LEAST_MS)
-
-
-def kernel_bytes(shape: Shape, kernel: str) -> float:
-    """What a GEMM reads and writes: its operands in the format of the kernel with their scales, its result in BF16."""
     read = shape.batch * (shape.m * shape.k + shape.k * shape.n) * _BYTES_OF_KERNEL[kernel]
-    return read + shape.batch * shape.m * shape.n * _HIGH_BYTES
+    written = shape.batch * shape.m * shape.n * _HIGH_BYTES  # the result is in BF16
+    return max(shape.operations / (peak * 1e9 * share), (read + written) / (bandwidth * 1e9), _LEAST_MS)
 
 
 def kernel_ms(shape: Shape, kernel: str, device: Device) -> float:
@@ -236,12 +231,6 @@ def kernel_ms(shape: Shape, kernel: str, device: Device) -> float:
 def high_ms(shape: Shape, device: Device) -> float:
     """The time of a GEMM in BF16."""
     return kernel_ms(shape, HIGH, device)
-
-
-def attention_ms(shape: Shape, device: Device) -> float:
-    """The time of a product of attention in BF16: that of its operations alone, since fused kernels keep the scores on
-    the chip; at the share of the peak that linear layers reach."""
-    return shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH])
 
 
 def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:

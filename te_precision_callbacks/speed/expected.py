@@ -36,7 +36,6 @@ from te_precision_callbacks.speed.costs import (
     CallPlan,
     Cost,
     Shape,
-    attention_ms,
     call_cost,
     cast_ms,
     cast_of,
@@ -45,7 +44,7 @@ from te_precision_callbacks.speed.costs import (
     high_ms,
     operand_sizes,
 )
-from te_precision_callbacks.speed.devices import Device
+from te_precision_callbacks.speed.devices import HIGH, Device
 
 Source = Literal["model", "calibrated GEMM, modeled cast", "calibrated"]
 """Origin of a time: the cost model, or a table of times measured for the same shapes."""
@@ -376,7 +375,9 @@ def _time_of(
     count = calls_of(product)
     measured = None if table is None else table.high_ms(shape)
     if product.family == "attention":
-        of_model = attention_ms(shape, device) * (1 if product.mask_share is None else product.mask_share)
+        # Fused kernels keep the scores on the chip: the operations alone count.
+        share = 1 if product.mask_share is None else product.mask_share
+        of_model = shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH]) * share
     else:
         of_model = high_ms(shape, device)
     high = (of_model if measured is None else measured) * count

@@ -168,7 +168,9 @@ class Planted:
             yield
             return
         begin = self._now
+        self._now += 0.5
         yield
+        self._now += 0.5
         self._event("user_annotation", name, begin, self._now - begin)
 
     @contextmanager

@@ -172,7 +172,7 @@ def test_a_device_that_is_not_known(tmp_path: Path) -> None:
     [
         ("h100", "nvfp4", "does not run nvfp4: it needs compute capability 10.0"),
         ("h200", "mxfp8", "does not run mxfp8"),
-        ("rtx_5090", "mxfp8", "12.0"),
+        ("rtx_pro_6000", "mxfp8", "12.0"),
         ("b300", "mxfp", "Did you mean 'mxfp8'"),
     ],
 )

@@ -48,32 +48,32 @@ def true(planted: Planted) -> dict[tuple[str, str, str, str], tuple[float, int]]
 
 
 @pytest.mark.parametrize("facts", [{}, {"recompute": True}, {"again": 3}, {"again": 2, "recompute": True}], ids=str)
-@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "inferred"])
-def test_each_kernel_of_a_planted_trace_has_its_layer_gemm_pass_and_kind(
-    ranges: bool, facts: dict[str, Any], tmp_path: Path
-) -> None:
-    planted = Planted(ranges=ranges, **facts)
+def test_each_kernel_of_a_planted_trace_has_its_layer_gemm_pass_and_kind(facts: dict[str, Any], tmp_path: Path) -> None:
+    planted = Planted(**facts)
     trace = read_trace(planted.write(tmp_path / "trace.json.gz"))
     step = measure(trace, products(again=facts.get("again", 1)))
     assert told(step) == true(planted)
-    assert {row.inferred for row in step.products if row.kind == "gemm" and row.format == "fp8"} == {not ranges}
     assert (step.device, step.rank, step.iterations) == ("NVIDIA H100 80GB HBM3", 3, (7,))
     assert step.unassigned == ()
     assert step.unassigned_share == 0
     assert step.without_layer_share == 0
 
 
-def test_without_shapes_the_order_says_it_and_only_if_all_are_there(tmp_path: Path) -> None:
-    planted = Planted(ranges=False, shapes=False)
-    path = planted.write(tmp_path / "trace.json")
-    step = measure(read_trace(path), products())
-    gemms = {key: value for key, value in true(planted).items() if key[3] == "gemm"}
-    assert {key: value for key, value in told(step).items() if key[3] == "gemm"} == gemms
+def test_without_shapes_the_ranges_name_layers(tmp_path: Path) -> None:
+    planted = Planted(shapes=False)
+    step = measure(read_trace(planted.write(tmp_path / "trace.json")), products())
+    gemms = {key: value for key, value in true(planted).items() if key[3] == "gemm" and key[0] != "head"}
+    assert {key: value for key, value in told(step).items() if key[3] == "gemm" and key[0] != "head"} == gemms
+    assert {row.gemm for row in step.products if row.layer == "head"} == {"fprop", ""}
+    assert step.without_layer_share == 0
     assert any("no shapes" in note for note in step.notes)
-    fewer = [product for product in products() if product.layer != "layers.0.qkv"]
-    step = measure(read_trace(path), fewer)  # one layer more has run than the run knows: any could be that one
-    assert step.without_layer_share == 1
-    assert any("fit no product" in note for note in step.notes)
+
+
+@pytest.mark.parametrize("run", [products(), []], ids=["with a run", "alone"])
+def test_a_trace_without_ranges_is_refused(run: list[Product], tmp_path: Path) -> None:
+    path = Planted(ranges=False).write(tmp_path / "trace.json")
+    with pytest.raises(TraceError, match=r"trace.json has no ranges of layers.*Record the trace with profile="):
+        measure(read_trace(path), run, is_own=True)
 
 
 def test_the_times_add_up(tmp_path: Path) -> None:
@@ -112,7 +112,6 @@ def test_the_json_is_the_rows(tmp_path: Path) -> None:
         "format": "fp8",
         "ms": pytest.approx(0.27),
         "calls": 1,
-        "inferred": False,
     }
     assert facts["unassigned"] == []
 
@@ -139,10 +138,8 @@ def test_a_trace_without_a_gpu_and_one_without_the_host(tmp_path: Path) -> None:
     assert (step.device, step.on_device) == ("CPU", False)
     assert any("no event of a GPU" in note for note in step.notes)
     planted.events = [event for event in every if event.get("cat") == "kernel"]
-    step = measure(read_trace(planted.write(tmp_path / "gpu.json")), products())
-    assert step.by_pass().keys() == {"other"}
-    assert step.without_layer_share == 1
-    assert any("not linked to the host" in note for note in step.notes)
+    with pytest.raises(TraceError, match="has no ranges of layers"):
+        measure(read_trace(planted.write(tmp_path / "gpu.json")), products())
 
 
 def test_a_trace_of_another_run_is_refused(tmp_path: Path) -> None:
@@ -150,11 +147,6 @@ def test_a_trace_of_another_run_is_refused(tmp_path: Path) -> None:
     other = [Product("decoder.fc", "te", "fprop", False, 8, 8, 8, 1, 1, 512, {"activation": "FP8 E4M3"})]
     with pytest.raises(TraceError, match=r"trace of another run: its ranges name layers.*the run has decoder.fc"):
         measure(trace, other)
-    inferred = read_trace(Planted(ranges=False).write(tmp_path / "other.json"))
-    with pytest.raises(TraceError, match=r"is of another run: 0 of \d+ GEMMs fit a product"):
-        measure(inferred, other)
-    step = measure(inferred, other, is_own=True)
-    assert step.without_layer_share == 1
 
 
 def test_a_trace_of_the_same_layers_in_other_formats_or_shapes_is_refused(tmp_path: Path) -> None:

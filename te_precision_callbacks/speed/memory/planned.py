@@ -26,17 +26,17 @@ otherwise each forward makes them, and they are saved for the backward; primary 
 parameter. Sources: ``_linear_forward_impl`` (``pytorch/module/linear.py``), ``_LayerNormLinear.forward``,
 ``_LayerNormMLP._forward``, ``_GroupedLinear.forward``, ``BasicLinear._functional_forward``
 (``pytorch/ops/basic/basic_linear.py``); ``quantize_weight`` and ``reset_parameters`` (``pytorch/module/base.py``);
-``DelayedScalingRecipeState`` (``pytorch/quantization.py``); ``get_cublas_workspace``
-(``pytorch/cpp_extensions/gemm.py``); ``Quantizer.inner_tensor_specs`` (``pytorch/quantized_tensor.py`` and
-``pytorch/tensor/*_tensor.py``), which describes the buffers of a quantized tensor; per-tensor FP8 as
-``Float8CurrentScalingQuantizer`` has it, since Float8Quantizer of delayed scaling does not describe them.
+``DelayedScalingRecipeState`` (``pytorch/quantization.py``); ``Quantizer.inner_tensor_specs``
+(``pytorch/quantized_tensor.py`` and ``pytorch/tensor/*_tensor.py``), which describes the buffers of a quantized tensor;
+per-tensor FP8 as ``Float8CurrentScalingQuantizer`` has it, since Float8Quantizer of delayed scaling does not describe
+them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -138,8 +138,7 @@ def plan_memory(
 def memory_of_run(model: Model, modules: Sequence[NamedModule], products: Iterable[Product]) -> Memory:
     """Plan the memory of a model that trains, for the recipes and rows that it runs with.
 
-    A layer that was called several times in a forward counts once, with the rows of one call. Workspaces of cuBLAS are
-    there only on a GPU.
+    A layer that was called several times in a forward counts once, with the rows of one call.
 
     Args:
         model: the model.
@@ -163,10 +162,7 @@ def memory_of_run(model: Model, modules: Sequence[NamedModule], products: Iterab
     for found in named_operations(model):
         states: Any = (vars(found.module).get("_fp8_metas") or {}).get("forward") or {}
         recipes |= {layer: states.get("recipe") if layer in low else None for layer in found.layers}
-    planned = plan_memory(model, modules, None, cached=cached, recipes=recipes, calls=calls)
-    if not any(parameter.device.type == "cuda" for named in modules for parameter in named.module.parameters()):
-        planned = replace(planned, rows=tuple(row for row in planned if row.kind != "workspace"))
-    return planned
+    return plan_memory(model, modules, None, cached=cached, recipes=recipes, calls=calls)
 
 
 @dataclass(frozen=True)
@@ -231,7 +227,6 @@ class _Planner:
         self._quantizers = MadeQuantizers()
         self._sizes: dict[object, CodeBytes] = {}
         self._trains = False
-        self._groups = False
 
     def planned(self) -> Memory:
         roots = [root for _, root in named_roots(self._model) or ()]
@@ -239,7 +234,6 @@ class _Planner:
         named = {id(found.module): found for found in self._modules}
         operations = {id(found.module): found.layers for found in named_operations(self._model)}
         below = {id(module): module for root in roots for module in root.modules()}
-        kinds: dict[str, int] = {}
         for key, path in module_names(self._model).items():
             module = below[key]
             if key in named:
@@ -248,9 +242,6 @@ class _Planner:
                 self._plan(self._operation, list(operations[key]), module)
             elif isinstance(module, torch.nn.Linear):
                 self._torch_linear(path, module)
-            elif _saves_unknown(module):
-                kinds[type(module).__name__] = kinds.get(type(module).__name__, 0) + 1
-        self._workspaces()
         recipes = {recipe_text(recipe) for recipe in (self._recipe, *self._recipes.values())} - {""}
         from transformer_engine.pytorch.utils import get_device_compute_capability
 
@@ -262,10 +253,10 @@ class _Planner:
             self._cached,
             not takes_any_layout(),
             self._not_planned,
-            tuple(self._notes(kinds)),
+            tuple(self._notes()),
         )
 
-    def _notes(self, kinds: Mapping[str, int]) -> Iterator[str]:
+    def _notes(self) -> Iterator[str]:
         if self._tokens is None and self._calls is None:
             yield (
                 "Saved activations are not planned, since the tokens of a forward are unknown. --tokens (tokens= in"
@@ -273,12 +264,9 @@ class _Planner:
             )
         if self._trains:
             yield (
-                "Not planned: the state of the optimizer and its master weights, which no recipe changes; activations"
-                " that activation recompute drops; what the layers' outputs take beside their inputs."
+                "Not planned: the state of the optimizer and its master weights, attention, norms and dropout, which no"
+                " recipe changes; activations that activation recompute drops; the layers' outputs; cuBLAS workspaces."
             )
-        if kinds:
-            found = [f"{count} {name}" for name, count in kinds.items()]
-            yield f"Not planned, since it is the same in every precision or not known: what {', '.join(found)} save."
 
     def _plan(self, how: Any, layers: list[str], module: torch.nn.Module) -> None:
         before = len(self._rows)
@@ -337,7 +325,6 @@ class _Planner:
                     bool(getattr(module, "save_original_input", False)) and linear.override is None
                 )
                 self._save_operand(linear, INPUT, original=original)
-        self._groups |= len(linears) > 1
 
     def _saved_of_mlp(self, module: Any, fc1: _Linear, fc2: _Linear) -> None:
         if fc1.rows is None or not self._trains:
@@ -404,7 +391,6 @@ class _Planner:
             self._codes_of_gradient(linear)
             original = linear.override == "high_precision" or linear.gathers  # what is gathered is quantized after it
             self._save_operand(linear, INPUT, original=original)
-        self._groups |= len(linears) > 1
 
     def _torch_linear(self, path: str, module: torch.nn.Linear) -> None:
         for name, parameter in module.named_parameters(recurse=False):
@@ -525,16 +511,6 @@ class _Planner:
 
     # ------------------------------------------------------------------ shared
 
-    def _workspaces(self) -> None:
-        if not self._modules:
-            return
-        import transformer_engine_torch as tex
-        from transformer_engine.pytorch.cpp_extensions import gemm
-
-        size: int = gemm.get_cublas_workspace_size_bytes()
-        count = 1 + (tex.get_num_cublas_streams() if self._groups else 0)
-        self._add("", "workspace", "", size * count, size * count, "always")
-
     def _rows_of(self, layer: str, groups: int) -> Sequence[int] | None:
         if self._calls is not None:
             return self._calls.get(layer, ())
@@ -555,23 +531,15 @@ class _Planner:
         return self._sizes[key]
 
     def _add_codes(self, layer: str, of: str, what: str, codes: CodeBytes, lives: Lives) -> None:
-        for kind, size in _CODE_KINDS[of](codes):
+        kinds: tuple[Kind, Kind, Kind] = ("saved_rowwise", "saved_columnwise", "saved_scales")
+        if of == "weight":
+            kinds = ("weight_rowwise", "weight_columnwise", "weight_scales")
+        for kind, size in zip(kinds, codes[:3], strict=True):  # rowwise, columnwise and scales
             self._add(layer, kind, what, size, 0, lives)
 
     def _add(self, layer: str, kind: Kind, what: str, low: int, high: int, lives: Lives) -> None:
         if low or high:
             self._rows.append(MemoryRow(layer, kind, what, low, high, lives))
-
-
-def _of_weight(codes: CodeBytes) -> tuple[tuple[Kind, int], ...]:
-    return (("weight_rowwise", codes.rowwise), ("weight_columnwise", codes.columnwise), ("weight_scales", codes.scales))
-
-
-def _of_saved(codes: CodeBytes) -> tuple[tuple[Kind, int], ...]:
-    return (("saved_rowwise", codes.rowwise), ("saved_columnwise", codes.columnwise), ("saved_scales", codes.scales))
-
-
-_CODE_KINDS = {"weight": _of_weight, "saved": _of_saved}
 
 
 def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Sequence[Any]]:
@@ -595,18 +563,8 @@ def _is_fsdp2(module: Any) -> bool:
     return found
 
 
-def _saves_unknown(module: torch.nn.Module) -> bool:
-    """Whether a module saves activations that are not planned: norms, activation functions, dropout, attention."""
-    if any(True for _ in module.children()):
-        return "DotProductAttention" in class_names(module)
-    return not class_names(module)[0].startswith(("Embedding", "Identity", "Softmax")) and (
-        type(module).__module__.startswith(("torch.nn.", "transformer_engine."))
-        and type(module).__name__ not in ("FusedScaleMaskSoftmax", "FlashAttention", "FusedAttention", "_Conv")
-    )
-
-
 def layer_of_parameter(name: str, layers: Sequence[str]) -> str:
-    """The layer of a module that a parameter or workspace belongs to, by its name in the module."""
+    """The layer of a module that a parameter belongs to, by its name in the module."""
     if len(layers) == 1:
         return layers[0]
     if name.startswith("fc2"):

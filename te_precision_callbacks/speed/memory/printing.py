@@ -16,7 +16,6 @@ from te_precision_callbacks.speed.memory.rows import (
     KINDS,
     LIVES,
     SAVED,
-    Bytes,
     Lives,
     Memory,
     MemoryRow,
@@ -25,7 +24,6 @@ from te_precision_callbacks.speed.memory.rows import (
 )
 
 _MOST_NAMES = 4
-_COLUMNS = ("", "planned", "in high precision", "added")
 
 
 def show(memory: Memory) -> None:
@@ -39,11 +37,13 @@ def show(memory: Memory) -> None:
 
 def show_rows(rows: Sequence[MemoryRow]) -> None:
     """Print the bytes by kind beside high precision, and what low precision adds or saves while what is there."""
-    table = terminal.table(*_COLUMNS)
+    table = terminal.table("", "planned", "in high precision", "added")
     for column in table.columns[1:]:
         column.justify = "right"
-    for cells in _cells_of(rows):
-        table.add_row(*map(terminal.cell, cells))
+    kinds = [(KINDS[kind], found) for kind, found in by_kind(rows).items()]
+    for name, found in [*kinds, ("all on the device", total(rows))]:
+        added = f"{'+' if found.added > 0 else ''}{size(found.added)}"
+        table.add_row(*map(terminal.cell, (name, size(found.low), size(found.high), added)))
     terminal.show(table)
     for lives in LIVES:
         if any(row.lives == lives for row in rows):
@@ -58,17 +58,13 @@ def as_json(memory: Memory) -> dict[str, Any]:
         "tokens": memory.tokens,
         "cached": memory.cached,
         "transposes": memory.transposes,
-        "total": _as_object(memory.bytes()),
-        "kinds": {kind: _as_object(found) for kind, found in memory.by_kind().items()},
-        "lives": {lives: _as_object(memory.bytes(lives=lives)) for lives in LIVES},
+        "total": memory.bytes().as_json(),
+        "kinds": {kind: found.as_json() for kind, found in memory.by_kind().items()},
+        "lives": {lives: memory.bytes(lives=lives).as_json() for lives in LIVES},
         "rows": [dataclasses.asdict(row) for row in memory],
         "not_planned": dict(memory.not_planned),
         "notes": list(memory.notes),
     }
-
-
-def _as_object(found: Bytes) -> dict[str, int]:
-    return {"low": found.low, "high": found.high, "added": found.added}
 
 
 def _heading(memory: Memory) -> str:
@@ -81,15 +77,6 @@ def _heading(memory: Memory) -> str:
         f"Memory of {len(memory.layers)} layers on one rank: {recipe}, compute capability"
         f" {memory.capability[0]}.{memory.capability[1]}, {of}, codes of weights {weights}."
     )
-
-
-def _cells_of(rows: Sequence[MemoryRow]) -> list[tuple[str, ...]]:
-    found = [(KINDS[kind], *_cells(bytes_)) for kind, bytes_ in by_kind(rows).items()]
-    return [*found, ("all on the device", *_cells(total(rows)))]
-
-
-def _cells(found: Bytes) -> tuple[str, str, str]:
-    return size(found.low), size(found.high), f"{'+' if found.added > 0 else ''}{size(found.added)}"
 
 
 def _balance(rows: Sequence[MemoryRow], lives: Lives) -> str:

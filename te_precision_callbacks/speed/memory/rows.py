@@ -24,7 +24,6 @@ Kind = Literal[
     "saved_scales",
     "scaling_state",
     "gradient_codes",
-    "workspace",
 ]
 """What bytes are of; see :data:`KINDS`."""
 
@@ -41,7 +40,6 @@ KINDS: Mapping[Kind, str] = {
     "saved_scales": "scales of saved activations",
     "scaling_state": "scales and amax history of delayed scaling",
     "gradient_codes": "codes and scales of the gradient of the output",
-    "workspace": "workspaces of cuBLAS",
 }
 """Kind -> in words. ``init_value`` is host memory, and all others are device memory."""
 
@@ -79,13 +77,17 @@ class Bytes(NamedTuple):
         """What low precision adds; negative: it saves."""
         return self.low - self.high
 
+    def as_json(self) -> dict[str, int]:
+        """Return the bytes as JSON has them."""
+        return {"low": self.low, "high": self.high, "added": self.added}
+
 
 @dataclass(frozen=True)
 class MemoryRow:
     """Bytes of one kind of one tensor of a layer.
 
     Attributes:
-        layer: its name; empty for what all layers share.
+        layer: its name.
         kind: as :data:`KINDS`.
         what: the tensor, such as ``weight`` or ``norm input``.
         low: planned bytes in the precision that the layer runs in.
@@ -111,7 +113,7 @@ class Memory:
     """The memory of a model's layers on one rank.
 
     Attributes:
-        rows: by layer, in the order of the model, then what all layers share.
+        rows: by layer, in the order of the model.
         recipe: as in :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; empty for none, or for several.
         capability: compute capability of the GPU that is planned for.
         tokens: of one forward on this rank; None if unknown, where saved activations are not planned.

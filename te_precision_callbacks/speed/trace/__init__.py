@@ -3,7 +3,7 @@
     measured = measure(read_trace("trace.json.gz"), coverage)
     show(measured)
     for row in measured.products:
-        print(row.layer, row.gemm, row.kind, row.format, row.ms, row.inferred)
+        print(row.layer, row.gemm, row.kind, row.format, row.ms)
 
 The trace may be one of a GPU, whose kernels are counted, or of a CPU, where operators take the place of kernels.
 """

@@ -1,89 +1,75 @@
-"""Which product of which layer each GEMM of a trace is: by the ranges of a session, or else by order and shape.
+"""Matches the GEMMs of a trace to layers and products, by the ranges that ``profile=`` puts around layers.
 
-What ranges do not say is inferred from the products of the run, in the order in which they ran first: the GEMMs of a
-forward come in that order, once for each micro-batch. The node of a backward belongs to the layer of the operator of
-the forward that has made it, which the trace tells. A forward that a checkpoint runs again is a stretch of the same
-order. What fits nothing stays without a layer.
+A range gives the layer of each forward, and the GEMM of Transformer Engine's layers in both passes. A backward node
+without a range of its own belongs to the layer whose forward created it, which the trace links.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from te_precision_callbacks.base.vocabulary import LOW_PRECISION
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.errors import TraceError
-from te_precision_callbacks.speed.trace.calls import Call, aligned, may_be
+from te_precision_callbacks.speed.trace.calls import Call
 from te_precision_callbacks.speed.trace.contexts import Contexts, Pass
 from te_precision_callbacks.speed.trace.range_names import module_of, read_layer
 from te_precision_callbacks.speed.trace.reading import NOTHING, Trace
 
-_WITH_A_WEIGHT = ("fprop", "dgrad", "wgrad")
-
 
 def assign(calls: Sequence[Call], contexts: Contexts, products: Iterable[Product]) -> None:
-    """Give calls their layer and their GEMM, as far as anything says them.
+    """Set the layer, the GEMM and the product of each call.
 
     Args:
         calls: all calls of a trace, in order.
         contexts: what the events of the host belong to.
-        products: those of the run.
+        products: the products of the run.
     """
     run = [product for product in products if product.macs and product.gemm != "lookup"]
-    batches = _micro_batches(run)
-    forward = [product for product in run if not product.backward]
-    backward = [product for product in run if product.backward]
-    _within_ranges(calls, run, batches)
-    left = [call for call in calls if call.of_pass in ("forward", "") and not call.layer]
-    _in_order(left, _without(forward, calls), batches)
-    _again(calls, forward, batches)
-    _by_link(calls, contexts, backward, batches)
-    left = [call for call in calls if call.of_pass == "backward" and not call.layer]
-    _in_order(left, _without(backward, calls), batches)
-
-
-def _without(products: Sequence[Product], calls: Sequence[Call]) -> list[Product]:
-    """The products of layers that no call is known to be of, in the pass of the products."""
-    known = {(call.layer, call.of_pass == "backward") for call in calls}
-    return [product for product in products if (product.layer, product.backward) not in known]
-
-
-def _take(call: Call, product: Product, *, inferred: bool = True) -> None:
-    call.layer, call.gemm, call.product = product.layer, "" if call.is_attention else product.gemm, product
-    call.inferred = inferred
-
-
-def _within_ranges(calls: Sequence[Call], run: Sequence[Product], batches: int) -> None:
-    """Find the products of calls whose layer a range says, and the GEMM of those whose range says the layer alone."""
     by_layer: dict[tuple[str, bool], list[Product]] = defaultdict(list)
     for product in run:
         by_layer[product.layer, product.backward].append(product)
-    alone: dict[tuple[str, Pass], list[Call]] = defaultdict(list)
-    of_experts: dict[tuple[str, str, Pass], list[Call]] = defaultdict(list)
-    for call in calls:
-        if not call.layer:
-            continue
-        if call.gemm and (call.layer, call.of_pass == "backward") not in by_layer:
-            of_experts[call.layer, call.gemm, call.of_pass].append(call)
-            continue
-        backward = call.of_pass == "backward"
-        call.layer = _known_layer(call.layer, by_layer, backward=backward)
-        of_layer = by_layer[call.layer, backward]
-        if call.is_attention:
-            call.product = next(iter(of_layer), None)
-        elif call.gemm:
-            call.product = next((product for product in of_layer if product.gemm == call.gemm), None)
-        elif len(of_layer) == 1:
-            call.product, call.gemm = of_layer[0], of_layer[0].gemm
-        elif of_layer:
-            alone[call.layer, call.of_pass].append(call)
-    for (layer, of_pass), of_layer_alone in alone.items():
-        _in_order(of_layer_alone, by_layer[layer, of_pass == "backward"], batches)
-    for (layer, gemm, _), together in of_experts.items():
-        _of_experts(together, [product for product in run if product.gemm == gemm and is_part(product.layer, layer)])
+    experts: dict[tuple[str, str, Pass], list[Call]] = defaultdict(list)
+    matches: Counter[tuple[str, bool, tuple[str, ...]]] = Counter()
+    forward_gemms: dict[int, set[str]] = defaultdict(set)
+    for backward in (False, True):
+        for call in calls:
+            if (call.of_pass == "backward") != backward:
+                continue
+            node = contexts.linked.get(call.unit, NOTHING)
+            if not call.layer and backward and node != NOTHING:
+                call.layer = _known_layer(contexts.of[node].layer, by_layer, backward=True)
+                gemms = forward_gemms[node]
+                if len(gemms) == 1 and "fprop" not in gemms:  # a backward of attention is named as its forward
+                    (call.gemm,) = gemms
+            if call.layer and call.gemm and (call.layer, backward) not in by_layer:
+                experts[call.layer, call.gemm, call.of_pass].append(call)
+            elif call.layer:
+                call.layer = _known_layer(call.layer, by_layer, backward=backward)
+                _set_product(call, by_layer.get((call.layer, backward), ()), matches)
+            if not backward:
+                for place in {call.operator, call.unit}:
+                    forward_gemms[place].add(call.gemm)
+    for (module, gemm, _), together in experts.items():
+        _set_experts(together, [product for product in run if product.gemm == gemm and is_part(product.layer, module)])
+
+
+def _set_product(call: Call, of_layer: Sequence[Product], matches: Counter[tuple[str, bool, tuple[str, ...]]]) -> None:
+    """Set the product of a call of a known layer, and the GEMM if no range gives it: by the sizes of its operands."""
+    if call.is_attention:
+        call.product = next(iter(of_layer), None)
+        return
+    candidates = [product for product in of_layer if call.gemm in ("", product.gemm)]
+    if not call.gemm and len(candidates) > 1:
+        candidates = [p for p in candidates if call.sizes == (p.k, frozenset((p.n, p.m)))]
+    if not candidates:
+        return
+    key = call.layer, call.of_pass == "backward", tuple(product.gemm for product in candidates)
+    call.product = candidates[matches[key] % len(candidates)]  # of equal sizes: one after the other
+    call.gemm = call.product.gemm
+    matches[key] += 1
 
 
 def is_part(layer: str, module: str) -> bool:
@@ -91,16 +77,15 @@ def is_part(layer: str, module: str) -> bool:
     return layer.rpartition(".")[0] == module
 
 
-def _of_experts(calls: Sequence[Call], experts: Sequence[Product]) -> None:
+def _set_experts(calls: Sequence[Call], experts: Sequence[Product]) -> None:
     """Give each GEMM of a module its expert: they run one after the other, unless one kernel runs all of them."""
     if not experts:
         return
     one_each = len(calls) % len(experts) == 0
     for number, call in enumerate(calls):
+        call.product = experts[number % len(experts) if one_each else 0]
         if one_each:
-            _take(call, experts[number % len(experts)])
-        else:
-            call.product = experts[0]
+            call.layer = call.product.layer
 
 
 def _known_layer(layer: str, known: Mapping[tuple[str, bool], object], *, backward: bool) -> str:
@@ -113,130 +98,22 @@ def _known_layer(layer: str, known: Mapping[tuple[str, bool], object], *, backwa
     return layer
 
 
-def _align(calls: Sequence[Call], expected: Sequence[Product], *, inferred: bool = True) -> None:
-    for call, place in zip(calls, aligned(calls, expected), strict=True):
-        if place != NOTHING:
-            _take(call, expected[place], inferred=inferred)
-
-
-def _micro_batches(run: Sequence[Product]) -> int:
-    """How many micro-batches a step has: how often it calls most products with a weight."""
-    counts = Counter(product.calls for product in run if product.gemm in _WITH_A_WEIGHT)
-    return counts.most_common(1)[0][0] if counts else min((product.calls for product in run), default=1)
-
-
-def _each_call(products: Sequence[Product], batches: int, calls: Sequence[Call]) -> list[Product]:
-    """The products in the order of the calls of one micro-batch; those of attention once where a kernel runs all."""
-    in_one = any(call.is_attention for call in calls)
-    found: list[Product] = []
-    for product in products:
-        if in_one and product.family == "attention":
-            if not found or found[-1].layer != product.layer:
-                found.append(product)
-        else:
-            found += [product] * max(1, round(product.calls / batches))
-    return found
-
-
-def _in_order(calls: Sequence[Call], products: Sequence[Product], batches: int) -> None:
-    expected = _each_call(products, batches, calls)
-    if calls and expected:
-        times = max(1, round(len(calls) / len(expected)))
-        _align(calls, expected * times)
-
-
-def _again(calls: Sequence[Call], forward: Sequence[Product], batches: int) -> None:
-    """The forwards that are run again: each is a stretch of the forward, before the one that was run again last."""
-    expected = _each_call(forward, batches, calls)
-    limit = len(expected)
-    for stretch in _stretches(calls):
-        length = len(stretch)
-        begins = [*range(limit - length, -1, -1), *range(len(expected) - length, max(limit - length, -1), -1)]
-        fits = (at for at in begins if all(map(may_be, stretch, expected[at : at + length])))
-        begin = next(fits, None)
-        if begin is None:
-            continue
-        limit = begin
-        for call, product in zip(stretch, expected[begin:], strict=False):
-            _take(call, product)
-
-
-def _stretches(calls: Sequence[Call]) -> list[list[Call]]:
-    """The calls of forwards that are run again, up to the backward that follows each."""
-    found: list[list[Call]] = [[]]
-    for call in calls:
-        if call.of_pass != "recompute":
-            found.append([])
-        elif not call.layer:
-            found[-1].append(call)
-    return [stretch for stretch in found if stretch]
-
-
-def _by_link(calls: Sequence[Call], contexts: Contexts, backward: Sequence[Product], batches: int) -> None:
-    """The calls of a backward: those of the products whose forward has made its node."""
-    forward_of_unit: dict[int, list[Call]] = defaultdict(list)
-    for call in calls:
-        if call.of_pass != "backward" and call.layer:
-            forward_of_unit[call.unit].append(call)
-    units: dict[int, list[Call]] = defaultdict(list)
-    for call in calls:
-        if call.of_pass == "backward" and not call.layer:
-            units[call.unit].append(call)
-    for unit, of_unit in units.items():
-        node = contexts.linked.get(unit, NOTHING)
-        made_by = [] if node == NOTHING else forward_of_unit.get(contexts.of[node].unit, [])
-        at_node = [call for call in made_by if node in (call.operator, call.unit)] or made_by
-        wanted = {(call.layer, call.gemm) for call in at_node}
-        expected = [product for product in backward if _is_backward_of(product, wanted)]
-        if expected:
-            by_order = any(call.inferred for call in at_node) or any(call.sizes is None for call in of_unit)
-            _align(of_unit, _each_call(expected, batches, of_unit), inferred=by_order)
-        if len({call.layer for call in at_node}) == 1:  # what the run has not counted, or a kernel of two products
-            for call in of_unit:
-                if not call.layer:
-                    call.layer, call.inferred = at_node[0].layer, at_node[0].inferred
-
-
-def _is_backward_of(product: Product, forward: set[tuple[str, str]]) -> bool:
-    of_forward = "fprop" if product.gemm in _WITH_A_WEIGHT else product.gemm
-    return (product.layer, of_forward) in forward or (product.family == "attention" and (product.layer, "") in forward)
-
-
-class UnitLayer(NamedTuple):
-    """The layer of a unit.
-
-    Attributes:
-        layer: the layer, or the module of several.
-        inferred: whether it was inferred from order and shape.
-    """
-
-    layer: str
-    inferred: bool
-
-
-def layers_of_units(calls: Sequence[Call], contexts: Contexts) -> Mapping[int, UnitLayer]:
+def layers_of_units(calls: Sequence[Call], contexts: Contexts) -> Mapping[int, str]:
     """The layer of each unit, for its other work: that of its GEMMs, or of the forward that has made its node; the
     module where they are of several layers."""
-    calls_of_unit: dict[int, list[Call]] = defaultdict(list)
+    layers: dict[int, dict[str, None]] = defaultdict(dict)
     for call in calls:
         if call.layer and call.unit != NOTHING:
-            calls_of_unit[call.unit].append(call)
-    found = {
-        unit: UnitLayer(
-            module_of(tuple(dict.fromkeys(call.layer for call in of_unit))), any(call.inferred for call in of_unit)
-        )
-        for unit, of_unit in calls_of_unit.items()
-    }
+            layers[call.unit][call.layer] = None
+    found = {unit: module_of(tuple(of_unit)) for unit, of_unit in layers.items()}
     for unit, node in contexts.linked.items():
         context = contexts.of[node]
-        made_by = UnitLayer(context.layer, False) if context.layer else found.get(context.unit)
-        if made_by is not None:
-            found.setdefault(unit, made_by)
+        layer = context.layer or found.get(context.unit)
+        if layer:
+            found.setdefault(unit, layer)
     return found
 
 
-_LEAST_FIT = 0.2
-"""Of the GEMMs that tell their sizes, the share that must be products of the run."""
 _KEPT_IN_BYTES = "unsigned char"
 
 QuantizedGemms = frozenset[tuple[str, str, str]]
@@ -270,11 +147,16 @@ def ranged_layers(trace: Trace) -> set[str]:
 
 
 def require_own_layers(trace: Trace, run: Sequence[Product]) -> None:
-    """Refuse a trace whose ranges name other layers than those of the run.
+    """Refuse a trace without ranges of layers, or whose ranges name other layers than those of the run.
 
     Raises:
-        TraceError: none of its layers with GEMMs is one of the run's.
+        TraceError: it has no ranges, or none of its layers with GEMMs is one of the run's.
     """
+    if not any(read_layer(name) for name in trace.names):
+        raise TraceError(
+            f"{trace.path} has no ranges of layers, so nothing says which kernel belongs to which layer. Record the"
+            ' trace with profile=, such as profile="11-13", which adds them.'
+        )
     found, own = ranged_layers(trace), {product.layer for product in run}
     if run and found and not found & {*own, *(layer.rpartition(".")[0] for layer in own)}:
         raise TraceError(
@@ -283,15 +165,12 @@ def require_own_layers(trace: Trace, run: Sequence[Product]) -> None:
         )
 
 
-def require_own_gemms(
-    trace: Trace, calls: Iterable[Call], run: Sequence[Product], quantized: QuantizedGemms, *, is_own: bool
-) -> list[str]:
+def require_own_gemms(trace: Trace, calls: Iterable[Call], quantized: QuantizedGemms, *, is_own: bool) -> list[str]:
     """Refuse a trace most of whose GEMMs contradict the products of the run.
 
     Args:
         trace: the trace.
         calls: its GEMMs, with their products.
-        run: the products of the run.
         quantized: the GEMMs of :func:`quantized_gemms`.
         is_own: whether the trace is known to be of the run: nothing is refused then.
 
@@ -299,15 +178,12 @@ def require_own_gemms(
         Notes on what contradicts the run, but does not refuse the trace.
 
     Raises:
-        TraceError: most GEMMs have another format or other shapes than the run's, or few of them fit a product.
+        TraceError: most GEMMs have another format or other shapes than the run's.
     """
-    gemms = [call for call in calls if not call.is_attention]
     wrong: list[str] = []
-    of_run = [call for call in gemms if call.product is not None]
+    of_run = [call for call in calls if call.product is not None and not call.is_attention]
     formats = sum(_has_other_format(call, trace, quantized) for call in of_run)
     shapes = sum(_has_other_shape(call) for call in of_run)
-    fitting = [call for call in gemms if call.sizes is not None or call.among is not None]
-    fit = sum(bool(call.layer) for call in fitting)
     if formats:
         wrong.append(
             f"{formats} of {len(of_run)} GEMMs are in low precision in the trace and in high precision at the end of"
@@ -315,14 +191,9 @@ def require_own_gemms(
         )
     if shapes:
         wrong.append(f"{shapes} of {len(of_run)} GEMMs have other shapes of their weights than the run.")
-    few = bool(run and fitting) and fit < _LEAST_FIT * len(fitting)
-    if not is_own and (few or 2 * max(formats, shapes) > len(of_run) > 0):
-        text = " ".join(wrong)
-        if few:
-            text = f"{fit} of {len(fitting)} GEMMs fit a product of the run. {text}".rstrip()
+    if not is_own and 2 * max(formats, shapes) > len(of_run) > 0:
         raise TraceError(
-            f"{trace.path} is of another run: {text} Give the trace of this run, or the run of this trace. If it is of"
-            " this run with batches of another size, profile with profile=, whose ranges name the layers."
+            f"{trace.path} is of another run: {' '.join(wrong)} Give the trace of this run, or the run of this trace."
         )
     return wrong
 

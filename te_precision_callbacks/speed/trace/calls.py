@@ -1,8 +1,7 @@
-"""The work of a trace, and the calls of matrix products in it, with the products of a run that each may be."""
+"""The work of a trace, and the calls of matrix products in it."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -117,11 +116,6 @@ def union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-_OF_TE = frozenset(
-    {"_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear", "_OperationFuserAutogradFunction"}
-)
-"""The Functions of autograd that run the GEMMs of Transformer Engine 2.20; their backwards have ``Backward`` behind."""
-
 _LIKE_GEMMS = frozenset({"gemm", "convolution", "attention"})
 
 Sizes = tuple[int, frozenset[int]]
@@ -138,11 +132,7 @@ class Call:
         unit: the operator or the node that called it.
         operator: the innermost operator.
         sizes: what its operands say of the product; None where nothing does.
-        among: the sizes of what a Function of Transformer Engine was given, among which are those of its products; None
-            where nothing says them.
-        of_te: whether a Function of Transformer Engine called it; None where nothing says it.
-        layer, gemm: what a range says, or what was inferred; empty where neither does.
-        inferred: whether the layer or the GEMM was inferred.
+        layer, gemm: by its range, or by that of the forward of a backward; empty where neither is known.
     """
 
     work: list[Work]
@@ -150,11 +140,8 @@ class Call:
     unit: int
     operator: int
     sizes: Sizes | None
-    among: frozenset[int] | None
-    of_te: bool | None
     layer: str = ""
     gemm: str = ""
-    inferred: bool = False
     product: Product | None = field(default=None)
 
     @property
@@ -181,40 +168,18 @@ def calls_of(work: Iterable[Work], trace: Trace, contexts: Contexts) -> list[Cal
         if before is not None:
             before.work.append(each)
             continue
-        function = _function_of_te(trace, contexts, operator)
         call = Call(
             [each],
             context.of_pass,
             context.unit,
             operator,
             _sizes(trace, operator, name),
-            None if context.of_pass == "backward" else _among(trace, function),
-            None if operator == NOTHING else function != NOTHING,
             context.layer,
             context.gemm,
         )
         found.append(call)
         by_operator[operator] = last_of_unit[context.unit] = call
     return found
-
-
-def _function_of_te(trace: Trace, contexts: Contexts, operator: int) -> int:
-    """The Function of Transformer Engine around an operator, or its backward; NOTHING without one."""
-    place = operator
-    while place != NOTHING:
-        name = trace.names[trace.host.name[place]]
-        if trace.host.kind[place] == HostKind.OPERATOR and name.removesuffix("Backward") in _OF_TE:
-            return place
-        place = contexts.outer[place]
-    return NOTHING
-
-
-def _among(trace: Trace, function: int) -> frozenset[int] | None:
-    number = NOTHING if function == NOTHING else trace.host.operands[function]
-    if number == NOTHING:
-        return None
-    shapes = [shape for shape in trace.operands[number].shapes if len(shape) > 1]
-    return frozenset(size for shape in shapes for size in (*shape, math.prod(shape[:-1]))) or None
 
 
 def _sizes(trace: Trace, operator: int, name: str) -> Sizes | None:
@@ -231,81 +196,3 @@ def _sizes(trace: Trace, operator: int, name: str) -> Sizes | None:
     if len(a) < 2 or len(b) < 2 or a[-1] != b[-2]:
         return None
     return a[-1], frozenset((a[-2], b[-1]))
-
-
-def sizes_of(product: Product) -> Sizes:
-    """The sizes of a product of a run."""
-    return product.k, frozenset((product.n, product.m))
-
-
-def may_be(call: Call, product: Product) -> bool:
-    """Whether a call may be a call of a product, by its sizes and by what called it."""
-    if call.sizes is not None and call.sizes != sizes_of(product):
-        return False
-    if call.sizes is None and call.among is not None and not {product.k, product.n, product.m} <= call.among:
-        return False
-    if call.is_attention:
-        return product.family == "attention"
-    return call.of_te is None or call.of_te == (product.family in ("te", "te_ops"))
-
-
-def aligned(calls: Sequence[Call], expected: Sequence[Product]) -> list[int]:
-    """Which product each call is, where both come in one order: a call may be none, and a product may not be called.
-
-    Of all ways that keep the order, the one in which most calls are products.
-
-    Returns:
-        For each call the place of its product; NOTHING for none.
-    """
-    if len(calls) == len(expected) and all(map(may_be, calls, expected)):
-        return list(range(len(calls)))
-    if any(call.sizes is None and call.among is None for call in calls) and not _tells_apart(calls, expected):
-        return [NOTHING] * len(calls)
-    return _most_matches(calls, expected)
-
-
-def _tells_apart(calls: Sequence[Call], expected: Sequence[Product]) -> bool:
-    """Whether the order alone says enough of calls without sizes: as many of each family as expected."""
-    of_te = sum(call.of_te is True for call in calls)
-    return len(calls) == len(expected) and of_te == sum(product.family in ("te", "te_ops") for product in expected)
-
-
-_BAND = 96
-"""How far calls and products may be apart: more calls of no product in a row than these are not looked through."""
-
-
-def _most_matches(calls: Sequence[Call], expected: Sequence[Product]) -> list[int]:
-    """The longest common subsequence within a band around where both are equally far."""
-    count, width = len(expected), 2 * _BAND + 1
-    slope = count / max(1, len(calls))
-    best = [0] * (count + 1)
-    steps: list[tuple[int, bytearray]] = []
-    for number, call in enumerate(calls):
-        first = max(0, min(count, int(number * slope) - _BAND))
-        last = min(count, first + width)
-        moves = bytearray(last - first)
-        left = diagonal = best[first]
-        for place in range(first, last):
-            above = best[place + 1]
-            score, move = (above, 1) if above >= left else (left, 2)
-            if diagonal + 1 > score and may_be(call, expected[place]):
-                score, move = diagonal + 1, 3
-            diagonal, left = above, score
-            best[place + 1] = score
-            moves[place - first] = move
-        steps.append((first, moves))
-    found = [NOTHING] * len(calls)
-    place = count
-    for number in range(len(calls) - 1, -1, -1):
-        first, moves = steps[number]
-        place = min(place, first + len(moves))
-        while place > first:
-            move = moves[place - first - 1]
-            if move == 2:
-                place -= 1
-                continue
-            if move == 3:
-                place -= 1
-                found[number] = place
-            break
-    return found

@@ -13,7 +13,6 @@ from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.errors import TraceError
 from te_precision_callbacks.speed.trace.assigning import (
     QuantizedGemms,
-    UnitLayer,
     assign,
     is_low,
     is_part,
@@ -46,7 +45,6 @@ class MeasuredProduct:
         ms: milliseconds of a step, the mean of the iterations in the trace; kernels that ran at the same time count
             fully.
         calls: kernels, or operators of the host, of a step.
-        inferred: whether the layer or the GEMM was inferred from order and shape, and no range says it.
     """
 
     layer: str
@@ -56,7 +54,6 @@ class MeasuredProduct:
     format: str
     ms: float
     calls: float
-    inferred: bool
 
 
 class Unassigned(NamedTuple):
@@ -145,21 +142,17 @@ class MeasuredStep:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-_NOWHERE = UnitLayer("", False)
-
-
 def measure(trace: Trace, products: Iterable[Product] = (), *, is_own: bool = False) -> MeasuredStep:
     """Measure a step.
 
     Args:
         trace: a trace with a whole step or several.
-        products: those of the run that the trace is of, as ``session.coverage()`` or ``run.coverage`` has them; without
-            them only ranges say layers.
+        products: those of the run that the trace is of, as ``session.coverage()`` or ``run.coverage`` has them.
         is_own: whether the trace is known to be of the run, as one in the folder of the run is. Its GEMMs may then
             contradict the products, which may be those of another step: a note says it.
 
     Raises:
-        TraceError: the trace is of another run, or nothing in it has a time.
+        TraceError: the trace has no ranges of layers, is of another run, or nothing in it has a time.
     """
     run = tuple(products)
     contexts = contexts_of(trace)
@@ -173,7 +166,7 @@ def measure(trace: Trace, products: Iterable[Product] = (), *, is_own: bool = Fa
     require_own_layers(trace, run)
     assign(calls, contexts, run)
     quantized = quantized_gemms(trace, contexts)
-    against = require_own_gemms(trace, calls, run, quantized, is_own=is_own)
+    against = require_own_gemms(trace, calls, quantized, is_own=is_own)
     units = layers_of_units(calls, contexts)
     steps = max(1, len(iterations))
     rows = _rows(trace, work, calls, units, steps, quantized)
@@ -227,14 +220,14 @@ def _times(trace: Trace, work: Sequence[Work], iterations: Mapping[int, tuple[fl
     return end - begin, sum(last - first for first, last in stretches)
 
 
-_Key = tuple[str, str, Pass, KernelKind | None, str, bool]
+_Key = tuple[str, str, Pass, KernelKind | None, str]
 
 
 def _rows(
     trace: Trace,
     work: Sequence[Work],
     calls: Sequence[Call],
-    units: Mapping[int, UnitLayer],
+    units: Mapping[int, str],
     steps: int,
     quantized: QuantizedGemms,
 ) -> tuple[MeasuredProduct, ...]:
@@ -244,33 +237,23 @@ def _rows(
         call, context = call_of.get(id(each)), each.context
         kind = None if each.known is None else each.known.kind
         if call is not None:
-            key: _Key = (
-                call.layer,
-                call.gemm,
-                call.of_pass,
-                kind,
-                _format(trace, each, call, quantized),
-                call.inferred,
-            )
+            key: _Key = (call.layer, call.gemm, call.of_pass, kind, _format(trace, each, call, quantized))
         else:
-            unit = UnitLayer(context.layer, False) if context.layer else units.get(context.unit, _NOWHERE)
-            key = (unit.layer, "", context.of_pass, _in_pass(kind, context.of_pass), "", unit.inferred)
+            layer = context.layer or units.get(context.unit, "")
+            if context.of_pass == "optimizer" and kind in _OF_AN_OPTIMIZER:
+                kind = "optimizer"
+            key = (layer, "", context.of_pass, kind, "")
         entry = sums[key]
         entry[0] += each.us / 1e3 / steps
         entry[1] += 1 / steps
     rows = (
-        MeasuredProduct(layer, gemm, of_pass, kind, form, ms, count, inferred)
-        for (layer, gemm, of_pass, kind, form, inferred), (ms, count) in sums.items()
+        MeasuredProduct(layer, gemm, of_pass, kind, form, ms, count)
+        for (layer, gemm, of_pass, kind, form), (ms, count) in sums.items()
     )
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.layer, row.gemm)))
 
 
 _OF_AN_OPTIMIZER = frozenset({"elementwise", "reduction", "norm", "host"})
-
-
-def _in_pass(kind: KernelKind | None, of_pass: Pass) -> KernelKind | None:
-    """The kind of a kernel in a pass: what an optimizer computes is its own."""
-    return "optimizer" if of_pass == "optimizer" and kind in _OF_AN_OPTIMIZER else kind
 
 
 def _format(trace: Trace, each: Work, call: Call, quantized: QuantizedGemms) -> str:
@@ -312,7 +295,7 @@ def _notes(
     if not trace.has_device:
         yield "The trace has no event of a GPU. The times are those of operators on the host."
     if not trace.has_shapes:
-        yield "The trace has no shapes (record_shapes=False). Without ranges, the order alone says which GEMM is which."
+        yield "The trace has no shapes (record_shapes=False): dgrad and wgrad of layers of torch are not told apart."
     if any(each.captured for each in work):
         yield "Kernels of CUDA graphs have the layer of the replay, if any: a graph does not say what launched them."
     unlinked = sum(each.launched_at == NOTHING for each in work) if trace.has_device else 0
@@ -325,10 +308,8 @@ def _notes(
             " not name. Give the run, which names it."
         )
     without = sum(not call.layer for call in calls)
-    if without and run:
-        yield f"{without} of {len(calls)} GEMMs and attentions fit no product of the run: their layer is unknown."
-    elif without:
-        yield f"{without} of {len(calls)} GEMMs and attentions have no layer. Give the run, or profile with ranges."
+    if without:
+        yield f"{without} of {len(calls)} GEMMs and attentions ran outside of all ranges: their layer is unknown."
     own = {product.layer for product in run}
     other = sorted(layer for layer in ranged_layers(trace) - own if not any(is_part(part, layer) for part in own))
     if run and other:

@@ -86,27 +86,19 @@ def _show_kinds(step: MeasuredStep) -> None:
 
 def _show_layers(step: MeasuredStep, most: int) -> None:
     gemms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    inferred: set[str] = set()
     for row in step.products:
         gemms[row.layer][row.gemm or (row.kind or "unknown")] += row.ms
-        if row.inferred:
-            inferred.add(row.layer)
     layers = {layer: ms for layer, ms in step.by_layer().items() if layer}
     if not layers:
         terminal.show_text("No layer is known.")
         return
-    rows = [
-        [f"{layer}{' *' if layer in inferred else ''}", f"{ms:.3f}", _parts(gemms[layer])]
-        for layer, ms in list(layers.items())[:most]
-    ]
+    rows = [[layer, f"{ms:.3f}", _parts(gemms[layer])] for layer, ms in list(layers.items())[:most]]
     rest = sum(list(layers.values())[most:])
     if rest:
         rows.append([f"{len(layers) - most} more layers", f"{rest:.3f}", ""])
     if "" in gemms:
         rows.append(["(no layer)", f"{sum(gemms[''].values()):.3f}", _parts(gemms[""])])
     _show_table(["layer", "ms", "of which"], rows)
-    if inferred.intersection(list(layers)[:most]):
-        terminal.show_text("* inferred from order and shape; no range says it.")
 
 
 def _parts(parts: Mapping[str, float]) -> str:

@@ -2,7 +2,7 @@
 
 speed_facts(run)["kinds"][0]        # {"layers": 96, "name": "layers.{0-95}.fc1", "high_ms": ..., "low_ms": ..., ...}
 
-Of a large model only what differs is there: alike layers are one row, and alike products one dot.
+Alike layers of a large model are one row.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Any
 
 from te_precision_callbacks.base.counts import many, size
 from te_precision_callbacks.base.terminal import visible
-from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.trace_files import own_traces
-from te_precision_callbacks.speed.costs import kernel_bytes
-from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
+from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.errors import DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step
-from te_precision_callbacks.speed.expected import ProductTime, Total, alike, counted, total
+from te_precision_callbacks.speed.expected import ProductTime, Total, alike, total
 from te_precision_callbacks.speed.memory.rows import KINDS, LIVES, Memory, MemoryRow
 from te_precision_callbacks.speed.printing import reasons_in_words, recipes_in_words
 from te_precision_callbacks.speed.recorded import device_of_run, measured_step, step_of_run
@@ -31,9 +29,6 @@ from te_precision_callbacks.views.speeds import in_short, without_gain
 
 _MOST_KINDS = 200
 """The kinds of layers that a page has, those that take longest."""
-
-_MOST_DOTS = 400
-"""The products of the roofline, those with the most operations."""
 
 _MOST_NAMES = 4
 
@@ -54,7 +49,7 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
     Returns:
         ``summary``, the answer in a sentence; ``device``, null if it is not known; ``unknown``, why nothing is
         expected and what to do, empty if something is; ``trace``, what was measured; ``memory``, by kind in bytes; and
-        if something is expected ``total``, ``kinds``, ``roofline``, ``advice`` and ``notes``. Times are
+        if something is expected ``total``, ``kinds``, ``advice`` and ``notes``. Times are
         milliseconds of a step.
     """
     found: dict[str, Any] = {"device": None, "unknown": "", "trace": None, "memory": _memory(run)}
@@ -77,7 +72,6 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
         "plan": speed.plan,
         "total": _json(speed.total.as_json()),
         "kinds": _kinds(speed, measured),
-        "roofline": _roofline(step, speed),
         "advice": [{key: _visible(value) for key, value in one.as_json().items()} for one in speed.advice],
         "notes": [visible(note) for note in speed.notes],
     }
@@ -204,43 +198,6 @@ def _kind(
         "why": [visible(why) for why in dict.fromkeys(reasons_in_words(layers[0]))],
         "measured_ms": sum(measured[name] for name in names) if all(name in measured for name in names) else None,
     }
-
-
-def _roofline(step: Step, speed: StepSpeed) -> dict[str, Any]:
-    """The ceilings of the device, and a dot for each distinct product of a linear layer: operations for each byte that
-    its GEMM moves, and the operations of a second that it reaches with its casts."""
-    alike_products: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for one, product in zip(speed.times, counted(step.coverage), strict=True):
-        if one.gemm not in GEMMS or (one.recipe and one.cost is None):
-            continue
-        kernel = KERNEL_OF_RECIPE[one.recipe] if one.recipe in RECIPES else HIGH
-        key = one.shape, one.gemm, one.recipe, one.low_ms / product.macs
-        found = alike_products.get(key)
-        if found is None:
-            operations = 2 * product.macs
-            alike_products[key] = {
-                "name": visible(one.layer),
-                "gemm": one.gemm,
-                "shape": one.sizes,
-                "recipe": one.recipe,
-                "kernel": kernel,
-                "products": 1,
-                "operations": operations,
-                "intensity": one.shape.operations / kernel_bytes(one.shape, kernel),
-                "tflops": operations / (one.low_ms * 1e9),
-                "high_intensity": one.shape.operations / kernel_bytes(one.shape, HIGH),
-                "high_tflops": operations / (one.high_ms * 1e9),
-            }
-        else:
-            found["products"] += 1
-            found["operations"] += 2 * product.macs
-    dots = sorted(alike_products.values(), key=lambda dot: -dot["operations"])
-    kernels = dict.fromkeys([HIGH, *(dot["kernel"] for dot in dots)])
-    ceilings = [
-        {"kernel": kernel, "tflops": speed.device.peak_tflops(kernel), "bandwidth_tbs": speed.device.bandwidth_tbs}
-        for kernel in kernels
-    ]
-    return {"ceilings": ceilings, "dots": dots[:_MOST_DOTS], "left_out": max(0, len(dots) - _MOST_DOTS)}
 
 
 def _memory(run: RecordedRun) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.check.running import BF16, RECIPES
 from tests.speed.memory.counting import SavedTensors, kept_rows
 
 TOKENS = 256
-NOT_COUNTED = {"workspace", "gradient_codes"}
+NOT_COUNTED = {"gradient_codes"}
 
 CASES: dict[str, tuple[tuple[int, int], Callable[[], Any]]] = {
     **RECIPES,

@@ -1,10 +1,9 @@
-// What low precision buys: layers, the roofline, memory, and what to do. Times are milliseconds of a step.
+// What low precision buys: layers, memory, and what to do. Times are milliseconds of a step.
 
 const SPEED_COLOURS = {
   high: PRECISIONS.bf16, low: PRECISIONS.fp8, cast: "#7cc3ee", measured: "#009e73",
   interval: PRECISIONS.fp32,
 };
-const KERNEL_COLOURS = { ...PRECISIONS, fp8_block: "#009e73" };
 const KINDS_IN_PLOT = 20;
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -89,51 +88,6 @@ function layersCard(report) {
   return [made, render];
 }
 
-// A logarithmic axis whose ticks are 1, 2 and 5 times a power of ten.
-function roundLogAxis(title, low, high) {
-  const powers = Array.from({ length: Math.ceil(Math.log10(high)) - Math.floor(Math.log10(low)) + 1 }, (_, at) => 10 ** (Math.floor(Math.log10(low)) + at));
-  const tickvals = powers.flatMap((power) => [1, 2, 5].map((factor) => factor * power));
-  return { type: "log", title: { text: title }, tickmode: "array", tickvals, ticktext: tickvals.map((value) => shown(value, 3)) };
-}
-
-function rooflineCard({ roofline: { ceilings, dots, left_out: left } }) {
-  if (!dots.length) return [card("Roofline", {}, el("p", { class: "quiet" }, "No linear layer of this run has a known time.")), () => {}];
-  const node = plotNode(380, "Roofline: operations for each byte against TFLOPS, with the ceilings of the device; the table below has the dots");
-  const columns = ["layer", "gemm", "shape", "recipe", "products", "operations a byte", "TFLOPS", "TFLOPS in BF16"];
-  const cells = (dot) => [dot.name, dot.gemm, dot.shape, dot.recipe, dot.products, dot.intensity, dot.tflops, dot.high_tflops];
-  const made = card("Roofline", {
-    about: `A dot for each distinct product of linear layers, at the operations that it makes a second with its casts, which count with the first GEMM that reads them.${left ? ` Left out: ${shown(left)} products with fewer operations.` : ""} A line is what the device allows.`,
-    extra: [csvButton("roofline", columns, () => dots.map(cells))],
-  }, node, el("details", {}, el("summary", {}, "The dots as a table"), table(["layer", "gemm", "tokens × in × out", "recipe", "#alike", "#operations a byte", "#TFLOPS", "#in BF16"],
-    dots.map((dot) => cells(dot).map((value, at) => typeof value === "number" ? shown(value, 3) : at ? value || "none" : el("span", { class: "mono" }, value))), { tall: dots.length > 12 })));
-  const low = (dot) => dot.kernel !== "bf16";
-  const series = [
-    ["bf16", "BF16", "circle-open", dots.map((dot) => [dot, dot.high_intensity, dot.high_tflops])],
-    ...ceilings.map(({ kernel }) => kernel).filter((kernel) => kernel !== "bf16").map((kernel) =>
-      [kernel, `${kernel.toUpperCase()} as it runs`, "circle", dots.filter((dot) => low(dot) && dot.kernel === kernel).map((dot) => [dot, dot.intensity, dot.tflops])]),
-  ];
-  const render = () => {
-    const all = series.flatMap(([, , , points]) => points), places = all.map(([, x]) => x);
-    const ridges = ceilings.map(({ tflops, bandwidth_tbs: bandwidth }) => tflops / bandwidth);
-    const from = Math.min(...places, ...ridges) / 2, to = Math.max(...places, ...ridges) * 2;
-    return draw(node, [
-      ...ceilings.map(({ kernel, tflops, bandwidth_tbs: bandwidth }) => ({
-        type: "scatter", mode: "lines", name: `${kernel.toUpperCase()} ceiling`, x: [from, tflops / bandwidth, to], y: [from * bandwidth, tflops, tflops],
-        line: { color: speedColour(KERNEL_COLOURS[kernel] ?? "#7f7f7f"), width: 1.8, dash: kernel === "bf16" ? "dash" : "solid" }, hovertemplate: `%{y:.4g} TFLOPS<extra>${kernel.toUpperCase()} ceiling</extra>`,
-      })),
-      ...series.map(([kernel, name, symbol, points]) => ({
-        type: "scatter", mode: "markers", name, x: points.map(([, x]) => x), y: points.map(([, , y]) => y),
-        marker: { size: 8, symbol, color: speedColour(KERNEL_COLOURS[kernel] ?? "#7f7f7f"), line: { width: 1.6, color: speedColour(KERNEL_COLOURS[kernel] ?? "#7f7f7f") } },
-        text: points.map(([dot]) => plotText(`${shortened(dot.name, 60)} ${dot.gemm} ${dot.shape}, ${dot.products} alike`)),
-        hovertemplate: "%{text}<br>%{x:.4g} operations a byte, %{y:.4g} TFLOPS<extra></extra>",
-      })),
-    ], {
-      margin: { l: 64, r: 16, t: 8, b: 44 }, xaxis: roundLogAxis("operations a byte", from, to), yaxis: roundLogAxis("TFLOPS", Math.min(from * ceilings[0].bandwidth_tbs, ...all.map(([, , y]) => y)), Math.max(...ceilings.map(({ tflops }) => tflops))),
-    });
-  };
-  return [made, render];
-}
-
 function memoryCard({ memory: { kinds, low, high } }) {
   if (!kinds.length) return [card("Memory", {}, el("p", { class: "quiet" }, "The run has no table of memory: it ended before its first whole step, or another program recorded it.")), () => {}];
   const unit = unitOfBytes(Math.max(...kinds.map((kind) => Math.max(kind.low, kind.high))));
@@ -180,10 +134,9 @@ function adviceCard({ advice, device }) {
 async function speedPage(report) {
   const { speed } = report, expected = speed.total;
   const [layers, drawLayers] = expected ? layersCard(report) : [null, () => {}];
-  const [roof, drawRoof] = expected ? rooflineCard(speed) : [null, () => {}];
   const [memory, drawMemory] = memoryCard(speed);
   return [[
-    el("h1", {}, "Speed"), speedVerdict(report), layers, el("div", { class: "two" }, roof, memory), traceCard(speed), expected && adviceCard(speed),
+    el("h1", {}, "Speed"), speedVerdict(report), layers, memory, traceCard(speed), expected && adviceCard(speed),
     expected && speed.notes.length > 0 && card("What limits these figures", {}, el("ul", {}, speed.notes.map((note) => el("li", {}, note)))),
-  ], async () => Promise.all([drawLayers(), drawRoof(), drawMemory()])];
+  ], async () => Promise.all([drawLayers(), drawMemory()])];
 }
