@@ -36,11 +36,6 @@ VOCABULARY, WINDOW, BATCH = 64, 32, 4
 CLASSES, PATCHES, PATCH = 16, 16, 32
 
 
-def capability_of(recipe: RecipeName) -> tuple[int, int]:
-    """The GPU that a recipe needs."""
-    return (10, 0) if recipe in ("mxfp8", "nvfp4") else (9, 0)
-
-
 def recipe_of(name: RecipeName, *, history: int | None = None) -> Any:
     """The recipe; None for none. ``history`` is the length of delayed scaling's history of largest magnitudes."""
     from transformer_engine.common import recipe

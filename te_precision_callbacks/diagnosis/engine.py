@@ -153,9 +153,8 @@ class Diagnosis:
         """Why a rule is not judged; empty if what it is judged by is not collected."""
         if not self.has_run:
             return "no training step has run"
-        if self._collected == 1 and not judge.why_not:
-            return "only one collection step has run"  # which lacks the statistics of scales and of FP8
-        return judge.why_not
+        # The first collection step lacks the statistics of scales and of FP8.
+        return judge.why_not or ("only one collection step has run" if self._collected == 1 else "")
 
     def with_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
         """The verdict on all ranks: what several of them have alike is one finding.

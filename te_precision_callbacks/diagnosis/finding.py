@@ -180,24 +180,21 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
         causes: rule -> the rules whose findings can cause its findings.
     """
     found = sorted(findings, key=_first_step)
-    explained: list[tuple[int | None, Finding]] = []
-    for finding in found:
-        at = next((at for at, other in enumerate(found) if _explains(other, finding, causes)), None)
-        by = "" if at is None else f"{found[at].rule} of {found[at].subject}"
-        explained.append((at, replace(finding, caused_by=by)))
+    cause_of = [next((at for at, other in enumerate(found) if _explains(other, each, causes)), None) for each in found]
+    groups: dict[int, list[Finding]] = {}
+    for place, (finding, cause) in enumerate(zip(found, cause_of, strict=True)):
+        root, above = place, cause
+        while above is not None:
+            root, above = above, cause_of[above]
+        if cause is not None:
+            finding = replace(finding, caused_by=f"{found[cause].rule} of {found[cause].subject}")
+        groups.setdefault(root, []).append(finding)
 
-    def root_of(place: int) -> int:
-        at, _ = explained[place]
-        return place if at is None else root_of(at)
+    def severity(finding: Finding) -> int:
+        return SEVERITIES.index(finding.severity)
 
-    groups: dict[int, list[Finding]] = {at: [] for at, (cause, _) in enumerate(explained) if cause is None}
-    for place, (_, finding) in enumerate(explained):
-        groups[root_of(place)].append(finding)
-    in_order = [worst_first(group) for group in groups.values()]
-    for group in in_order:
-        group.sort(key=lambda finding: bool(finding.caused_by))
-    in_order.sort(key=lambda group: min(SEVERITIES.index(finding.severity) for finding in group))
-    return [finding for group in in_order for finding in group]
+    worst = sorted((groups[root] for root in sorted(groups)), key=lambda group: min(map(severity, group)))
+    return [each for group in worst for each in sorted(group, key=lambda one: (bool(one.caused_by), severity(one)))]
 
 
 def _first_step(finding: Finding) -> int:
