@@ -50,11 +50,12 @@ class ObservationFailures:
         self._lost_folder: Path | None = None
         self._lost_by: OSError | None = None  # until it is reported
         self._reported: set[tuple[object, ...]] = set()
-        self._listener: Callable[[str], None] | None = None
+        self._new: list[str] = []
 
-    def listen(self, listener: Callable[[str], None] | None) -> None:
-        """Have a function called with the text of each failure that is reported, or none any more."""
-        self._listener = listener
+    def take(self) -> list[str]:
+        """The texts of the failures that were reported since the last call."""
+        new, self._new = self._new, []
+        return new
 
     def report(self, doing: str, of: str, error: BaseException) -> None:
         """Note a failure.
@@ -94,8 +95,8 @@ class ObservationFailures:
                 logger.warning("%s cannot be observed: %s. Training goes on without it.", where, text)
             return
         self._count += 1
-        if not known and self._listener is not None:
-            self._listener(f"{where}: {_text(error)}")
+        if not known:
+            self._new.append(f"{where}: {_text(error)}")
         if isinstance(error, (RanksLostError, RanksDifferError)):
             if not known:
                 self._say_apart(where, error)
