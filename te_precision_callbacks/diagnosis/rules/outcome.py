@@ -35,9 +35,9 @@ class FailedRun(Judge):
         first_line = event.text.partition("\n")[0].rstrip(":. ")
         if event.kind == "killed":
             self._killed, self.judged = first_line, False
-        elif event.kind == "segment_ended" and event.severity == "error":
-            if not ended_by(first_line) and not first_line.startswith(_EXPLAINED):
-                yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
+        is_end = event.kind == "segment_ended" and event.severity == "error"
+        if is_end and not ended_by(first_line) and not first_line.startswith(_EXPLAINED):
+            yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
 
 
 class BrokenContract(Judge):
@@ -84,7 +84,10 @@ RULES = (
         needs="the end of the run, which every session records",
         collect="a run recorded by a session",
         condition="the last start of the run was ended by an exception",
-        silent="Ctrl-C, SIGTERM and sys.exit(), which the first line names; exceptions that this package raises because of another finding",
+        silent=(
+            "Ctrl-C, SIGTERM and sys.exit(), which the first line names; exceptions that this package raises because of"
+            " another finding"
+        ),
         severity="error",
         source="arithmetic",
         why="the training is not complete, and the cause may be in its numbers",
