@@ -152,7 +152,7 @@ class Replicas:
     def _sums(self) -> Sums:
         """The checksums of the parameters that are not marked as sharded."""
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
-        kept = [(name, each) for name, each in self._model.named_parameters() if id(each) not in sharded]
+        kept = [(name, each) for name, each, _ in self._model.named_parameters() if id(each) not in sharded]
         places: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         for name, weight in kept:
             whole = raw(weight)

@@ -41,8 +41,8 @@ class TrainedModel(Protocol):
     def roots(self) -> list[torch.nn.Module]:
         """The modules that were attached."""
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The parameters, each once, with their names."""
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
+        """The parameters, each once, with their names and the modules that have them."""
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer steps a parameter of the model."""

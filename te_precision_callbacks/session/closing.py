@@ -15,7 +15,7 @@ from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.other_steps import in_lines
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
-from te_precision_callbacks.runs.outcomes import broken_in_short
+from te_precision_callbacks.runs.outcomes import broken_in_short, ended_by
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles, Sinks
 from te_precision_callbacks.session.results import Results
@@ -86,7 +86,6 @@ class ClosingReport:
         """
         if self._context.options.quiet or os.environ.get(_QUIET, "") not in ("", "0"):
             return
-        stopped_by = None if type(error) is SystemExit and not error.code else error  # not Lightning's SIGTERM
         has_folder = not self._context.failures.has_lost_folder and self._results.log_dir.is_dir()
         trace = trace if has_folder else None
         lines = closing_lines(
@@ -97,7 +96,7 @@ class ClosingReport:
             other_steps=self._other_steps,
             trace="" if trace is None else str(trace),
             speed="" if trace is None else self._files.speed_command(trace),
-            ended_by="" if stopped_by is None else in_short(stopped_by),
+            ended_by="" if error is None else in_short(error),
         )
         sys.stderr.write("".join(f"{line}\n" for line in lines))
 
@@ -110,7 +109,8 @@ def in_short(error: BaseException) -> str:
         return f"{names or 'a finding of another rank'}, by on_finding="
     if isinstance(error, PrecisionContractError):
         return f"{type(error).__name__}: {broken_in_short(str(error))}"
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    first_line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    return ended_by(first_line) or first_line
 
 
 def closing_lines(

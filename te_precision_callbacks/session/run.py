@@ -507,10 +507,7 @@ class Run:
         keeps = keeps and error is None and not context.inspector.ended
         termination = None if self._ends is None else self._ends.termination
         attached, leads_all = self.model.attached, own_rank() == 0
-
-        def print_verdict() -> None:
-            self._closing.print_verdict(ended_by, self._profiling.trace)
-
+        summarizes = attached and leads_all
         with Uninterrupted(termination) as guard, without_collections(), ExitStack() as stack:
             if ended_by is not None and not self._loop_checks.has_trained:
                 context.results.audit.abandon()
@@ -528,11 +525,11 @@ class Run:
                 ("telling", "the end", attached, lambda: self._tell_end(error)),
                 ("telling", "what the run has not reached", attached, lambda: self._warn_never_due(ended_by)),
                 ("closing", "the sinks", True, lambda: self._close_sinks(error, guard)),
-                ("checking", "the whole run", leads_all, self._unless_hurried(self._closing.check_whole_run)),
-                ("telling", "the coverage", leads_all, self._unless_hurried(self._closing.log_coverage)),
+                ("checking", "the whole run", leads_all, self._check_whole_run),
+                ("telling", "the coverage", leads_all, self._closing.log_coverage),
                 ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks, guard)),
-                ("writing", "the summary", attached and leads_all, self._unless_hurried(self._closing.write_summary)),
-                ("printing", "the verdict", attached and leads_all, self._unless_hurried(print_verdict)),
+                ("writing", "the summary", summarizes, self._closing.write_summary),
+                ("printing", "the verdict", summarizes, lambda: self._print_verdict(ended_by)),
                 ("undoing", "what the session has changed", True, lambda: self._put_back(keeps=keeps)),
                 ("closing", "the dumps", True, lambda: self._close_dumps(error, guard)),
                 ("leaving", "the other ranks", True, context.ranks.end),
@@ -580,9 +577,6 @@ class Run:
     def _hurries(self) -> bool:
         """Whether a signal has come that ends the process: what would take time is left out."""
         return self._ends is not None and self._ends.termination.came
-
-    def _unless_hurried(self, call: Callable[[], None]) -> Callable[[], None]:
-        return lambda: None if self._hurries else call()
 
     @property
     def _asks_device(self) -> bool:
@@ -649,6 +643,13 @@ class Run:
             logger.warning("%s", text)
             self.context.results.never_due = text
             self._tell(Event("never_due", text, last, "warning"))
+
+    def _print_verdict(self, ended_by: BaseException | None) -> None:
+        self._closing.print_verdict(ended_by, self._profiling.trace)
+
+    def _check_whole_run(self) -> None:
+        if not self._hurries:
+            self._closing.check_whole_run()
 
     def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
         self._send_pending(self.context.iteration)

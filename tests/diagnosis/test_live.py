@@ -504,7 +504,7 @@ def test_a_run_without_a_step_is_judged_by_its_forwards(
         for _ in range(forwards):
             net(torch.ones(16, 32))
     assert bool(session.findings.judged) == bool(forwards)
-    says = "te-precision: Nothing was checked: no training step has run."
+    says = "te-precision: Not enough checked: no training step has run."
     assert (says in capsys.readouterr().err) == (not forwards)
     if forwards:
         assert diagnose(tmp_path) == session.findings
