@@ -37,7 +37,7 @@ from te_precision_callbacks.config.effects import NAMESPACE, Effect, spans_of
 from te_precision_callbacks.config.idle import notes_of
 from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.known import known_features
-from te_precision_callbacks.config.levels import ObservingFeature
+from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
@@ -422,7 +422,7 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
             if not options.get("enabled"):
                 continue
             schema = options.schema if isinstance(options, ReadOptions) else None
-            if isinstance(schema, ObservingFeature):
+            if isinstance(schema, ObservingFeatureSchema):
                 due = [(str(_schedule(target.options)), str(target.tensor)) for target in schema.targets]
                 for steps, tensors in by_key(due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)

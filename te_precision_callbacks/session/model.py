@@ -20,7 +20,7 @@ from te_precision_callbacks.config.idle import idle_in_words
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
-from te_precision_callbacks.coverage.history import LayerFacts, kept_by_sections
+from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
@@ -472,14 +472,14 @@ class ObservedModel:
         if step.has_backward:
             self._results.audit.note_backward()
 
-    def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, LayerFacts]:
+    def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, HighPrecisionFacts]:
         """The facts that say why GEMMs of layers are not in low precision."""
         sections = {section.name: section for section in self._options.config.enabled_sections}
         overrides = {
             layer.name: backward_override(named.module) or "" for named in self.layers.modules for layer in named.layers
         }
         return {
-            info.name: LayerFacts(
+            info.name: HighPrecisionFacts(
                 kept_by_sections(sections[name] for name in info.sections),
                 overrides.get(info.name, ""),
                 info.name in recomputed_outside,
