@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.coverage.gemm_events import AttentionSizes
 from te_precision_callbacks.coverage.gemm_precision import FROZEN
 from te_precision_callbacks.coverage.masks import share_left
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
@@ -37,6 +36,7 @@ from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED, OTHE
 from te_precision_callbacks.coverage.seen_products import ModelProducts, format_made_by
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, in_evaluation
+from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations
 from te_precision_callbacks.reference import is_installed
 

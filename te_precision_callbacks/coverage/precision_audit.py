@@ -34,7 +34,6 @@ from te_precision_callbacks.base.vocabulary import (
     name_of_format,
     name_of_recipe,
 )
-from te_precision_callbacks.coverage.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 from te_precision_callbacks.coverage.gemm_precision import (
     FROZEN,
     NO_BACKWARD,
@@ -44,6 +43,7 @@ from te_precision_callbacks.coverage.gemm_precision import (
 )
 from te_precision_callbacks.coverage.precision_history import Format, GemmFact, PrecisionHistory, joined
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
+from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 
 MODIFIED = " (modified)"
 """What is added to the format of a tensor that a feature has made."""

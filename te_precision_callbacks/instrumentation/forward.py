@@ -28,7 +28,6 @@ from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.coverage.gemm_events import Listener
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
@@ -43,6 +42,7 @@ from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
+from te_precision_callbacks.layers.gemm_events import Listener
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.statistics.schedule import Schedule
 

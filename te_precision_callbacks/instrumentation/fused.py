@@ -26,10 +26,10 @@ from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.planning import LayerPlan, Plan
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.schemas import LogGemmError
-from te_precision_callbacks.coverage.gemm_events import GemmEvent
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.gemm_events import GemmEvent
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request

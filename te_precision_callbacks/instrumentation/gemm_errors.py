@@ -29,7 +29,6 @@ from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import LogGemmErrorItem
-from te_precision_callbacks.coverage.gemm_events import GemmEvent, GemmOperand
 from te_precision_callbacks.dumps.recording import Wanted
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
@@ -50,6 +49,7 @@ from te_precision_callbacks.gemm_error.judging import (
     thin,
 )
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.table import Of
 
