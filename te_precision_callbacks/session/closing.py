@@ -18,8 +18,8 @@ from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.runs.outcomes import broken_in_short, ended_by
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles, Sinks
+from te_precision_callbacks.session.endings import Uninterrupted
 from te_precision_callbacks.session.results import Results
-from te_precision_callbacks.session.signals import Uninterrupted
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import multiprocessing
+import os
+import pickle
+import tempfile
+import uuid
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +27,8 @@ from te_precision_callbacks.runs.fingerprints.changes import ResumeReport
 from te_precision_callbacks.sinks.step_records import LayerInfo, Row
 from te_precision_callbacks.sinks.worst import RunStatistics, Worst
 from te_precision_callbacks.statistics.series import SeriesTable
+
+logger = logging.getLogger(__name__)
 
 
 class Layers(AnyIteration[LayerInfo]):
@@ -251,3 +261,65 @@ class Results:
         """The worst value so far, and its iteration, of each statistic that has a worse direction in the table of
         docs/statistics.md. Delayed scaling's first step is left out, see ``StepRecords.unscaled``."""
         return tuple(self._results.statistics.worst())
+
+
+class SessionOutcome(Results):
+    """The results of a session that ran in another process, with the same names as in ``InspectSession``; of rank 0.
+
+    Lightning's ``ddp_spawn`` and ``ddp_fork`` strategies fit in child processes, each with a copy of the callback. The
+    copy of rank 0 leaves the results of its session in a :class:`Mailbox`, where the callback reads them.
+    """
+
+    @property
+    def running(self) -> bool:
+        """Whether the session is running: never."""
+        return False
+
+    @classmethod
+    def of(cls, session: Results) -> SessionOutcome:
+        """The outcome of a session so far; it does not change when the session goes on."""
+        findings = copy.deepcopy(session._results)
+        findings.iteration = session.iteration
+        return cls(findings)
+
+
+class Mailbox:
+    """A file in which copies of an object, pickled or forked into child processes, leave it an outcome."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._path = Path(tempfile.gettempdir()) / f"te_precision_outcome_{uuid.uuid4().hex}.pickle"
+        weakref.finalize(self, _remove, self._path, self._owner)
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this process was started by the one that made the mailbox."""
+        parent = multiprocessing.parent_process()
+        return parent is not None and parent.pid == self._owner
+
+    def put(self, outcome: SessionOutcome) -> None:
+        """Leave an outcome; a failure is logged, since a fit has just ended."""
+        try:
+            written = self._path.with_suffix(".part")
+            written.write_bytes(pickle.dumps(outcome))
+            written.replace(self._path)
+        except Exception as error:
+            logger.warning(
+                "callback.session cannot be returned to the process that called fit(): %s."
+                " The files in log_dir have the same.",
+                error,
+            )
+
+    def take(self) -> SessionOutcome | None:
+        """The outcome that was left since the last call; None if there is none."""
+        try:
+            outcome: SessionOutcome = pickle.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        _remove(self._path, self._owner)
+        return outcome
+
+
+def _remove(path: Path, owner: int) -> None:
+    if os.getpid() == owner:  # not at the end of a forked child
+        path.unlink(missing_ok=True)

@@ -40,7 +40,7 @@ from te_precision_callbacks.session.closing import ClosingReport
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
 from te_precision_callbacks.session.context import RunContext, TrainingLoop
 from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event, resume_event
-from te_precision_callbacks.session.endings import ProcessEnds, Terminated
+from te_precision_callbacks.session.endings import ProcessEnds, Terminated, Uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.judging import (
     CheckedContract,
@@ -53,7 +53,6 @@ from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
 from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss, versions
-from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.training_loop import LoopChecks, OptimizerHooks, has_gradients, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Sink, StepRecords, end_of
 from te_precision_callbacks.sinks.writer_thread import all_within
