@@ -14,7 +14,7 @@ from te_precision_callbacks.session.results import RunResults
 
 
 @dataclass
-class TrainingLoop:
+class LoopFacts:
     """The facts that an integration gives about the training loop.
 
     Attributes:
@@ -51,7 +51,7 @@ class RunContext:
     """
 
     options: SessionOptions
-    loop: TrainingLoop
+    loop: LoopFacts
     results: RunResults
     notices: Notices
     failures: ObservationFailures

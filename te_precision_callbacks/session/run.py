@@ -38,7 +38,7 @@ from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
 from te_precision_callbacks.session.closing import ClosingReport
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
-from te_precision_callbacks.session.context import RunContext, TrainingLoop
+from te_precision_callbacks.session.context import LoopFacts, RunContext
 from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event, resume_event
 from te_precision_callbacks.session.endings import ProcessEnds, Terminated, Uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
@@ -92,7 +92,7 @@ class Run:
         sinks: Iterable[Sink],
         results: RunResults,
         classify: ForwardClassifier,
-        loop: TrainingLoop,
+        loop: LoopFacts,
         notices: Notices,
     ) -> None:
         self.live = self.kept = False

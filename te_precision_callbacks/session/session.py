@@ -21,7 +21,7 @@ from te_precision_callbacks.instrumentation.upstream import import_transformer_e
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
-from te_precision_callbacks.session.context import TrainingLoop
+from te_precision_callbacks.session.context import LoopFacts
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.results import Results, RunResults
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
@@ -103,7 +103,7 @@ class InspectSession(Results):
         self._resume_audit: ResumeAudit | None = None
         super().__init__(self._no_findings(None))
         self._notices = Notices()
-        self._loop = TrainingLoop()
+        self._loop = LoopFacts()
         self._resumed_loss = ResumedLoss()
         self._backward_loss: BackwardLoss | None = None
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
@@ -238,7 +238,7 @@ class InspectSession(Results):
         self._results = self._no_findings(log_dir)
         self._results.started_at = _place_in_script()
         self._notices = Notices()
-        self._loop = TrainingLoop(trainer_steps, counts_from, front_door, counts_batches)
+        self._loop = LoopFacts(trainer_steps, counts_from, front_door, counts_batches)
         self._classify.eval_mode_counts = eval_mode_counts
         self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop, self._notices)
         self._resume_audit = run.resume_audit

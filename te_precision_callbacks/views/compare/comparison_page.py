@@ -21,7 +21,7 @@ from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, ComparedSeries, DifferenceGrid
 from te_precision_callbacks.views.compare.loss import loss_curves
 from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
-from te_precision_callbacks.views.compare.result import Comparison, Departure, Parting
+from te_precision_callbacks.views.compare.result import Comparison, Parting, StatisticDeparture
 from te_precision_callbacks.views.compare.wording import (
     difference,
     first_lines,
@@ -124,7 +124,7 @@ def _parting(parting: Parting, layer_of: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _departure(departure: Departure) -> dict[str, Any]:
+def _departure(departure: StatisticDeparture) -> dict[str, Any]:
     return {
         "statistic": visible(departure.statistic),
         "gemm": departure.gemm,

@@ -19,7 +19,7 @@ from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.departures import Found
 from te_precision_callbacks.views.compare.judging_scales import MAGNITUDE, scale_of
 from te_precision_callbacks.views.compare.order import Order
-from te_precision_callbacks.views.compare.result import Departure, Parting
+from te_precision_callbacks.views.compare.result import Parting, StatisticDeparture
 
 _SHARE = 0.75
 """A tensor that has departed by this share of another one's difference accounts for it."""
@@ -95,8 +95,8 @@ def _parting(group: Sequence[Found], source: Found | None) -> Parting:
     )
 
 
-def _departure(found: Found) -> Departure:
-    return Departure(
+def _departure(found: Found) -> StatisticDeparture:
+    return StatisticDeparture(
         statistic=found.subject.statistic,
         gemm=found.subject.gemm,
         iteration=found.iteration,
