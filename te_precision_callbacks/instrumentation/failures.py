@@ -39,9 +39,13 @@ class ObservationFailures:
         strict: raise the first failure as :class:`ObservationError` instead of reporting it.
         rank: named in the report.
         leads: whether this rank speaks for all that reduce statistics together.
+
+    Attributes:
+        iteration: the debug iteration to which failures belong.
     """
 
     def __init__(self, *, strict: bool, rank: int, leads: Callable[[], bool] = lambda: True) -> None:
+        self.iteration = 0
         self._strict = strict
         self._rank = rank
         self._leads = leads
@@ -50,10 +54,10 @@ class ObservationFailures:
         self._lost_folder: Path | None = None
         self._lost_by: OSError | None = None  # until it is reported
         self._reported: set[tuple[object, ...]] = set()
-        self._new: list[str] = []
+        self._new: list[tuple[int, str]] = []
 
-    def take(self) -> list[str]:
-        """The texts of the failures that were reported since the last call."""
+    def take(self) -> list[tuple[int, str]]:
+        """The failures that were reported since the last call: iterations and texts."""
         new, self._new = self._new, []
         return new
 
@@ -96,7 +100,7 @@ class ObservationFailures:
             return
         self._count += 1
         if not known:
-            self._new.append(f"{where}: {_text(error)}")
+            self._new.append((self.iteration, f"{where}: {_text(error)}"))
         if isinstance(error, (RanksLostError, RanksDifferError)):
             if not known:
                 self._say_apart(where, error)

@@ -163,11 +163,11 @@ class Run:
         self._ends = ends
         self.context.inspector.start(self.observation, self._scalars, self._before_script_ends)
         self.hooks.install()
-        self.context.inspector.iteration = self.context.options.start_step or 0
+        self.context.inspector.iteration = self.context.failures.iteration = self.context.options.start_step or 0
 
     def count_from(self, iteration: int) -> None:
         """Collect for another iteration from now on."""
-        self.context.inspector.iteration = iteration
+        self.context.inspector.iteration = self.context.failures.iteration = iteration
         self.context.results.layers.go_to(iteration)
         self._collector.last_logging_step = None
         self.hooks.arm()
@@ -221,6 +221,8 @@ class Run:
             self.context.ranks.leave(error)
             self.context.failures.report("ending", f"iteration {self._iteration_at_its_end}", error)
             return None
+        finally:
+            self.context.failures.iteration = self.context.iteration
 
     def _end_step(self, logging_step: int | None) -> StepRecords | None:
         """End a step on all ranks together; Ctrl-C may interrupt it anywhere."""
@@ -402,8 +404,8 @@ class Run:
 
     def _send_pending(self, iteration: int, *, at_last: bool = False) -> None:
         """Send what was kept for the end of a step: failures, warnings, a resume, and the trainer's scalars."""
-        for text in self.context.failures.take():
-            self._tell(Event("observation_failed", text, self._iteration_at_its_end, "error"))
+        for failed_at, text in self.context.failures.take():
+            self._tell(Event("observation_failed", text, failed_at, "error"))
         self._tell(*self._profiling.take_events())
         resume = self.context.results.resume
         if resume is not None and self._is_new(resume):
