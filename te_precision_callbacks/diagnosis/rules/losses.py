@@ -241,7 +241,7 @@ def lost_norm(
 
 
 def _in_words(share: float) -> str:
-    return "an unknown part" if np.isnan(share) else f"at most {100 * np.sqrt(share):.2g} %"
+    return "an unknown part" if np.isnan(share) else f"at most {100 * np.sqrt(share):.3g} %"
 
 
 def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
