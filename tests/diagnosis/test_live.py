@@ -164,7 +164,7 @@ def test_what_has_ended_a_run_is_said_before_the_verdict(
 
 @pytest.mark.processes
 def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
-    """SIGTERM leaves all files of a stop; after SIGKILL the last steps are unknown, so there is no all-clear."""
+    """SIGTERM leaves all files of a stop; after SIGKILL there is no all-clear."""
     from tests.forked import ranks
 
     script = Path(__file__).with_name("ending_script.py")
