@@ -99,7 +99,7 @@ def test_a_lost_gpu_is_not_called_a_failure_of_triton(
     monkeypatch.setattr(triton_kernel, "add_together", fail)
     monkeypatch.setattr(kernels, "_on_gpu", kernels._with_triton)
     sums, maxima = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
-    pending = [kernels.Pending(torch.ones(8), None, None, False, kernels.Places(0, 0, -1, -1, -1, -1))]
+    pending = [kernels.Pending(torch.ones(8), None, None, False, kernels.ColumnPlaces(0, 0, -1, -1, -1, -1))]
     cuda(lost())
     with pytest.raises(type(raised)) as error:
         kernels._gpu_pass()(pending, sums, maxima)

@@ -304,7 +304,7 @@ FAILING: dict[str, tuple[Any, str]] = {
     "begin backward": (ModelCalls, "begin_backward"),
     "nodes": (NodesOfProducts, "note"),
     "binding": (NodesOfProducts, "bind"),
-    "weights": (products_module.Weights, "read"),
+    "weights": (products_module.WeightMarks, "read"),
 }
 
 
