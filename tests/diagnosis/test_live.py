@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -193,6 +194,38 @@ def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
     for verdict in (session.findings, diagnose(tmp_path)):
         assert "no layer was observed in training: call model.train() if the model is in" in verdict.summary
         assert "config" not in verdict.summary
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -> None:
+    """A region that turns it off is meant, as for the last steps of a training in NVFP4."""
+    net = te.Linear(32, 32)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for step in range(20):
+            region = te.autocast(enabled=step < 12) if explicit or step < 12 else contextlib.nullcontext()
+            with region:
+                net(torch.randn(16, 32)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    for verdict in (session.findings, diagnose(tmp_path)):
+        severities = [each.severity for each in verdict if each.rule == "no-low-precision"]
+        assert severities == ["note" if explicit else "warning"]
+
+
+def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for step in range(20):
+            net.train(step < 12)
+            net(torch.randn(16, 32)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    for verdict in (session.findings, diagnose(tmp_path)):
+        assert "observation: in step 12, the optimizer has stepped, but all observed layers are in" in verdict.summary
 
 
 def test_a_severity_stands_for_those_that_are_worse(tmp_path: Path) -> None:

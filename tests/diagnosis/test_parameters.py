@@ -327,6 +327,57 @@ def test_a_block_that_is_cut_off_later(tmp_path: Path, blocks: int) -> None:
     assert "since step 8, although it had gradients before and its module runs" in found.seen
 
 
+def test_a_block_that_is_no_longer_called(tmp_path: Path) -> None:
+    """It may be meant, as in training by phases."""
+    model = Model(3)
+    loss = language_loss(model)
+
+    def skip(step: int) -> torch.Tensor:
+        if step == 12:
+            model.blocks[1].forward = lambda tensor: tensor
+        return loss(step)
+
+    (found,) = of_parameters(train(tmp_path, model, adamw(model), loss=skip, steps=80))
+    assert (found.rule, found.severity, found.since) == ("missing-gradient", "note", 12)
+    assert found.layers == ("blocks.1.fc1", "blocks.1.fc2")
+
+
+def test_a_generator_that_has_its_turn_in_no_collection_step(tmp_path: Path) -> None:
+    """It trains in the steps 4, 9, 14, ...; statistics are collected in 0, 1, 2, 5, 10, ...."""
+    models = torch.nn.ModuleDict({"generator": Block(), "critic": torch.nn.Sequential(Block(), Block())})
+    generator, critic = adamw(models["generator"]), adamw(models["critic"])
+    with InspectSession(model=models, log_dir=tmp_path, report=False) as session:
+        for step in range(25):
+            with te.autocast(recipe=Float8CurrentScaling()):
+                fake = models["generator"](torch.randn(16, 32))
+                if step % 5 == 4:
+                    models["critic"](fake).mean().backward()
+                else:
+                    models["critic"](fake.detach()).pow(2).mean().backward()
+            (generator if step % 5 == 4 else critic).step()
+            models.zero_grad()
+            session.step()
+    assert not [each for each in session.findings if each.rule in ("dead-gradient", "missing-gradient")]
+    assert diagnose(tmp_path) == session.findings
+
+
+def test_a_group_of_parameters_that_leaves_the_optimizer(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(
+        [{"params": model.embedding.parameters()}, {"params": model.blocks.parameters()}], 1e-3
+    )
+    optimizer.add_param_group({"params": model.head.parameters()})
+    loss = language_loss(model)
+
+    def remove(step: int) -> torch.Tensor:
+        if step == 12:
+            optimizer.param_groups.pop()
+        return loss(step)
+
+    (found,) = of_parameters(train(tmp_path, model, optimizer, loss=remove, steps=25))
+    assert (found.rule, found.layers, found.since) == ("missing-gradient", ("head",), 12)
+
+
 def test_a_compiled_block_without_a_gradient_stays_one_graph(tmp_path: Path) -> None:
     torch._dynamo.reset()
     block = torch.nn.Linear(32, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -12,6 +13,7 @@ from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, loses, most_underflow
+from te_precision_callbacks.sinks.step_records import Event
 
 DEAD_STEPS = 3
 """Due steps in a row in which a gradient is 0."""
@@ -47,12 +49,19 @@ class DeadGradient(Judge):
         self._streaks = ColumnStreaks(DEAD_STEPS)
         self._rhythms = Rhythms()
         self._lacks_backward = False
+        self._all_trained: int | None = None
 
     @property
     def why_not(self) -> str:
         """As of :class:`Judge`."""
         lacks = "no backward has reached a layer with statistics in a due step" if self._lacks_backward else ""
         return super().why_not or lacks
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if event.kind == "parameters" and "missing-gradient" in event.data["checked"] and not event.data["problems"]:
+            self._all_trained = self._all_trained or event.iteration
+        yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
@@ -82,6 +91,8 @@ class DeadGradient(Judge):
     ) -> Iterator[Sighting]:
         self._rhythms.note_idle(column.layers[holds], numbers.iteration)
         tells = ~self._rhythms.explain(column.layers)
+        if key == "absent" and (numbers.iteration < RHYTHM or (self._all_trained or math.inf) < numbers.iteration):
+            tells &= self._rhythms.has_trained(column.layers)  # others had no turn yet, or only in other steps
         return self._streaks.sightings(numbers, facts, column, holds, seen, tells=tells, key=key)
 
 
@@ -110,6 +121,11 @@ class Rhythms:
         """[layers]: whether the layer has trained, and a rhythm explains when."""
         self._grow(layers)
         return self._has_trained[layers] & self._possible[layers].any(axis=1)
+
+    def has_trained(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[layers]: whether the layer has trained in a collection step."""
+        self._grow(layers)
+        return self._has_trained[layers]
 
     def _grow(self, layers: npt.NDArray[np.int64]) -> None:
         more = int(layers.max(initial=-1)) + 1 - len(self._has_trained)
