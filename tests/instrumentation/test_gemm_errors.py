@@ -21,6 +21,7 @@ from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.views.show.view import look
 from tests.capability import any_capability, stand_for
+from tests.combinations import half
 from tests.conftest import Keeper, feature
 from tests.instrumentation.gemm_spy import GEMM_OF
 from tests.replay.faults import swizzled_wrongly
@@ -205,8 +206,7 @@ NETS: Mapping[str, tuple[Callable[[], torch.nn.Module], Mapping[str, tuple[str, 
 
 
 @pytest.mark.usefixtures("second_thread")
-@pytest.mark.parametrize("observe", ["fused", "debug"])
-@pytest.mark.parametrize("module", NETS)
+@pytest.mark.parametrize(("module", "observe"), half(NETS, ["fused", "debug"]))
 def test_each_module(module: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
     """Of two pending micro-batches. The kernel and the format are judged in each GEMM; the quantizer where what it was
     given exists."""
