@@ -64,7 +64,7 @@ PEFT add: `layers.3.q_proj`, and `layers.3.q_proj.lora_A.default` for the adapte
 the script gave (`te.Linear(..., name="head")`, or nvidia-dlfw-inspect's `infer_and_assign_layer_names` before
 `attach()`), the path with PEFT's parts (`base_model.model.layers.3.q_proj.base_layer`), and the path without a
 LightningModule's own attribute. If ranks have different layers at the same path, the names have Megatron's numbers
-([statistics.md](statistics.md#what-a-value-is-of)).
+([statistics.md](statistics.md#aggregation)).
 
 If modules have an attribute `layer_number`, nvidia-dlfw-inspect calls the same layer `model.layers.4.q_proj`. A config
 for those names may select other layers here; one warning then lists both sets. For nvidia-dlfw-inspect's names and
