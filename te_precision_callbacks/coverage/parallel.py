@@ -22,8 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError, SessionError
 from te_precision_callbacks.base.ranks import in_words, is_distributed
-from te_precision_callbacks.base.ranks.messages import Messages
-from te_precision_callbacks.base.ranks.tree import RanksLostError
+from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
 from te_precision_callbacks.config.differences import FlatConfig, config_hash, difference
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.engine.engine import Placement
@@ -34,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry", bound=Hashable)
 Found = TypeVar("Found")
+
+_CONFIG = tuple[tuple[str, Any], ...]
 
 _MLP_MODES = {"fc1": "column", "fc2": "row"}
 """The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
@@ -261,16 +262,17 @@ class Ranks:
 
     # ------------------------------------------------------------------ what they tell one another
 
-    def pool(self, entries: Iterable[Entry], kind: str) -> list[Entry]:
+    def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
         """The entries of all ranks, each once; as they are where this rank is alone.
 
         Args:
             entries: this rank's.
             kind: what they are, equal on all ranks.
+            of: the type of an entry: see :meth:`Messages.pooled`.
         """
         own = list(entries)
         why = f"to tell them: {kind}"
-        return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why), own)
+        return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why, of), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
         """The sums of numbers over all ranks; as they are where this rank is alone.
@@ -379,7 +381,7 @@ class Ranks:
             if found[:2] == tuple(-number for number in found[2:]):
                 return
             of_rank = messages.by_rank(own, "facts of ranks", "to compare configs")
-            configs = messages.pooled([tuple(config.items())], "configs", "to compare configs")
+            configs = messages.pooled([tuple(config.items())], "configs", "to compare configs", _CONFIG)
         except RanksLostError as error:
             self._lost("comparing the configs", error)
             return

@@ -79,9 +79,9 @@ class Chronicle:
             self._begin_segment()
         if with_rank_0:
             own = [] if own_rank() or records is None or records.place is None else [records.place]
-            agreed = ranks.pool(own, "place of the records")
+            agreed = ranks.pool(own, "place of the records", Place)
             if records is not None and agreed:
-                records.place = Place(*agreed[0])
+                records.place = agreed[0]
 
     def _begin_segment(self) -> None:
         if self._records is not None:

@@ -58,7 +58,7 @@ class Judgement:
         self._shares_left = MOST_WITHOUT_BACKWARD if self._ranks.several else 0
         if self._contract is not None:
             try:
-                require_layers(self._contract, self._ranks.pool(names, "names"))
+                require_layers(self._contract, self._ranks.pool(names, "names", str))
             except ConfigError:
                 self._keeper = None  # a contract that is refused is not judged at the end of the run
                 raise
@@ -83,7 +83,7 @@ class Judgement:
             own = results.coverage_at(iteration)
             shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
             results.coverage.put_of_ranks(shared)
-            is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step"))
+            is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step", bool))
             is_over = is_over or not self._ranks.are_together  # ranks that are apart share nothing again
             self._shares_left = 0 if is_over else self._shares_left - 1
         if self._keeper is not None:

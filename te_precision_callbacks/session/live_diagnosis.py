@@ -86,7 +86,7 @@ class LiveDiagnosis:
         """
         if self._ranks.stop_together(own=bool(self._stopping)):
             alone = [finding for finding in self._stopping if finding.ranks][:1]
-            first = sorted(self._ranks.pool(alone, "findings"), key=lambda finding: finding.since or 0)[:1]
+            first = sorted(self._ranks.pool(alone, "findings", Finding), key=lambda finding: finding.since or 0)[:1]
             self._stopping += [finding for finding in first if finding not in self._stopping]
             for finding in first:
                 if own_rank() not in finding.ranks:
