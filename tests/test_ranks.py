@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from te_precision_callbacks.base.ranks import group, meeting
+from te_precision_callbacks.base.ranks import group, meeting, messages
 from te_precision_callbacks.base.ranks.group import NoAddressError, devices
 from te_precision_callbacks.base.ranks.meeting import Meeting, MeetingFailed, Place
 from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _read, _Return
@@ -171,6 +171,7 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(tmp_path: Path
         child = os.fork()
         if child == 0:
             sent.close()
+            assert not sent._keys.check([messages._LEFT]), "the rank itself has not left"
             del sent
             gc.collect()
             os._exit(3)

@@ -170,8 +170,8 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no connection has ended yet, as far as is known."""
-        return _connections(self._sockets) == self._sockets
+        """Whether no connection has ended yet, as far as is known; never in a forked process."""
+        return self._gloo is not None and _connections(self._sockets) == self._sockets
 
     def close(self) -> None:
         """End all connections and operations, on this rank and, as soon as they wait for it, on the others."""
