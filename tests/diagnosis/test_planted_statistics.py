@@ -135,7 +135,7 @@ def rules_of(
     net = Net(count, DelayedScaling(amax_history_len=16) if recipe is None else recipe, stem, blocks)
     optimizer = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], lr=1e-3)
     with InspectSession(with_statistics_every(1), model=net, log_dir=log_dir, quiet=True) as session:
-        for _ in range(5):
+        for _ in range(6):
             (net(torch.randn(64, 32)) - 1).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -239,12 +239,13 @@ RULES = (
         collect="LogTensorStats with tensors: [activation, gradient] and stats: [cur_amax], or no config at all",
         condition=(
             f"the gradient of a layer is 0, or no backward reaches it although it has a weight to train, in"
-            f" {DEAD_STEPS} due steps in a row in which its activation is not 0"
+            f" {DEAD_STEPS} collection steps in a row in which its activation is not 0; from step {RHYTHM} on where it"
+            " has never had one"
         ),
         silent=(
-            f"a layer that trains in a rhythm of at most {RHYTHM} steps, as a generator, once it has trained; the first"
-            " steps of LoRA and of layers that begin at 0, experts without tokens, frozen layers, gradients with inf or"
-            " nan"
+            f"a layer that trains in a rhythm of at most {RHYTHM} steps, as a generator; parameters that get their"
+            " gradients in other than collection steps; the first steps of LoRA and of layers that begin at 0, experts"
+            " without tokens, frozen layers, gradients with inf or nan"
         ),
         severity="warning",
         source="arithmetic; the number of steps is ours",
