@@ -20,8 +20,8 @@ def outcome_in_words(run: RecordedRun) -> list[str]:
         return []
     last, found = run.segments[-1], []
     events = run.events.filter(pc.equal(run.events["segment"], last.number))
-    if last.status == "killed":
-        found.append("The run was killed: its process is gone, and has not ended the records.")
+    if last.status == "stopped without an end":
+        found.append("The run stopped without an end: its process is gone, and has not closed the records.")
     if last.status == "failed":
         ends = [row for row in _of_kind(events, "segment_ended") if row["severity"] == "error"]
         why = [f" with step {row['iteration']} as the last one: {_first_line(row['text'])}" for row in ends[:1]]

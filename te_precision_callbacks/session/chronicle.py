@@ -13,7 +13,7 @@ from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.runs.segment_rows import Place
+from te_precision_callbacks.runs.recording import Place
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.delivery import is_number, is_on_host, to_floats
 from te_precision_callbacks.session.live_diagnosis import LiveDiagnosis

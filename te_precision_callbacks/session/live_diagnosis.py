@@ -15,7 +15,7 @@ from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.reaction import OnFinding, PrecisionFindingError, reads_stop
-from te_precision_callbacks.runs.segment_rows import Facts as RecordedFacts
+from te_precision_callbacks.runs.recording import Facts as RecordedFacts
 from te_precision_callbacks.sinks.step_records import Event, Scalars, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
 

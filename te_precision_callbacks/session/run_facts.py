@@ -41,7 +41,7 @@ from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.reference import is_installed
 from te_precision_callbacks.runs.fingerprints.taking import QUANTIZED, weights_of
-from te_precision_callbacks.runs.segment_rows import Facts
+from te_precision_callbacks.runs.recording import Facts
 from te_precision_callbacks.session.observed_model import ObservedModel
 from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume_audit import versions
