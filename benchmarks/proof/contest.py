@@ -21,7 +21,7 @@ from pathlib import Path
 
 from defects import CALIBRATION, JUDGED, KINDS, TABLE, Defect
 from judging import as_json, contest_table, misses, row_of, write_into_page
-from models import BLOCK_COUNTS
+from models import BLOCK_COUNTS, MODELS
 from running import Job, is_trained, parser_of, record
 
 
@@ -31,13 +31,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--draws", type=int, default=20, help="of each kind (default: 20)")
     parser.add_argument("--blocks", nargs="+", type=int, default=BLOCK_COUNTS, metavar="COUNT", help="of the models")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--calibration", action="store_true", help="the seeds that thresholds may be chosen by")
     parser.add_argument("--freq", type=int, help="statistics in every so many steps, in all draws")
     options = parser.parse_args(arguments)
     first = CALIBRATION if options.calibration else JUDGED
     drawn = {
         f"{kind}-{number}": Defect.drawn(
-            kind, first + number, freq=options.freq or (2 if number % 2 else None), counts=options.blocks
+            kind,
+            first + number,
+            freq=options.freq or (2 if number % 2 else None),
+            counts=options.blocks,
+            among=options.models,
         )
         for number in range(options.draws)
         for kind in options.kinds

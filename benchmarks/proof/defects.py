@@ -154,7 +154,7 @@ TABLE: Mapping[Kind, Table] = {
         _rules("scale-never-updated", "dead-gradient"),
         starts=(0, 0),
         recipes=("delayed",),
-        models=("bytes", "gpt", "vit", "mixer"),
+        models=("bytes", "gpt", "vit", "mixer", "parallel"),
         whole_model=True,
     ),
     "squeezed-gradient": Table(
@@ -191,12 +191,20 @@ class Defect:
     freq: int | None
 
     @classmethod
-    def drawn(cls, kind: Kind, seed: int, *, freq: int | None = None, counts: Sequence[int] = BLOCK_COUNTS) -> Defect:
+    def drawn(
+        cls,
+        kind: Kind,
+        seed: int,
+        *,
+        freq: int | None = None,
+        counts: Sequence[int] = BLOCK_COUNTS,
+        among: Sequence[ModelName] = MODELS,
+    ) -> Defect:
         """Models and recipes in turn, the number of blocks, the place and the start at random."""
         table = TABLE[kind]
         draw = random.Random(f"{kind} {seed}")
         turn = seed + KINDS.index(kind)
-        models = [name for name in table.models if seed < CALIBRATION or name not in HELD_BACK]
+        models = [name for name in table.models if name in among and (seed < CALIBRATION or name not in HELD_BACK)]
         model = models[turn % len(models)]
         recipe = table.recipes[(turn + turn // len(models)) % len(table.recipes)]
         start = draw.randint(*table.starts)

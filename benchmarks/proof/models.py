@@ -1,4 +1,4 @@
-"""Five small real models that learn: what the defects are planted in, and what healthy runs train.
+"""Six small real models that learn: what the defects are planted in, and what healthy runs train.
 
     built = build("llama", "delayed", "autocast", seed=3)
     for _ in range(30):
@@ -18,11 +18,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-ModelName = Literal["bytes", "gpt", "llama", "vit", "mixer"]
+ModelName = Literal["bytes", "gpt", "llama", "vit", "mixer", "parallel"]
 RecipeName = Literal["delayed", "current", "blocks", "mxfp8", "nvfp4", "none"]
 Precision = Literal["float32", "autocast", "bfloat16"]
 MODELS: tuple[ModelName, ...] = get_args(ModelName)
-HELD_BACK: tuple[ModelName, ...] = ("mixer",)
+HELD_BACK: tuple[ModelName, ...] = ("mixer", "parallel")
 """Models by which no threshold was chosen."""
 
 FLOAT32_NORMS: tuple[ModelName, ...] = ("llama", "mixer")
@@ -191,6 +191,35 @@ def _vit_block(dtype: torch.dtype) -> torch.nn.Module:
     return _Block(_Attention(dtype, causal=False), _Mlp(dtype))
 
 
+class _ParallelBlock(torch.nn.Module):
+    """Attention with grouped queries and an MLP beside it, both behind one norm, as in GPT-J and PaLM."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.norm = te.RMSNorm(HIDDEN, dtype=dtype)
+        self.query = te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=dtype)
+        self.key_value = te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=dtype)
+        self.proj = te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=dtype)
+        self.mlp = torch.nn.Sequential(
+            te.Linear(HIDDEN, 4 * HIDDEN, bias=False, params_dtype=dtype),
+            torch.nn.SiLU(),
+            te.Linear(4 * HIDDEN, HIDDEN, bias=False, params_dtype=dtype),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        behind = self.norm(x)
+        heads = [
+            each.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2)
+            for each in (self.query(behind), self.key_value(behind))
+        ]
+        key, value = (each.repeat_interleave(2, 1) for each in heads[1].chunk(2, 1))
+        mixed = torch.nn.functional.scaled_dot_product_attention(heads[0], key, value, is_causal=True)
+        out: torch.Tensor = x + self.proj(mixed.transpose(1, 2).flatten(2)) + self.mlp(behind)
+        return out
+
+
 class _GptBlock(torch.nn.Module):
     """A TransformerLayer, for inputs with the batch first."""
 
@@ -353,6 +382,7 @@ _PARTS: Mapping[ModelName, tuple[str, tuple[str, ...], str, tuple[str, ...], str
         ("mlp.fc1.weight",),
         "mlp.fc2",
     ),
+    "parallel": ("blocks.{}", ("query", "key_value", "proj", "mlp.2"), "mlp", ("mlp.0.weight",), "mlp.2"),
 }
 """Model -> path of a block, and the rest of :class:`Block` below it."""
 
@@ -402,6 +432,7 @@ def build(
         "llama": lambda: _llama(count, dtype),
         "vit": lambda: _Vision(_vit_block, count, PATCHES, dtype),
         "mixer": lambda: _Vision(_mixer_block, count, 2 * PATCHES, dtype),
+        "parallel": lambda: _Language(_ParallelBlock, count, dtype),
     }
     model = makers[name]().to(device)
     model.train()

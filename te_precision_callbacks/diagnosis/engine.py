@@ -153,8 +153,13 @@ class Diagnosis:
         """Why a rule is not judged; empty if what it is judged by is not collected."""
         if not self.has_run:
             return "no training step has run"
+        if judge.why_not:
+            return judge.why_not
+        layers = self._facts.layers.values()
+        if layers and not any(layer.rows or layer.forward is not None for layer in layers):
+            return "no layer was observed in training: call model.train() if the model is in evaluation mode"
         # The first collection step lacks the statistics of scales and of FP8.
-        return judge.why_not or ("only one collection step has run" if self._collected == 1 else "")
+        return "only one collection step has run" if self._collected == 1 else ""
 
     def with_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
         """The verdict on all ranks: what several of them have alike is one finding.

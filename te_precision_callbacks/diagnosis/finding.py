@@ -277,7 +277,7 @@ class Verdict(Sequence[Finding]):
         if not self.judged:
             reasons = {each.why for each in self.not_judged}
             why = f": {reasons.pop()}" if len(reasons) == 1 else ""
-            return f"Nothing was checked{why}{partial}."
+            return f"Not enough checked{why}{partial}."
         notes = f", {counts[0]}" if counts else ""
         if self.healthy:
             return f"No problems found{notes} {checked}"

@@ -11,7 +11,7 @@ from typing import Any
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionListener, AttentionSizes
 from te_precision_callbacks.instrumentation.handed import arguments_of_forward
-from te_precision_callbacks.instrumentation.running import UNHEARD, Forward, Running
+from te_precision_callbacks.instrumentation.running import Forward, Running, unheard
 from te_precision_callbacks.layers.forwards import Classify
 
 
@@ -51,7 +51,7 @@ class AttentionTap:
                 self._listener.enter_attention(layer, entered.kind)
         except Exception as error:
             self._report("looking at the forward of", layer, error)
-            return UNHEARD
+            return unheard()
         return entered
 
     def leave(self, module: Any, entered: Forward) -> None:
@@ -71,7 +71,7 @@ class AttentionTap:
         def tapped(*operands: Any, **keywords: Any) -> Any:
             result = upstream(*operands, **keywords)
             running = self._running.here.running
-            if running is not None and running is not UNHEARD and self._listener is not None:
+            if running is not None and running.layers and self._listener is not None:
                 running.events += 1
                 try:
                     given = signature.bind(*operands, **keywords)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from te_precision_callbacks.coverage.precision_audit import recipe_text
-from te_precision_callbacks.instrumentation.running import UNHEARD, Forward, Running
+from te_precision_callbacks.instrumentation.running import Forward, Running, unheard
 from te_precision_callbacks.layers.forwards import Classify
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.layers.turns import Turns
@@ -96,7 +96,7 @@ class OperationsTap:
 
         @functools.wraps(upstream)
         def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
-            forward = getattr(contexts[0], "te_precision_forward", UNHEARD)
+            forward = getattr(contexts[0], "te_precision_forward", None) or unheard()
             layers = self._layers_in(operation)
             if len(layers) > 1 and forward.is_heard:  # its forward is not the fused one
                 named = tuple(name for layer in layers for name in layer)
@@ -119,7 +119,7 @@ class OperationsTap:
 
         layers = self._layers_in(operation)
         if not layers:
-            return UNHEARD
+            return unheard()
         in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
         named = tuple(name for layer in layers for name in layer)
         is_heard = len(layers) == 1

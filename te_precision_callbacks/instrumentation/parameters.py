@@ -1,7 +1,7 @@
 """Checks the parameters of a model under any config: gradients that never arrive, weights that never change, and
 low-precision weights that do not follow their masters.
 
-In most steps only parameters that have had no gradient yet are checked, on the host. Weights are sampled in few steps.
+In most steps only whether parameters have gradients is checked, on the host. Weights are sampled in few steps.
 Weights that have changed once are not sampled again, unless the optimizer keeps masters of them.
 """
 
@@ -26,8 +26,12 @@ from te_precision_callbacks.layers.forwards import outside_of_dynamo
 WITHOUT_GRADIENT = 6
 """Steps of its optimizer after which a parameter without a gradient is reported."""
 
-MOST_OF_BLOCKS, MOST_OF_EXPERTS = 8, 64
-"""The same where an alike parameter has had a gradient: blocks may be left out at random, and experts lack tokens."""
+MOST_LEFT_OUT = 64
+"""The same where an alike parameter has had a gradient and its module does not run: blocks may be left out at random,
+and experts lack tokens."""
+
+LOST = 8
+"""Steps in a row in which a parameter that has had gradients gets none, although its module runs."""
 
 UNCHANGED, SPAN = 3, 6
 """Sampled steps that should have changed a weight, and the steps that they span at least."""
@@ -47,7 +51,7 @@ class Problem(NamedTuple):
     """A problem of a parameter.
 
     Attributes:
-        what: ``no_gradient``, ``not_held``, ``frozen_held``, ``unchanged``, ``apart``, ``late``,
+        what: ``no_gradient``, ``lost_gradient``, ``not_held``, ``frozen_held``, ``unchanged``, ``apart``, ``late``,
             ``still`` or ``nonfinite``.
         name: the parameter.
         since: the iteration in which it began.
@@ -65,9 +69,13 @@ class _Parameter:
     """A parameter, as far as it was checked.
 
     Attributes:
-        without: the steps of its optimizers without a gradient.
+        at_step: whether an optimizer that steps has found a gradient of it.
+        without: the steps of its optimizers in a row without a gradient.
         since: the iteration of the first of them.
-        hook: sees gradients that are removed before the optimizer's step.
+        called: those of them before which its module ran in training.
+        longest: the longest earlier row.
+        reached, ran: whether a backward has reached it, and its module has run, since the last step.
+        hooks: see both.
         reference: its first sample, while hardly an element of later ones differs.
         has_moved: whether an element of a later sample has differed.
         still_since, still_until: the iterations of its first sample and of the last one that hardly differs, or -1.
@@ -77,10 +85,16 @@ class _Parameter:
 
     name: str
     weight: torch.nn.Parameter
+    module: torch.nn.Module
     has_gradient: bool = False
+    at_step: bool = False
     without: int = 0
     since: int = 0
-    hook: RemovableHandle | None = None
+    called: int = 0
+    longest: int = 0
+    reached: bool = False
+    ran: bool = False
+    hooks: tuple[RemovableHandle, ...] = ()
     reference: torch.Tensor | None = None
     has_moved: bool = False
     still_since: int = -1
@@ -89,10 +103,10 @@ class _Parameter:
     checks: tuple[tuple[str, int, float], ...] = ()
 
     def unhook(self) -> None:
-        """Remove its hook."""
-        if self.hook is not None:
-            self.hook.remove()
-            self.hook = None
+        """Remove its hooks."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = ()
 
 
 class _Held(NamedTuple):
@@ -132,7 +146,7 @@ class ParameterWatch:
     """Checks parameters from :meth:`begin` to :meth:`remove`.
 
     Args:
-        named: gives the parameters of the model, each once, with their names.
+        named: gives the parameters of the model, each once, with their names and the modules that have them.
         iteration: gives the debug iteration.
         before_first: called before the first step of an optimizer of the model.
         report: receives failures.
@@ -143,7 +157,7 @@ class ParameterWatch:
 
     def __init__(
         self,
-        named: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]],
+        named: Callable[[], Iterable[tuple[str, torch.nn.Parameter, torch.nn.Module]]],
         iteration: Callable[[], int],
         before_first: Callable[[], None],
         report: Callable[[str, str, Exception], None],
@@ -155,7 +169,6 @@ class ParameterWatch:
         self._report = report
         self._parameters: dict[int, _Parameter] = {}
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
-        self._pending: weakref.WeakKeyDictionary[Optimizer, list[_Held]] = weakref.WeakKeyDictionary()
         self._without: dict[int, _Parameter] = {}
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
@@ -182,7 +195,7 @@ class ParameterWatch:
             self._hook.remove()
         for parameter in self._without.values():
             parameter.unhook()
-        for kept in (self._parameters, self._held, self._pending, self._masters, self._without):
+        for kept in (self._parameters, self._held, self._masters, self._without):
             kept.clear()
 
     # ------------------------------------------------------------------ before a step of an optimizer
@@ -199,11 +212,8 @@ class ParameterWatch:
             if not self._optimizer_steps:
                 self._before_first()
             self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
-            if pending := self._pending[optimizer]:
-                for each in pending:
-                    self._check_gradient(each.parameter, each.tensor)
-                told = self._told
-                self._pending[optimizer] = [each for each in pending if not _is_settled(each.parameter, told)]
+            for each in held:
+                self._check_gradient(each.parameter, each.tensor)
             self._compare_masters(optimizer)
             if self._is_due:
                 self._has_sampled = True
@@ -216,11 +226,11 @@ class ParameterWatch:
     def _refresh(self) -> None:
         """Take the parameters that the model has now."""
         known, self._parameters = self._parameters, {}
-        for name, weight in self._named():
+        for name, weight, module in self._named():
             if id(weight) not in known:
                 self._held.clear()
             if local(weight).numel():
-                self._parameters[id(weight)] = known.get(id(weight)) or _Parameter(name, weight)
+                self._parameters[id(weight)] = known.get(id(weight)) or _Parameter(name, weight, module)
         if len(self._parameters) != len(known):
             self._held.clear()
 
@@ -240,7 +250,6 @@ class ParameterWatch:
         held = [_Held(owners[id(tensor)], tensor, group) for tensor, group in pairs if id(tensor) in owners]
         held = held or self._by_values(pairs)
         self._held[optimizer] = count, held
-        self._pending[optimizer] = [each for each in held if not _is_settled(each.parameter, self._told)]
         return held
 
     def _by_values(self, pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]) -> list[_Held]:
@@ -255,19 +264,33 @@ class ParameterWatch:
         return held if apart and max(means(apart)()) < APART else []
 
     def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
-        """Check whether a backward has reached a parameter, by its gradient where an optimizer steps, and by a hook."""
+        """Check whether a backward has reached a parameter since the last step: by its gradient where an optimizer
+        steps; and by a hook, of one that has none there."""
         weight = parameter.weight
-        parameter.has_gradient |= weight.grad is not None or held.grad is not None
-        parameter.has_gradient |= bool(getattr(weight, "grad_added_to_main_grad", False))
-        if parameter.has_gradient:
+        if weight.grad is not None or held.grad is not None or getattr(weight, "grad_added_to_main_grad", False):
+            parameter.has_gradient = parameter.at_step = True
+        elif parameter.reached:
+            parameter.has_gradient, parameter.at_step = True, False  # it is removed before the step
+        elif parameter.at_step or not parameter.has_gradient:
+            self._count_without(parameter)
             return
-        if id(parameter) not in self._without:
+        if parameter.without:
+            parameter.longest, parameter.without = max(parameter.longest, parameter.without), 0
+            parameter.called, parameter.reached, parameter.ran = 0, False, False
+
+    def _count_without(self, parameter: _Parameter) -> None:
+        if not parameter.without:
             self._without[id(parameter)] = parameter
             parameter.since = self._iteration()
-        if parameter.hook is None and weight.requires_grad:
-            hook: Any = _note_gradient(weakref.ref(parameter))
-            parameter.hook = weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if not parameter.hooks and parameter.weight.requires_grad:
+            note: Any = parameter.weight.register_post_accumulate_grad_hook
+            parameter.hooks = (
+                note(_note_backward(parameter)),
+                parameter.module.register_forward_pre_hook(_note_forward(parameter)),
+            )
         parameter.without += 1
+        parameter.called += parameter.ran
+        parameter.ran = False
 
     # ------------------------------------------------------------------ samples
 
@@ -343,7 +366,7 @@ class ParameterWatch:
         if not self._parameters:
             self._refresh()
         for parameter in self._parameters.values():
-            if not parameter.has_gradient and parameter.weight.requires_grad:
+            if parameter.weight.requires_grad:
                 self._check_gradient(parameter, parameter.weight)
 
     def _begin_reading(self) -> None:
@@ -385,7 +408,7 @@ class ParameterWatch:
 
     def _new_problems(self) -> list[Problem]:
         for parameter in list(self._without.values()):
-            if parameter.has_gradient:
+            if not parameter.without:
                 parameter.unhook()
                 del self._without[id(parameter)]
         problems = [found for found in self._problems() if (found.what, found.name) not in self._told]
@@ -407,9 +430,12 @@ class ParameterWatch:
         alike = Counter(form_of(each.name) for each in self._parameters.values() if each.has_gradient and self._without)
         for parameter in self._without_in_training():
             others = alike[form_of(parameter.name)]
-            is_expert = others > 0 and "expert" in parameter.name.lower()
-            least = MOST_OF_EXPERTS if is_expert else min(2 * others, MOST_OF_BLOCKS)
-            if parameter.without >= max(WITHOUT_GRADIENT, least):
+            if parameter.has_gradient:
+                if parameter.called >= max(LOST, 2 * parameter.longest):
+                    yield Problem("lost_gradient", parameter.name, parameter.since, parameter.without)
+            elif parameter.without >= WITHOUT_GRADIENT and (
+                not others or parameter.called >= WITHOUT_GRADIENT - 1 or parameter.without >= MOST_LEFT_OUT
+            ):
                 what = "no_gradient" if parameter.weight.requires_grad else "frozen_held"
                 yield Problem(what, parameter.name, parameter.since, parameter.without)
         for parameter in self._parameters.values():
@@ -462,7 +488,7 @@ class ParameterWatch:
             self._read()
         problems = self._new_problems()
         iteration = max(self._iteration() - 1, 0)
-        broken = _nonfinite([(name, local(weight)) for name, weight in self._named()])
+        broken = _nonfinite([(name, local(weight)) for name, weight, _ in self._named()])
         return problems + [Problem("nonfinite", name, iteration, 1) for name in broken]
 
 
@@ -481,17 +507,22 @@ def _pre_hook(watch: weakref.ref[ParameterWatch]) -> Callable[..., None]:
     return before_step
 
 
-def _note_gradient(parameter: weakref.ref[_Parameter]) -> Callable[[torch.Tensor], None]:
-    def note(_: torch.Tensor) -> None:
-        found = parameter()
-        if found is not None:
-            found.has_gradient = True
+def _note_backward(parameter: _Parameter) -> Any:
+    return outside_of_dynamo(lambda _: setattr(parameter, "reached", True))
+
+
+def _note_forward(parameter: _Parameter) -> Callable[..., None]:
+    """A hook of a module, which Dynamo can trace: a compiled model stays one graph."""
+
+    def note(module: torch.nn.Module, *_: Any) -> None:
+        if module.training:  # in a reentrant checkpoint it runs without gradients
+            parameter.ran = True
 
     return note
 
 
 def _is_settled(parameter: _Parameter, told: Set[tuple[str, str]]) -> bool:
-    """Whether a parameter has had a gradient, or was reported."""
+    """Whether a parameter without a gradient has had one, or was reported."""
     return parameter.has_gradient or any((what, parameter.name) in told for what in ("no_gradient", "frozen_held"))
 
 

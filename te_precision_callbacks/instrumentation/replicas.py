@@ -48,7 +48,7 @@ class Replicas:
 
     def __init__(
         self,
-        named: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]],
+        named: Callable[[], Iterable[tuple[str, torch.nn.Parameter, torch.nn.Module]]],
         roots: Callable[[], Iterable[torch.nn.Module]],
         ranks: Ranks,
     ) -> None:
@@ -154,7 +154,7 @@ class Replicas:
     def _sums(self) -> Sums:
         """The checksums of the parameters that are not marked as sharded."""
         sharded = {id(weight) for root in self._roots() for module in root.modules() for weight in _sharded(module)}
-        kept = [(name, each) for name, each in self._named() if id(each) not in sharded]
+        kept = [(name, each) for name, each, _ in self._named() if id(each) not in sharded]
         places: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         for name, weight in kept:
             whole = raw(weight)

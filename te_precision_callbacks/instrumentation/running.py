@@ -11,7 +11,7 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from te_precision_callbacks.base.vocabulary import OperandName
-from te_precision_callbacks.coverage.gemm_events import OUTSIDE, GemmOperand
+from te_precision_callbacks.coverage.gemm_events import GemmOperand
 from te_precision_callbacks.coverage.seeing import modes_are_active, unseen
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.speed.trace.range_names import LayerRange, module_of
@@ -104,11 +104,9 @@ class Forward:
         return self.half
 
 
-UNHEARD = Forward((), ForwardKind.UNTOUCHED, "", halves=False, is_heard=False)
-"""That of all modules that nobody listens to."""
-
-OF_NO_LAYER = Forward((OUTSIDE,), ForwardKind.UNTOUCHED, "", halves=False)
-"""That of GEMMs that no layer runs."""
+def unheard() -> Forward:
+    """A forward of a module that nobody listens to."""
+    return Forward((), ForwardKind.UNTOUCHED, "", halves=False, is_heard=False)
 
 
 class _Here(threading.local):

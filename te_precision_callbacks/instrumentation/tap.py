@@ -68,7 +68,7 @@ from te_precision_callbacks.instrumentation.handed import (
     of_one,
 )
 from te_precision_callbacks.instrumentation.operations_tap import OperationsTap
-from te_precision_callbacks.instrumentation.running import OF_NO_LAYER, UNHEARD, Forward, Running
+from te_precision_callbacks.instrumentation.running import Forward, Running, unheard
 from te_precision_callbacks.instrumentation.unfused import UnfusedTensors
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedOperation
@@ -240,7 +240,7 @@ class GemmTap:
         """The forward of a module of which there are no events, but ranges."""
         layers = self._layers.get(id(module)) if self._running.has_ranges else None
         if layers is None:
-            return UNHEARD
+            return unheard()
         halves = "LayerNormMLP" in class_names(module)
         return Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, is_heard=False)
 
@@ -256,7 +256,7 @@ class GemmTap:
             raise
         except Exception as error:
             self._report("looking at the forward of", str(getattr(module, "name", "a module")), error)
-            return UNHEARD
+            return unheard()
         return entered
 
     def _sources(self, forward: Forward, find: Callable[[], dict[tuple[int, str], Any]]) -> dict[tuple[int, str], Any]:
@@ -272,7 +272,7 @@ class GemmTap:
         @outside_of_dynamo
         def end_forward(module: Any) -> Any:
             entered, self._running.here.entered = self._running.here.entered, None
-            if id(module) in self._attention.names and entered not in (None, UNHEARD):
+            if id(module) in self._attention.names and entered is not None and entered.layers:
                 self._attention.leave(module, entered)
             return upstream(module)
 
@@ -292,7 +292,7 @@ class GemmTap:
 
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
-            entered = self._running.here.entered or UNHEARD
+            entered = self._running.here.entered or unheard()
             entered.half = -1
             if ctx is not None:
                 ctx.te_precision_forward = entered
@@ -314,7 +314,7 @@ class GemmTap:
     def _around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def backward(ctx: Any, *arguments: Any) -> Any:
-            entered = getattr(ctx, "te_precision_forward", UNHEARD)
+            entered = getattr(ctx, "te_precision_forward", None) or unheard()
             entered.half = 2
             if entered.high is None:
                 return self._running.call_backward(entered, upstream, ctx, *arguments)
@@ -453,7 +453,7 @@ class GemmTap:
             layout = arguments["layout"]
             gemm = GEMM_OF_LAYOUT[layout]
             tensor_b, tensor_a = OPERANDS[gemm]
-            of_forward = OF_NO_LAYER if forward is None else forward
+            of_forward = forward or Forward((OUTSIDE,), ForwardKind.UNTOUCHED, "", halves=False)
             of_forward.events += 1
             # A LayerNormMLP with checkpoint=True computes fc1 again in its own backward.
             is_again = gemm == "fprop" and of_forward.half == 2

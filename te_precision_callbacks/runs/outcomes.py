@@ -15,19 +15,42 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 
 
 def outcome_in_words(run: RecordedRun) -> list[str]:
-    """That the last start of a run failed or was killed; empty if it did not."""
+    """What ended the last start of a run before its last step; empty if nothing did."""
     if not run.segments:
         return []
-    last, found = run.segments[-1], []
-    events = run.events.filter(pc.equal(run.events["segment"], last.number))
+    last = run.segments[-1]
     if last.status == "stopped without an end":
-        found.append("The run stopped without an end: its process is gone, and has not closed the records.")
-    if last.status == "failed":
-        ends = [row for row in _of_kind(events, "segment_ended") if row["severity"] == "error"]
-        why = [f" with step {row['iteration']} as the last one: {_first_line(row['text'])}" for row in ends[:1]]
-        is_interrupted = any((row["text"] or "").startswith("KeyboardInterrupt") for row in ends[:1])
-        found.append(f"The run {'was interrupted' if is_interrupted else 'failed'}{''.join(why)}.")
-    return found
+        return ["The run stopped without an end: its process is gone, and has not closed the records."]
+    if last.status != "failed":
+        return []
+    events = run.events.filter(pc.equal(run.events["segment"], last.number))
+    ends = [row for row in _of_kind(events, "segment_ended") if row["severity"] == "error"]
+    if not ends:
+        return ["The run failed."]
+    text, step = _first_line(ends[0]["text"]), ends[0]["iteration"]
+    if ended_from_outside := ended_by(text):
+        return [f"The run was ended by {ended_from_outside} after step {step}: the verdict is on the steps until then."]
+    return [f"The run failed with step {step} as the last one: {text}."]
+
+
+def ended_by(error: str) -> str:
+    """Who ended a run that did not fail: ``Ctrl-C``, ``SIGTERM`` or ``sys.exit()``; empty for a failure.
+
+    Args:
+        error: the first line about the exception that ended it: its class and text.
+    """
+    name, _, text = error.partition(":")
+    if name == "SystemExit" and text.strip() not in ("", "0", "None"):
+        return ""
+    return _FROM_OUTSIDE.get(name, "")
+
+
+_FROM_OUTSIDE = {
+    "KeyboardInterrupt": "Ctrl-C",
+    "SystemExit": "sys.exit()",
+    "Terminated": "SIGTERM",
+    "SIGTERMException": "SIGTERM",  # Lightning's
+}
 
 
 def _of_kind(events: pa.Table, kind: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from te_precision_callbacks.coverage.contract_keeper import PrecisionContractErr
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
-from te_precision_callbacks.runs.outcomes import broken_in_short
+from te_precision_callbacks.runs.outcomes import broken_in_short, ended_by
 
 MOST_LINES = 8
 
@@ -36,7 +36,8 @@ def in_short(error: BaseException) -> str:
         return f"{names or 'a finding of another rank'}, by on_finding="
     if isinstance(error, PrecisionContractError):
         return f"{type(error).__name__}: {broken_in_short(str(error))}"
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    first_line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    return ended_by(first_line) or first_line
 
 
 def closing_lines(

@@ -65,7 +65,7 @@ class ProcessEnds:
 
     def _stop_at_exit(self) -> None:
         self._release()
-        self._stop(SessionError("The process ended while the session was running."))
+        self._stop(SessionError("The process ended before session.stop() was called"))
 
     def _stop_before_the_end(self, error: BaseException) -> None:
         """Stop because an error ends the process; a failure here must not hide that error."""

@@ -254,8 +254,8 @@ class ObservedModel:
         """The parameters of the model."""
         return (parameter for root in self.roots for parameter in root.parameters())
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The parameters of the model, each once, with the names of their modules before their own."""
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
+        """The parameters of the model, each once, with the names of their modules before their own, and the modules."""
         names, seen = self.layers.paths(self._model), set[int]()
         for root in self.roots:
             for module in root.modules():
@@ -263,7 +263,7 @@ class ObservedModel:
                     if parameter is not None and id(parameter) not in seen:
                         seen.add(id(parameter))
                         path = names.get(id(module), "")
-                        yield f"{path}.{own}" if path else own, parameter
+                        yield f"{path}.{own}" if path else own, parameter, module
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps a parameter of the model."""

@@ -564,7 +564,7 @@ class Run:
 
     def _tell_coverage(self) -> None:
         """Tell how much ran in low precision: in a line for the last step, and in others for steps that differ."""
-        if own_rank() == 0 and not self._hurries:
+        if own_rank() == 0:
             for text in self._judgement.end_coverage():
                 logger.info("%s.", text)
                 self.inspector.log(text)
@@ -673,7 +673,7 @@ class Run:
 
     def _write_summary(self) -> None:
         """Write the summary into the log folder, on one rank."""
-        if own_rank() == 0 and self.model.attached and not self._hurries:
+        if own_rank() == 0 and self.model.attached:
             from te_precision_callbacks.session.summary import write_summary
 
             self._results.iteration = self.inspector.iteration
@@ -681,9 +681,8 @@ class Run:
 
     def _print_verdict(self, error: BaseException | None) -> None:
         """Print what came out of the run, on one rank."""
-        if own_rank() == 0 and self.model.attached and not self._hurries and not is_quiet(self._options.quiet):
+        if own_rank() == 0 and self.model.attached and not is_quiet(self._options.quiet):
             verdict, coverage = Results(self._results).findings, self._judgement.coverage
-            stopped_by = None if type(error) is SystemExit and not error.code else error  # not Lightning's SIGTERM
             written = self._written
             has_folder = not self._failures.has_lost_folder and self._results.log_dir.is_dir()
             trace = self._profiling.trace if has_folder else None
@@ -695,7 +694,7 @@ class Run:
                 other_steps=self._judgement.other_steps,
                 trace="" if trace is None else str(trace),
                 speed="" if trace is None else written.speed_command(trace),
-                ended_by="" if stopped_by is None else in_short(stopped_by),
+                ended_by="" if error is None else in_short(error),
             )
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 

@@ -212,21 +212,21 @@ def test_an_average_of_the_weights_in_the_model(tmp_path: Path) -> None:
 
 
 class Experts(torch.nn.Module):
-    """Experts of which each step trains one."""
+    """Experts of which each step trains one; some are not trained after the tenth step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(6))
+        self.ffn = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(6))
 
     def forward(self, step: int) -> torch.Tensor:
-        found: torch.Tensor = self.experts[step * step % 3](torch.ones(16, 32))
+        found: torch.Tensor = self.ffn[step * step % 3 if step > 10 else step % 5](torch.ones(16, 32))
         return found.pow(2).mean()
 
 
 def test_experts_without_tokens(tmp_path: Path) -> None:
-    """Four of six have none in all steps, which are too few to be sure."""
+    """One of six has none in all steps, and two have none in most."""
     model = Experts()
-    verdict = train(tmp_path / "few", model, adamw(model), loss=lambda step: model(step), steps=3)
+    verdict = train(tmp_path / "few", model, adamw(model), loss=lambda step: model(step), steps=40)
     assert not of_parameters(verdict)
     grouped = te.GroupedLinear(4, 32, 32)
     inputs = torch.randn(32, 32)
@@ -308,6 +308,38 @@ def test_a_block_that_is_cut_off(tmp_path: Path, blocks: int) -> None:
     assert "no backward has reached blocks.1.fc1.layer_norm_weight and 5 more parameters in" in found.seen
     model.blocks[1].cut = False
     assert not of_parameters(train(tmp_path / "mended", model, adamw(model)))
+
+
+@pytest.mark.parametrize("blocks", [2, 6])
+def test_a_block_that_is_cut_off_later(tmp_path: Path, blocks: int) -> None:
+    """From step 8 on, in a run of 25 steps; each second step of another block is cut, which is not a problem."""
+    model = Model(blocks)
+    loss = language_loss(model)
+
+    def cut(step: int) -> torch.Tensor:
+        model.blocks[0].cut = bool(step % 2)
+        model.blocks[1].cut = step >= 8
+        return loss(step)
+
+    (found,) = of_parameters(train(tmp_path, model, adamw(model), loss=cut, steps=25))
+    assert (found.rule, found.severity, found.since) == ("missing-gradient", "warning", 8)
+    assert found.layers == ("blocks.1.fc1", "blocks.1.fc2")
+    assert "since step 8, although it had gradients before and its module runs" in found.seen
+
+
+def test_a_compiled_block_without_a_gradient_stays_one_graph(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    block = torch.nn.Linear(32, 32)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), block, torch.nn.Linear(32, 32))
+    compiled = torch.compile(lambda x: model[2](x + block(x).detach()), fullgraph=True, backend="eager")
+    widths = [16] * 4 + [24] * 8  # it is compiled again after the hook is there
+
+    def loss(step: int) -> torch.Tensor:
+        found: torch.Tensor = compiled(model[0](torch.randn(widths[step], 32))).pow(2).mean()
+        return found
+
+    (found,) = of_parameters(train(tmp_path, model, adamw(model), loss=loss))
+    assert found.layers == ("1",)
 
 
 class Decoder(torch.nn.Module):

@@ -133,7 +133,7 @@ def _all(verdict: Verdict) -> int:
 def test_nothing_is_judged_without_numbers() -> None:
     verdict = judged([])
     assert not verdict.judged
-    assert str(verdict) == "Nothing was checked: no training step has run."
+    assert str(verdict) == "Not enough checked: no training step has run."
     assert judged([{}]).not_judged[0].why == "only one collection step has run"
     verdict = judged([{}, {}])
     assert str(verdict).startswith("Not enough checked: ")

@@ -6,11 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.runs.outcomes import broken_in_short
+from te_precision_callbacks.runs.outcomes import broken_in_short, ended_by
 from te_precision_callbacks.sinks.step_records import Event
-
-_NO_FAILURES = ("KeyboardInterrupt", "SystemExit", "SystemExit: 0", "Terminated", "SIGTERMException")
-"""Exceptions by which a user or a scheduler ends a run."""
 
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
 """Exceptions of this package, each raised because of another finding."""
@@ -19,16 +16,27 @@ _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOver
 class FailedRun(Judge):
     """An exception that ended the run."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._stopped = ""
+
+    @property
+    def why_not(self) -> str:
+        """As of :class:`Judge`."""
+        return self._stopped
+
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         """As of :class:`Judge`."""
-        self.judged |= facts.has_run
+        self.judged = facts.has_run and not self._stopped
         return ()
 
     def event(self, event: Event) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         first_line = event.text.partition("\n")[0].rstrip(":. ")
-        is_expected = first_line in _NO_FAILURES or first_line.startswith(("Terminated:", *_EXPLAINED))
-        if event.kind == "segment_ended" and event.severity == "error" and not is_expected:
+        if event.kind == "stopped":
+            self._stopped, self.judged = first_line, False
+        is_end = event.kind == "segment_ended" and event.severity == "error"
+        if is_end and not ended_by(first_line) and not first_line.startswith(_EXPLAINED):
             yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
 
 
@@ -76,13 +84,17 @@ RULES = (
         needs="the end of the run, which every session records",
         collect="a run recorded by a session",
         condition="the last start of the run was ended by an exception",
-        silent="Ctrl-C, SIGTERM and sys.exit(); exceptions that this package raises because of another finding",
+        silent=(
+            "Ctrl-C, SIGTERM and sys.exit(), which the first line names; exceptions that this package raises because of"
+            " another finding"
+        ),
         severity="error",
         source="arithmetic",
         why="the training is not complete, and the cause may be in its numbers",
         disproof="the exception was meant to end the run",
         remedy="Read the traceback in the output of the script; findings above this one may be its cause",
         judge=FailedRun,
+        essential=True,
         consequence_of=("nonfinite", "nonfinite-loss", "contract"),
     ),
     Rule(

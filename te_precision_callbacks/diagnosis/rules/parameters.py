@@ -29,6 +29,9 @@ class _Kind(NamedTuple):
 _KINDS: Mapping[str, Mapping[str, _Kind]] = {
     "missing-gradient": {
         "no_gradient": _Kind("no backward has reached {names} in {number:.0f} steps of the optimizer"),
+        "lost_gradient": _Kind(
+            "no backward has reached {names} since step {since}, although it had gradients before and its module runs"
+        ),
         "not_held": _Kind(
             "no optimizer has {names}, although a backward has reached it",
             "Give the optimizer all parameters that train, also those that were added or replaced after it was made",
@@ -94,7 +97,7 @@ class _OfParameters(Judge):
         for row in event.data.get("problems", ()):
             kind = _KINDS[self.rule].get(row["what"])
             if kind is not None:
-                seen = kind.seen.format(names=_in_words(row["names"]), number=row["number"])
+                seen = kind.seen.format(names=_in_words(row["names"]), number=row["number"], since=row["since"])
                 layers = layers_of(row["names"])
                 key = row["what"]
                 yield Sighting(layers, "", "", seen, row["since"], kind.severity, key=key, remedy=kind.remedy)
@@ -158,8 +161,9 @@ RULES = (
         needs=f"at least 6 {_NEEDS}, or a gradient for each parameter that it has",
         collect=_COLLECT,
         condition=(
-            "in 6 steps of its optimizer no backward has reached a parameter; where an alike parameter has a gradient,"
-            " in twice as many steps as there are alike ones, at most 8, of experts at most 64. Or a parameter has"
+            "in 6 steps of its optimizer no backward has reached a parameter; where an alike parameter has a gradient"
+            " and the module of this one does not run, in 64. Or a parameter that had gradients gets none in 8 steps in"
+            " which its module runs, and in twice as many as ever before. Or a parameter has"
             " gradients and is in no optimizer of the process. A parameter in an optimizer that needs no gradient is a"
             " note"
         ),

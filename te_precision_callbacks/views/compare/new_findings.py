@@ -40,7 +40,7 @@ class ComparedVerdicts:
         partial = " and ".join(name for name, verdict in (("A", self.a), ("B", self.b)) if verdict.is_partial)
         unread = f" A part of {partial} cannot be read." if partial else ""
         if not self.b.judged:
-            return f"Nothing was checked in B.{unread}"
+            return f"Not enough checked in B.{unread}"
         gone = f" A has {many(len(self.only_a), 'finding')} that B has not." if self.only_a else ""
         found = many(len(self.only_b), "finding") if self.only_b else "no finding"
         return f"B has {found} that A has not.{gone}{unread}"
