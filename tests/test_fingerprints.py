@@ -15,6 +15,7 @@ from te_precision_callbacks.runs.fingerprints.changes import compare
 from te_precision_callbacks.runs.fingerprints.checkpoint_files import file_name, write
 from te_precision_callbacks.runs.fingerprints.fingerprint import (
     LayerFingerprint,
+    Recipe,
     ScalingState,
     TensorDigest,
     Weights,
@@ -155,8 +156,8 @@ def test_layers_that_one_side_lacks_are_not_compared() -> None:
     assert found.layers == ("b",)
 
 
-def test_scales_are_compared_on_the_rank_that_saved_them() -> None:
-    """Another rank may have its own; but scales of 1 are not restored ones."""
+def test_scales_are_compared_where_ranks_have_the_same() -> None:
+    """Without a reduction of amax another rank has its own; but scales of 1 are not restored ones."""
 
     def state(scale: float) -> ScalingState:
         return ScalingState(TensorDigest(3, scale, scale, str(scale)), TensorDigest(16, 0.0, 2.0, "a"))
@@ -165,3 +166,11 @@ def test_scales_are_compared_on_the_rank_that_saved_them() -> None:
     for rank, scale, found in ((0, 8.0, 0), (0, 4.0, 1), (1, 4.0, 0), (1, 1.0, 1)):
         now = fingerprint(replace(layer("a"), forward=state(scale)), rank=rank)
         assert len(compare({0: before}, now).findings) == found, (rank, scale)
+    reduced = {"recipes": (Recipe("DelayedScaling", {"reduce_amax": True, "amax_history_len": 16}),)}
+    before, now = (
+        replace(fingerprint(replace(layer("a"), recipe=0, forward=state(scale)), rank=rank), **reduced)
+        for rank, scale in ((0, 8.0), (1, 4.0))
+    )
+    assert [finding.what for finding in compare({0: before}, now).findings] == [
+        "Other scales than in the checkpoint (forward)"
+    ]

@@ -326,10 +326,10 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
 
 
 def test_following_waits_for_a_run_whose_folder_is_still_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    number, segment = make_segment(tmp_path / FOLDER / "run")
+    number = make_segment(tmp_path / FOLDER / "run")
 
     def train(seconds: float) -> None:
-        run = RunWriter(segment.parent, number)
+        run = RunWriter(tmp_path / FOLDER / "run", number)
         run.put_run()
         append(run, {("fc1", "activation", "underflows%"): np.arange(5.0)})
         run.close("ended")

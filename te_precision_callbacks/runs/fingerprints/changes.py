@@ -117,7 +117,8 @@ def compare(saved: Mapping[int, Fingerprint], now: Fingerprint) -> ResumeReport:
         fingerprint, before = of_rank[rank]
         recipes = fingerprint.recipe_of(before), now.recipe_of(layer)
         same_place = rank == now.rank and fingerprint.world_size == now.world_size
-        for difference in _differences(before, layer, recipes, same_rank=rank == now.rank, same_place=same_place):
+        same_scales = rank == now.rank or all(each is not None and each.fields.get("reduce_amax") for each in recipes)
+        for difference in _differences(before, layer, recipes, same_scales=same_scales, same_place=same_place):
             found.setdefault(difference, []).append(layer.name)
     findings = [
         Finding(what, tuple(names), all_layers=len(names) == compared, of_rank=of_rank)
@@ -143,7 +144,7 @@ def _differences(
     now: LayerFingerprint,
     recipes: tuple[Recipe | None, Recipe | None],
     *,
-    same_rank: bool,
+    same_scales: bool,
     same_place: bool,
 ) -> Iterator[tuple[str, bool]]:
     """The differences of a layer, and whether each is one of what the rank has restored."""
@@ -157,7 +158,7 @@ def _differences(
             False,
         )
     if recipes[1] is None or not _WITH_STATE.isdisjoint(recipes[1].fields):
-        for what in _of_state(before, now, same_rank=same_rank, length_may_differ="amax_history_len" in changed):
+        for what in _of_state(before, now, same_scales=same_scales, length_may_differ="amax_history_len" in changed):
             yield what, True
     for what in _of_weights(before, now, same_place=same_place):
         yield what, True
@@ -182,10 +183,10 @@ def _of_recipe(before: Recipe | None, now: Recipe | None) -> str:
 
 
 def _of_state(
-    before: LayerFingerprint, now: LayerFingerprint, *, same_rank: bool, length_may_differ: bool
+    before: LayerFingerprint, now: LayerFingerprint, *, same_scales: bool, length_may_differ: bool
 ) -> Iterator[str]:
     """The differences of scales and histories; one that both directions have is one. Their contents are compared on the
-    rank that saved them: without a reduction of amax each rank has its own."""
+    rank that saved them, or where ranks share them by a reduction of amax."""
     of_direction: dict[str, list[str]] = {}
     for direction, old, new in (
         ("forward", before.forward, now.forward),
@@ -196,21 +197,21 @@ def _of_state(
         if new is None:
             of_direction.setdefault(_UNSAVED if before.unsaved else _MISSING, [])
             continue
-        for what in _of_direction(old, new, same_rank=same_rank, length_may_differ=length_may_differ):
+        for what in _of_direction(old, new, same_scales=same_scales, length_may_differ=length_may_differ):
             of_direction.setdefault(what, []).append(direction)
     for what, directions in of_direction.items():
         yield f"{what} ({' and '.join(directions)})" if directions else what
 
 
-def _of_direction(old: ScalingState, new: ScalingState, *, same_rank: bool, length_may_differ: bool) -> Iterator[str]:
+def _of_direction(old: ScalingState, new: ScalingState, *, same_scales: bool, length_may_differ: bool) -> Iterator[str]:
     if new.has_unit_scales and not old.has_unit_scales:
         yield "The scales came back as 1"
-    elif same_rank and new.scale != old.scale:
+    elif same_scales and new.scale != old.scale:
         yield "Other scales than in the checkpoint"
     if new.history.length != old.history.length:
         if not length_may_differ:
             yield f"Amax histories of {new.history.length} steps, of {old.history.length} in the checkpoint"
-    elif same_rank and new.history != old.history:
+    elif same_scales and new.history != old.history:
         yield "Amax histories with another content than in the checkpoint"
 
 
