@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +13,17 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.runs.fingerprints import Finding, Fingerprint, FingerprintError, read
 from te_precision_callbacks.runs.fingerprints.changes import compare
-from te_precision_callbacks.runs.fingerprints.checkpoint_files import file_name, write
 from te_precision_callbacks.runs.fingerprints.fingerprint import (
     LayerFingerprint,
     Recipe,
     ScalingState,
     TensorDigest,
     Weights,
+    file_name,
     merged,
+    write,
 )
-from te_precision_callbacks.runs.fingerprints.hashing import content_hash
-from te_precision_callbacks.runs.fingerprints.taking import recipe_fingerprint
+from te_precision_callbacks.runs.fingerprints.taking import content_hash, recipe_fingerprint
 
 
 def layer(name: str, *, sharded: bool = False, rowwise: str = "a") -> LayerFingerprint:
@@ -48,7 +49,7 @@ def test_the_hash_is_the_weighted_sum_of_the_words(size: int) -> None:
 def test_the_hash_of_a_large_tensor_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.randn(1000)
     whole = content_hash(data)
-    monkeypatch.setattr("te_precision_callbacks.runs.fingerprints.hashing._PIECE", 64)
+    monkeypatch.setattr("te_precision_callbacks.runs.fingerprints.taking._PIECE", 64)
     assert content_hash(data) == whole
 
 
@@ -108,7 +109,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     write(after, tmp_path)
     assert read(tmp_path, 0) == {0: after}
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             write(before, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [file_name(0)]

@@ -62,7 +62,7 @@ _MOST_ATTEMPTS = 5
 """How often a run is read whose files are replaced meanwhile."""
 
 _MOST_BELOW = 8
-"""The log folders in a folder that a message names."""
+"""The log folders, or other runs, that a message names."""
 
 StrPath = str | os.PathLike[str]
 
@@ -112,6 +112,31 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
             )
         return import_logs(folder, logs)
     raise NotARunError(f"{folder}: {_what_it_is(folder)}")
+
+
+def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
+    """Read a run for a command.
+
+    Args:
+        path: as for :func:`open_run`.
+        run: likewise; None for the latest run of the folder.
+
+    Returns:
+        The run, and a line for the user on the choice that was made; empty where there was none to make.
+
+    Raises:
+        RunError: as from :func:`open_run`.
+    """
+    recorded = open_run(path, run=run or "latest")
+    names = list_runs(path) if run is None else ()
+    others = [name for name in reversed(names) if name != recorded.run_id]
+    if not others:
+        return recorded, ""
+    more = len(others) - _MOST_BELOW
+    listed = ", ".join(others[:_MOST_BELOW]) + (f" and {more} more" if more > 0 else "")
+    return recorded, (
+        f"{path} has {len(names)} runs. The latest is read: {recorded.run_id}. The others, for --run: {listed}."
+    )
 
 
 def _records_of(folder: Path) -> Path:

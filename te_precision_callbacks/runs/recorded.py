@@ -302,7 +302,7 @@ class RecordedRun:
         found: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in self.events.to_pylist():
             rank = row.pop("rank")
-            key = tuple(value for name, value in row.items() if name not in ("wall_time", "order"))
+            key = tuple(value for name, value in row.items() if name != "wall_time")
             ranks = found.setdefault(key, {**row, "ranks": []})["ranks"]
             if rank is not None and rank not in ranks:
                 ranks.append(rank)

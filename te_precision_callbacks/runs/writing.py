@@ -235,12 +235,16 @@ class RunWriter:
         self._facts: dict[str, Any] = {}
         self._fact_bytes: dict[str, int] = {}
         self._names = _SeriesNames()
-        small = self.closed, max(close_bytes, small_bytes)
-        self._steps = _Table(self.own, "steps", STEPS, _batch_of(STEPS), *small)
-        self._scalars = _Table(self.own, "scalars", SCALARS, _batch_of(SCALARS), *small)
-        self._values = _Table(self.own, "values", VALUES, self._values_batch, self.closed, close_bytes)
-        self._vectors = _Table(self.own, "vectors", VECTORS, self._vectors_batch, self.closed, close_bytes)
-        self._tables = self._steps, self._scalars, self._values, self._vectors
+        kinds: dict[str, tuple[pa.Schema, Callable[[list[Any]], pa.RecordBatch], float]] = {
+            "steps": (STEPS, _batch_of(STEPS), max(close_bytes, small_bytes)),
+            "scalars": (SCALARS, _batch_of(SCALARS), max(close_bytes, small_bytes)),
+            "values": (VALUES, self._values_batch, close_bytes),
+            "vectors": (VECTORS, self._vectors_batch, close_bytes),
+        }
+        self._tables = {
+            name: _Table(self.own, name, schema, batch, self.closed, size)
+            for name, (schema, batch, size) in kinds.items()
+        }
         self._events: list[bytes] = []
         self._event_file: AppendedFile | None = None
 
@@ -386,7 +390,7 @@ class RunWriter:
             "local": local,
             "ranks": ranks,
         }
-        self._steps.add(row)
+        self._tables["steps"].add(row)
 
     def add_values(
         self,
@@ -405,7 +409,7 @@ class RunWriter:
         """
         if len(series):
             flags = np.zeros(len(series), np.uint8) if flags is None else flags
-            self._values.add((np.full(len(series), iteration), series, values, flags), _ROW * len(series))
+            self._tables["values"].add((np.full(len(series), iteration), series, values, flags), _ROW * len(series))
 
     def _values_batch(self, rows: list[Any]) -> pa.RecordBatch:
         iterations, series, values, flags = (np.concatenate(column) for column in zip(*rows, strict=True))
@@ -423,7 +427,7 @@ class RunWriter:
         """
         dense = np.asarray(counts)
         bins = np.flatnonzero(dense)
-        self._vectors.add((iteration, series, bins, dense[bins]), _ROW + _BIN * len(bins))
+        self._tables["vectors"].add((iteration, series, bins, dense[bins]), _ROW + _BIN * len(bins))
 
     def _vectors_batch(self, rows: list[Any]) -> pa.RecordBatch:
         iterations, series, bins, counts = zip(*rows, strict=True)
@@ -448,7 +452,7 @@ class RunWriter:
         step = iteration if logging_step is None else logging_step
         row = {"segment": self.segment, "iteration": iteration, "logging_step": step}
         for name, value in scalars.items():
-            self._scalars.add({**row, "name": writable(name), "value": value})
+            self._tables["scalars"].add({**row, "name": writable(name), "value": value})
 
     def add_event(
         self,
@@ -470,7 +474,7 @@ class RunWriter:
             iteration: the debug iteration in which it happened.
             wall_time: when, in seconds since the epoch; None for now.
             data: more of it, as JSON.
-            **subject: further columns: ``micro``, ``order``, ``phase``, ``scope``, ``layer``, ``tensor``, ``gemm``.
+            **subject: further columns: ``phase``, ``scope``, ``layer``, ``tensor``, ``gemm``.
 
         Raises:
             TypeError: there is no such column.
@@ -498,18 +502,18 @@ class RunWriter:
     def nbytes(self) -> int:
         """The bytes of this rank's files."""
         events = 0 if self._event_file is None else self._event_file.tell()
-        opened = sum(table.open_bytes for table in self._tables)
+        opened = sum(table.open_bytes for table in self._tables.values())
         return opened + sum(self.closed.values()) + sum(self._fact_bytes.values()) + events
 
     @property
     def open_bytes(self) -> int:
         """The bytes of statistics in open files."""
-        return self._values.open_bytes + self._vectors.open_bytes
+        return sum(self._tables[name].open_bytes for name in ("values", "vectors"))
 
     @property
     def waiting(self) -> int:
         """The bytes that new statistics need in open files, at most."""
-        return self._values.waiting + self._vectors.waiting
+        return sum(self._tables[name].waiting for name in ("values", "vectors"))
 
     def flush(self) -> None:
         """Append all new rows to the open files.
@@ -517,7 +521,7 @@ class RunWriter:
         Raises:
             OSError: something cannot be written.
         """
-        for table in self._tables:
+        for table in self._tables.values():
             table.flush()
         if self._events:
             if self._event_file is None:
@@ -535,7 +539,7 @@ class RunWriter:
         self.status = status
         try:
             self.flush()
-            for table in self._tables:
+            for table in self._tables.values():
                 table.close()
             self.leave()
             if self._facts:
@@ -546,7 +550,7 @@ class RunWriter:
 
     def leave(self) -> None:
         """Close all files as they are, without an end: readers take what is there."""
-        for table in self._tables:
+        for table in self._tables.values():
             table.leave()
         if self._event_file is not None:
             self._event_file.close()

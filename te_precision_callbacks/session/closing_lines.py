@@ -12,7 +12,7 @@ from te_precision_callbacks.coverage.contract_keeper import PrecisionContractErr
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
-from te_precision_callbacks.runs.outcomes import broken_in_short, ended_by
+from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 
 MOST_LINES = 8
 

@@ -28,8 +28,7 @@ from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
 from te_precision_callbacks.runs.fingerprints.changes import compare, for_log, unsaved_layers
-from te_precision_callbacks.runs.fingerprints.checkpoint_files import read, write
-from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, FingerprintError
+from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, FingerprintError, read, write
 from te_precision_callbacks.runs.fingerprints.taking import with_layers, with_recipes
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink

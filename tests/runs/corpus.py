@@ -253,7 +253,7 @@ CLOSED: dict[str, Damage] = {
     **{
         f"events {key} {text}": event(key, text)
         for keys, texts in (
-            (("iteration", "rank", "order"),
+            (("iteration", "rank"),
              ("null", "1e999", "1" + "0" * 23, "-7", str(2**62), "[]", '{"a": 1}', "NaN", "true", '"x"')),
             (("kind", "severity", "text", "layer", "data", "phase"), ("null", "-7", '{"a": 1}')),
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.runs.outcomes import broken_in_short, ended_by
+from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 from te_precision_callbacks.sinks.step_records import Event
 
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
