@@ -24,7 +24,7 @@ from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.runs.answers import outcome_in_words
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.closing_lines import closing_lines
+from te_precision_callbacks.session.closing import closing_lines
 from te_precision_callbacks.sinks.metrics import MetricSelection
 from te_precision_callbacks.sinks.step_records import StepRecords
 from tests.conftest import Keeper, statistics

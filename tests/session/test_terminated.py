@@ -21,8 +21,8 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.lightning import PrecisionDebugCallback
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.session import signals
-from te_precision_callbacks.session.wakeup import Wakeup
+from te_precision_callbacks.session import endings
+from te_precision_callbacks.session.endings import Wakeup
 from te_precision_callbacks.sinks import writer_thread
 from tests.conftest import Keeper, statistics
 from tests.forked import REPOSITORY, executable
@@ -298,7 +298,7 @@ def test_what_a_layer_adds_to_the_end_is_bounded(
 
 
 def test_the_thread_is_patient_with_a_main_thread_that_has_begun() -> None:
-    assert signals.GRACE < signals.LONGEST_FLUSH < signals.LONGEST_STOP
+    assert endings.GRACE < endings.LONGEST_FLUSH < endings.LONGEST_STOP
 
 
 def test_a_flush_to_a_disk_that_failed_is_not_taken_for_written(tmp_path: Path) -> None:
