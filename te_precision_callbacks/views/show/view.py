@@ -178,6 +178,10 @@ def look(
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
     verdict, judged_to = (diagnose(run), max(last, default=None)) if judge is None else judge(run)
+    outcome = tuple(outcome_in_words(run))
+    status = segment.status if segment else "unknown"
+    if status == "failed" and not any(line.startswith("The run failed") for line in outcome):
+        status = "ended early"  # by Ctrl-C, SIGTERM or sys.exit()
     return RunView(
         verdict=verdict,
         judged_to=judged_to,
@@ -186,8 +190,8 @@ def look(
         path=str(run.path),
         run_id=run.run_id,
         source=run.source,
-        status=segment.status if segment else "unknown",
-        outcome=tuple(outcome_in_words(run)),
+        status=status,
+        outcome=outcome,
         segments=len(run.segments),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
         first=min(first, default=None),
