@@ -179,7 +179,7 @@ def look(
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
     verdict, judged_to = (diagnose(run), max(last, default=None)) if judge is None else judge(run)
     outcome = tuple(outcome_in_words(run))
-    status = segment.status if segment else "unknown"
+    status: str = segment.status if segment else "unknown"
     if status == "failed" and not any(line.startswith("The run failed") for line in outcome):
         status = "ended early"  # by Ctrl-C, SIGTERM or sys.exit()
     return RunView(
