@@ -19,15 +19,11 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "operands": ("gemm_id", "tensor"),
     "states": (),
     "plan": (),
-    "memory": ("layer", "kind"),
 }
 """Table -> the columns that no row lacks."""
 
 _ITERATIONS = ("iteration", "logging_step", "since", "until")
-_COUNTS = (
-    *("series", "layer_id", "gemm_id", "macs", "bytes", "params", "n", "m", "k", "batch", "calls", "count"),
-    *("low", "high"),
-)
+_COUNTS = (*("series", "layer_id", "gemm_id", "macs", "bytes", "params", "n", "m", "k", "batch", "calls", "count"),)
 _LATEST = 1 << 52
 """The microseconds since 1970 at which times end, in the year 2112."""
 

@@ -147,7 +147,7 @@ def _show_trace(trace: Path, *, as_json: bool) -> None:
     from te_precision_callbacks.speed.recorded import RunSpeed
     from te_precision_callbacks.speed.trace import measure, read_trace
 
-    _show(RunSpeed(None, measure(read_trace(trace)), (), ()), as_json=as_json)
+    _show(RunSpeed(None, measure(read_trace(trace)), ()), as_json=as_json)
 
 
 def _show(known: RunSpeed, *, as_json: bool) -> None:

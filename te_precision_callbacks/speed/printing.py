@@ -16,7 +16,6 @@ from te_precision_callbacks.speed.costs import CallPlan
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.estimate import StepSpeed
 from te_precision_callbacks.speed.expected import ProductTime, Total, alike, total
-from te_precision_callbacks.speed.memory.printing import show_rows
 from te_precision_callbacks.speed.recorded import RunSpeed
 from te_precision_callbacks.speed.trace import show as show_measured
 
@@ -106,7 +105,7 @@ def show_step(speed: StepSpeed) -> None:
 
 
 def show_run(known: RunSpeed) -> None:
-    """Print what is known of a run: expected times, measured ones beside them, and memory."""
+    """Print what is known of a run: expected times, and measured ones beside them."""
     if known.expected is not None:
         show_step(known.expected)
         if known.is_comparable:
@@ -116,10 +115,6 @@ def show_run(known: RunSpeed) -> None:
         terminal.show_text("")
         terminal.show_text("Measured in the trace")
         show_measured(known.measured)
-    if known.memory:
-        terminal.show_text("")
-        terminal.show_text("Memory of the layers of a rank, and what they save for the backward")
-        show_rows(known.memory)
     terminal.show_notes(known.notes)
 
 

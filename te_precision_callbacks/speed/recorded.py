@@ -1,8 +1,8 @@
-"""All that is known of a recorded run's speed and memory: expected times, measured ones, and bytes.
+"""All that is known of a recorded run's speed: expected times and measured ones.
 
     step = step_of_run(open_run("logs"))
     known = run_speed(open_run("logs"), estimate_step, device="h200")
-    known.expected, known.measured, known.memory, known.notes
+    known.expected, known.measured, known.notes
 
 Expected and measured times stand beside each other and are not mixed: the errors of the model are largely the same in
 BF16 and in low precision, so they cancel in an expected speed-up, and would not in one of which one side is measured.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,7 @@ from te_precision_callbacks.speed.devices import Device, device_named, device_re
 from te_precision_callbacks.speed.errors import DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import Step, StepSpeed
 from te_precision_callbacks.speed.expected import ProductTime
-from te_precision_callbacks.speed.memory.rows import MemoryRow, by_kind, total
 from te_precision_callbacks.speed.trace import MeasuredStep, TraceError, measure, read_trace
-from te_precision_callbacks.speed.trace import as_json as measured_as_json
 
 
 def step_of_run(run: RecordedRun) -> Step:
@@ -104,18 +102,16 @@ Expect = Callable[[Step, Device], StepSpeed]
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """What is known of a run's speed and memory.
+    """What is known of a run's speed.
 
     Attributes:
         expected: expected times; None for a run without a GPU, if no device was named.
         measured: what a step took in a trace; None without one.
-        memory: what the layers keep, and save for the backward; empty where it was not recorded.
         notes: what is not known, and why; what cannot be read of the run comes first.
     """
 
     expected: StepSpeed | None
     measured: MeasuredStep | None
-    memory: tuple[MemoryRow, ...]
     notes: tuple[str, ...]
 
     @property
@@ -143,9 +139,7 @@ class RunSpeed:
                 {**row, "measured_gemm_ms": ms} for row, ms in zip(found["products"], gemms, strict=True)
             ]
         found["notes"] = [*found["notes"], *self.notes]
-        found["measured"] = None if self.measured is None else measured_as_json(self.measured)
-        kinds = {kind: bytes_._asdict() for kind, bytes_ in by_kind(self.memory).items()}
-        found["memory"] = {"kinds": kinds, "total": total(self.memory)._asdict()} if self.memory else None
+        found["measured"] = self.measured
         return found
 
     @functools.cached_property
@@ -158,7 +152,7 @@ class RunSpeed:
 
 
 def run_speed(run: RecordedRun, expect: Expect, *, device: str | None = None, trace: Path | None = None) -> RunSpeed:
-    """What is known of a run's speed and memory.
+    """What is known of a run's speed.
 
     Args:
         run: the run.
@@ -182,7 +176,6 @@ def run_speed(run: RecordedRun, expect: Expect, *, device: str | None = None, tr
     found = RunSpeed(
         expected,
         measured,
-        tuple(MemoryRow(**row) for row in run.memory.select([each.name for each in fields(MemoryRow)]).to_pylist()),
         tuple(notes),
     )
     if expected is None or measured is None or found.is_comparable:
@@ -190,7 +183,7 @@ def run_speed(run: RecordedRun, expect: Expect, *, device: str | None = None, tr
     note = (
         f"The trace is of {measured.device}, and times are expected for {expected.device.title}: they are not compared."
     )
-    return RunSpeed(expected, measured, found.memory, (*notes, note))
+    return RunSpeed(expected, measured, (*notes, note))
 
 
 def _step_and_device(run: RecordedRun, device: str | None) -> tuple[Step | None, Device | None, SpeedError | None]:
@@ -210,20 +203,19 @@ def _step_and_device(run: RecordedRun, device: str | None) -> tuple[Step | None,
         return step, None, error
 
 
-def measured_step(run: RecordedRun, step: Step | None, trace: Path, *, is_own: bool = False) -> MeasuredStep:
+def measured_step(run: RecordedRun, step: Step | None, trace: Path) -> MeasuredStep:
     """What a step of a run took in a trace: by layer and GEMM where the layers of a step have the names of the trace.
 
     Args:
         run, step: the run and its step; None if the run has no products.
         trace: the trace.
-        is_own: as of :func:`~te_precision_callbacks.speed.trace.measure`.
 
     Raises:
         TraceError: the trace cannot be read, or is of another run.
     """
     # Layers of several scopes have other names in a step than in the trace of one of its ranks.
     is_of_one = len(run.gemms["scope"].unique()) == 1
-    return measure(read_trace(trace), step.coverage if step is not None and is_of_one else (), is_own=is_own)
+    return measure(read_trace(trace), step.coverage if step is not None and is_of_one else ())
 
 
 def _measured(run: RecordedRun, step: Step | None, trace: Path | None) -> tuple[MeasuredStep | None, list[str]]:
@@ -235,7 +227,7 @@ def _measured(run: RecordedRun, step: Step | None, trace: Path | None) -> tuple[
     if not own:
         return None, notes
     try:
-        return measured_step(run, step, own[-1], is_own=True), notes
+        return measured_step(run, step, own[-1]), notes
     except TraceError as error:
         return None, [*notes, f"The run's own trace is left out: {error}"]
 

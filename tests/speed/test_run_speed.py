@@ -1,4 +1,4 @@
-"""te-precision speed RUN with a trace of the run: measured times beside expected ones, and memory."""
+"""te-precision speed RUN with a trace of the run: measured times beside expected ones."""
 
 from __future__ import annotations
 
@@ -62,8 +62,6 @@ def write(gpu: str | None, *, inside: str = "") -> Path:
             ]
         writer.put_facts("gemms", gemms)
         writer.put_facts("operands", operands)
-        row = {"layer": "head", "what": "weight", "lives": "always"}
-        writer.put_facts("memory", [{**row, "kind": "high_weight", "low": 2048, "high": 2048}])
         writer.add_step(0)
     traces = Path("logs/precision_records") / writer.run_id / "traces"
     traces.mkdir()
@@ -96,9 +94,8 @@ def test_measured_gemms_stand_beside_expected_ones() -> None:
         assert row["measured_gemm_ms"] == (None if expected is None else pytest.approx(expected))
     assert sum(row["measured_gemm_ms"] is not None for row in found["products"]) > 20
     assert found["measured"]["device"] == H100
-    assert found["memory"]["total"] == {"low": 2048, "high": 2048}
     text = show().output
-    for words in ("ratio", "Measured in the trace", "Memory of the layers of a rank"):
+    for words in ("ratio", "Measured in the trace"):
         assert words in text
 
 

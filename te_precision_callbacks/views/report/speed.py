@@ -1,4 +1,4 @@
-"""The speed of a run for a report: expected times, what was measured in its trace, and its memory.
+"""The speed of a run for a report: expected times, and what was measured in its trace.
 
 speed_facts(run)["kinds"][0]        # {"layers": 96, "name": "layers.{0-95}.fc1", "high_ms": ..., "low_ms": ..., ...}
 
@@ -21,7 +21,6 @@ from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.errors import DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step
 from te_precision_callbacks.speed.expected import ProductTime, Total, alike, total
-from te_precision_callbacks.speed.memory.rows import KINDS, LIVES, Memory, MemoryRow
 from te_precision_callbacks.speed.printing import reasons_in_words, recipes_in_words
 from te_precision_callbacks.speed.recorded import device_of_run, measured_step, step_of_run
 from te_precision_callbacks.speed.trace import MeasuredStep, TraceError
@@ -48,11 +47,10 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
 
     Returns:
         ``summary``, the answer in a sentence; ``device``, null if it is not known; ``unknown``, why nothing is
-        expected and what to do, empty if something is; ``trace``, what was measured; ``memory``, by kind in bytes; and
-        if something is expected ``total``, ``kinds``, ``advice`` and ``notes``. Times are
-        milliseconds of a step.
+        expected and what to do, empty if something is; ``trace``, what was measured; and
+        if something is expected ``total``, ``kinds``, ``advice`` and ``notes``. Times are milliseconds of a step.
     """
-    found: dict[str, Any] = {"device": None, "unknown": "", "trace": None, "memory": _memory(run)}
+    found: dict[str, Any] = {"device": None, "unknown": "", "trace": None}
     step, speed = None, None
     try:
         step = step_of_run(run)
@@ -112,7 +110,7 @@ def _trace(
         if bytes_of_file > _MOST_TRACE_BYTES:
             told["problem"] = f"It has {size(bytes_of_file)}, which takes too long to read for a page."
             return told, {}
-        measured = measured_step(run, step, path, is_own=True)
+        measured = measured_step(run, step, path)
     except (TraceError, OSError) as error:
         told["problem"] = visible(str(error))
         return told, {}
@@ -130,8 +128,6 @@ def _trace_facts(measured: MeasuredStep) -> dict[str, Any]:
         "device": visible(measured.device),
         "iterations": list(measured.iterations),
         "wall_ms": measured.wall_ms,
-        "idle_ms": measured.idle_ms,
-        "busy_share": _number(measured.busy_share),
         "kinds": [
             {"kind": kind, "format": form, "ms": ms, "share": ms / measured.work_ms if measured.work_ms else None}
             for (kind, form), ms in measured.by_kind().items()
@@ -198,16 +194,3 @@ def _kind(
         "why": [visible(why) for why in dict.fromkeys(reasons_in_words(layers[0]))],
         "measured_ms": sum(measured[name] for name in names) if all(name in measured for name in names) else None,
     }
-
-
-def _memory(run: RecordedRun) -> dict[str, Any]:
-    """Bytes by kind, planned in the precision that layers ran in and in high precision; on one rank."""
-    kept = run.memory.to_pylist()
-    rows = [MemoryRow(**row) for row in kept if row["kind"] in KINDS and row["lives"] in LIVES]
-    memory = Memory(tuple(rows), "", (0, 0), None, False, False, {})
-    kinds = [
-        {"kind": kind, "name": KINDS[kind], "low": found.low, "high": found.high}
-        for kind, found in memory.by_kind().items()
-    ]
-    whole = memory.bytes()
-    return {"kinds": kinds, "low": whole.low, "high": whole.high} if kinds else {"kinds": []}
