@@ -7,7 +7,6 @@ in_short(speed)                     # "expected 1.31 (1.18 to 1.45) times as fas
 from __future__ import annotations
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.speed.estimate import StepSpeed, estimate_step
 from te_precision_callbacks.speed.expected import layers_without_gain
@@ -25,11 +24,6 @@ def speed_of(run: RecordedRun) -> StepSpeed:
     return estimate_step(step_of_run(run), device_of_run(run, None))
 
 
-def without_gain(speed: StepSpeed) -> set[str]:
-    """The layers that take as long as in BF16, or longer."""
-    return layers_without_gain([one for one in speed.times if one.gemm in GEMMS])
-
-
 def in_short(speed: StepSpeed) -> str:
     """The expected speed-up of the matrix products, in one line without a full stop."""
     whole, where = speed.total, speed.device.title
@@ -37,7 +31,7 @@ def in_short(speed: StepSpeed) -> str:
         why = "no product with a known cost" if whole.unknown else "no matrix product"
         return f"no speed-up expected on {where}: {why} runs in low precision"
     told = f"expected {times_faster(whole.speedup, whole.interval)} times as fast as BF16 on {where}"
-    count = len(without_gain(speed))
+    count = len(layers_without_gain(speed.times))
     if count:
         told += f"; {many(count, 'layer')} {'gains' if count == 1 else 'gain'} nothing"
     return told

@@ -10,17 +10,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from te_precision_callbacks.coverage.coverage import Product
+from te_precision_callbacks.speed.trace.events import OUTSIDE, Call, Context, Event, Pass, Trace
 from te_precision_callbacks.speed.trace.kinds import Known, of_kernel, of_operator
 from te_precision_callbacks.speed.trace.range_names import module_of, read_iteration, read_layer, read_unended
-from te_precision_callbacks.speed.trace.reading import Event, Trace
-
-Pass = Literal["forward", "backward", "recompute", "optimizer", ""]
-"""The part of a step: ``recompute`` is a forward that an activation checkpoint runs again in the backward; empty for
-what is none of these, such as the loading of a batch."""
 
 _NODE = "autograd::engine::evaluate_function: "
 _OF_BACKWARD = re.compile(r"Backward\d*$|^torch::autograd::")
@@ -29,54 +24,6 @@ _BESIDE_A_GEMM = re.compile(
     r"(?i)splitKreduce|reduce_1Block|epilogue::impl|setup_grouped|grouped_tensor_offsets|bias_add"
 )
 """Kernels that a GEMM launches after its own."""
-
-
-class Context(NamedTuple):
-    """What an event belongs to.
-
-    Attributes:
-        layer, gemm: by the innermost range of a session; empty outside of them.
-        of_pass: the pass.
-        unit: the outermost operator of the pass: a call of a Function of autograd, or of an operator, or the backward
-            of either.
-        operator: the innermost operator.
-    """
-
-    layer: str = ""
-    gemm: str = ""
-    of_pass: Pass = ""
-    unit: Event | None = None
-    operator: Event | None = None
-
-
-_OUTSIDE = Context()
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """A GEMM, a convolution, or attention in one kernel, as the host called it.
-
-    Attributes:
-        events: its kernels.
-        context: the context of the first one.
-        sizes: the elements that each sum has, and the rows and columns of the result, by the operands of an operator of
-            torch; None where they are unknown.
-        layer, gemm: by its range, or by that of the forward of a backward; empty where neither is known.
-        product: the product of the run.
-    """
-
-    events: list[Event]
-    context: Context
-    sizes: tuple[int, frozenset[int]] | None
-    layer: str
-    gemm: str
-    product: Product | None = field(default=None)
-
-    @property
-    def is_attention(self) -> bool:
-        """Whether it is attention in one kernel, which computes all products of it."""
-        known = self.events[0].known
-        return known is not None and known.kind == "attention"
 
 
 class Contexts(NamedTuple):
@@ -103,7 +50,7 @@ def contexts_of(trace: Trace) -> Contexts:
             stack.pop()
         event.outer = stack[-1] if stack else None
         stack.append(event)
-        around = _OUTSIDE if event.outer is None else event.outer.context
+        around = OUTSIDE if event.outer is None else event.outer.context
         if event.what == "call":
             event.context = around
         elif event.what == "range":
@@ -153,7 +100,7 @@ def work_of(trace: Trace) -> list[Event]:
         calls = {event.link: event for event in trace.host if event.what == "call"}
         for kernel in trace.kernels:
             kernel.launch = calls.get(kernel.link)
-            kernel.context = _OUTSIDE if kernel.launch is None else kernel.launch.context
+            kernel.context = OUTSIDE if kernel.launch is None else kernel.launch.context
             kernel.us = kernel.end - kernel.begin
             operator = kernel.context.operator
             kernel.known = of_kernel(kernel.name) or (None if operator is None else of_operator(operator.name))

@@ -11,8 +11,6 @@ from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.errors import TraceError
 from te_precision_callbacks.speed.trace.assigning import (
-    Call,
-    Pass,
     assign,
     calls_of,
     contexts_of,
@@ -20,9 +18,9 @@ from te_precision_callbacks.speed.trace.assigning import (
     layers_of_units,
     work_of,
 )
+from te_precision_callbacks.speed.trace.events import Call, Event, Pass, Trace
 from te_precision_callbacks.speed.trace.kinds import KernelKind
 from te_precision_callbacks.speed.trace.range_names import read_layer
-from te_precision_callbacks.speed.trace.reading import Event, Trace
 
 _OF_AN_OPTIMIZER = ("elementwise", "reduction", "norm", "host")
 _MOST_UNKNOWN = 5

@@ -11,17 +11,13 @@ import json
 import sys
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from te_precision_callbacks.speed.errors import TraceError
+from te_precision_callbacks.speed.trace.events import Event, EventType, Trace
 
-if TYPE_CHECKING:
-    from te_precision_callbacks.speed.trace.assigning import Call, Context
-    from te_precision_callbacks.speed.trace.kinds import Known
-
-_CATEGORIES: Mapping[str, Literal["operator", "range", "call", "kernel"]] = {
+_CATEGORIES: Mapping[str, EventType] = {
     "cpu_op": "operator",
     "user_annotation": "range",
     "cuda_runtime": "call",
@@ -30,68 +26,6 @@ _CATEGORIES: Mapping[str, Literal["operator", "range", "call", "kernel"]] = {
     "gpu_memcpy": "kernel",
     "gpu_memset": "kernel",
 }
-
-
-@dataclass(slots=True, eq=False)
-class Event:
-    """An operator, a range or a call of the CUDA runtime on the host, or a kernel, copy or fill on the device.
-
-    Attributes:
-        name: its name.
-        what: which of these it is.
-        begin, end: in microseconds.
-        lane: the number of its thread or stream.
-        link: the correlation of a call and the kernels that it launches.
-        has_node: whether it is an operator with a node in autograd.
-        shapes: the sizes of an operator's operands; None in a trace without shapes.
-        outer: the event of the host around it.
-        context: the layer, the pass and the operator that it belongs to.
-        us: the time that counts, in microseconds: of an operator without the operators inside.
-        launch: the call of the host that launched it; an operator itself; None where the trace does not have it.
-        known: its kind and format by its name; None if the name is unknown.
-        call: the matrix product that it is a part of.
-    """
-
-    name: str
-    what: Literal["operator", "range", "call", "kernel"]
-    begin: float
-    end: float
-    lane: int
-    link: int | None
-    has_node: bool
-    shapes: list[list[int]] | None
-    outer: Event | None = None
-    context: Context = None  # type: ignore[assignment]  # set by assigning.contexts_of
-    us: float = 0.0
-    launch: Event | None = None
-    known: Known | None = None
-    call: Call | None = None
-
-    @property
-    def launched(self) -> float:
-        """When the host launched it, in microseconds; when it began where that is unknown."""
-        return self.begin if self.launch is None else self.launch.begin
-
-
-@dataclass
-class Trace:
-    """A trace.
-
-    Attributes:
-        path: the file.
-        device: the name of the GPU; empty if the trace does not have it.
-        rank: the rank of the process; None if the trace does not have it.
-        host: operators, ranges and calls.
-        kernels: kernels, copies and fills; empty without a GPU, where operators take their place.
-        arrows: (lane, begin) of an operator of a backward -> those of the forward that created its node.
-    """
-
-    path: Path
-    device: str = ""
-    rank: int | None = None
-    host: list[Event] = field(default_factory=list)
-    kernels: list[Event] = field(default_factory=list)
-    arrows: dict[tuple[int, float], tuple[int, float]] = field(default_factory=dict)
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -166,7 +100,7 @@ class _Reader:
             ) from error
         return None
 
-    def _event(self, found: Mapping[str, Any], what: Literal["operator", "range", "call", "kernel"]) -> Event:
+    def _event(self, found: Mapping[str, Any], what: EventType) -> Event:
         arguments = found.get("args") or {}
         begin = float(found["ts"])
         shapes = arguments.get("Input Dims")

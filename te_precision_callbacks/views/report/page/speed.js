@@ -92,9 +92,9 @@ function traceCard({ trace }) {
 
 function adviceCard({ advice, device }) {
   return card("What to do", { about: `Largest saving first, on ${device}. Each is estimated alone; savings do not add up.`, extra: [
-    csvButton("what to do", ["text", "saves_ms", "saves_ms_low", "saves_ms_high", "note", "patch"], () => advice.map((one) => [one.text, one.saves_ms, one.saves_ms_low, one.saves_ms_high, one.note, one.patch]))],
+    csvButton("what to do", ["text", "saves_ms", "saves_ms_low", "saves_ms_high", "note", "patch"], () => advice.map((one) => [one.text, one.saves_ms, ...one.interval, one.note, one.patch]))],
   }, advice.length ? el("ol", { class: "advice" }, advice.map((one) => el("li", { class: "found" },
-    el("div", {}, el("strong", {}, one.text), `; saves ${milliseconds(one.saves_ms)} ms per step (${milliseconds(one.saves_ms_low)} to ${milliseconds(one.saves_ms_high)})`),
+    el("div", {}, el("strong", {}, one.text), `; saves ${milliseconds(one.saves_ms)} ms per step (${one.interval.map(milliseconds).join(" to ")})`),
     one.note && el("p", { class: "quiet" }, one.note), one.patch && el("pre", { "aria-label": "Section for the config" }, one.patch))))
     : el("p", { class: "quiet" }, "No change that saves time was found."));
 }
