@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.coverage.precision_audit import Operand, PrecisionAudit, formats_of_fused_path, of_fprop
+from te_precision_callbacks.coverage.precision_audit import (
+    LayerOperand,
+    PrecisionAudit,
+    formats_of_fused_path,
+    of_fprop,
+)
 from te_precision_callbacks.coverage.precision_history import Format
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.turns import Turns
@@ -59,7 +64,7 @@ class RestingLayers:
         self._trainable: dict[int, tuple[bool, ...]] = {}
         self._turns = Turns(list(modules.values()))
         self._suspicions: dict[int, _Suspicion] = {}
-        self._dropped: dict[int, list[Mapping[Operand, Format]]] = {}
+        self._dropped: dict[int, list[Mapping[LayerOperand, Format]]] = {}
 
     def note_training(self, module: torch.nn.Module, *, idle: bool) -> None:
         """Note that a module is asked in a forward of training.
@@ -226,7 +231,7 @@ class _Suspicion:
     """Formats in which a module may have run in an iteration, and how many more steps the module is asked."""
 
     module: torch.nn.Module
-    formats: Mapping[Operand, Format]
+    formats: Mapping[LayerOperand, Format]
     iteration: int
     is_new: bool
     steps_left: int = 10

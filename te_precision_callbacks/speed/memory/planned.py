@@ -130,7 +130,7 @@ def plan_memory(
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of one forward on one rank.")
     roots = [root for _, root in named_roots(model) or ()]
     trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
-    planner = _Planner(recipe, tokens, recipes or {}, calls, cached, trains)
+    planner = _MemoryPlanner(recipe, tokens, recipes or {}, calls, cached, trains)
     named = {id(found.module): [layer.name for layer in found.layers] for found in modules}
     operations = {id(found.module): list(found.layers) for found in named_operations(model)}
     below = {id(module): module for root in roots for module in root.modules()}
@@ -207,7 +207,7 @@ class _Linear:
 
 
 @dataclass
-class _Planner:
+class _MemoryPlanner:
     """Plans one module after the other. The first attributes are the arguments of :func:`plan_memory`.
 
     Attributes:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.speed.trace.events import OUTSIDE, Call, Context, Event, Pass, Trace
-from te_precision_callbacks.speed.trace.kinds import Known, of_kernel, of_operator
+from te_precision_callbacks.speed.trace.events import OUTSIDE, Context, HostCall, Pass, Trace, TraceEvent
+from te_precision_callbacks.speed.trace.kinds import NamedKernel, of_kernel, of_operator
 from te_precision_callbacks.speed.trace.range_names import module_of, read_iteration, read_layer, read_unended
 
 _NODE = "autograd::engine::evaluate_function: "
@@ -36,15 +36,15 @@ class Contexts(NamedTuple):
     """
 
     iterations: Mapping[int, tuple[float, float]]
-    forward_of: Mapping[Event, Event]
+    forward_of: Mapping[TraceEvent, TraceEvent]
 
 
 def contexts_of(trace: Trace) -> Contexts:
     """Set the context of each event of the host, and the event around it."""
     iterations: dict[int, tuple[float, float]] = {}
     unended: set[int | None] = set()
-    first_at: dict[tuple[int, float], Event] = {}
-    stack: list[Event] = []
+    first_at: dict[tuple[int, float], TraceEvent] = {}
+    stack: list[TraceEvent] = []
     for event in sorted(trace.host, key=lambda event: (event.lane, event.begin, -event.end)):
         while stack and (stack[-1].lane != event.lane or stack[-1].end <= event.begin):
             stack.pop()
@@ -79,7 +79,7 @@ def _in_range(around: Context, name: str) -> Context:
     return Context(of_pass="optimizer") if _OF_OPTIMIZER.match(name) else around
 
 
-def _in_operator(around: Context, event: Event) -> Context:
+def _in_operator(around: Context, event: TraceEvent) -> Context:
     layer, gemm, now, unit, _ = around
     if event.name.startswith(_NODE):  # the engine calls a node, also inside of the backward of a checkpoint
         return Context(of_pass="backward", unit=event, operator=event)
@@ -94,7 +94,7 @@ def _in_operator(around: Context, event: Event) -> Context:
     return Context(layer, gemm, now, event if unit is None else unit, event)
 
 
-def work_of(trace: Trace) -> list[Event]:
+def work_of(trace: Trace) -> list[TraceEvent]:
     """Return the kernels of a trace, or the operators of a trace without a GPU, in the order of their launches."""
     if trace.kernels:
         calls = {event.link: event for event in trace.host if event.what == "call"}
@@ -107,7 +107,7 @@ def work_of(trace: Trace) -> list[Event]:
         return sorted(trace.kernels, key=lambda event: (event.launched, event.begin))
     operators = [event for event in trace.host if event.what == "operator"]
     for event in operators:
-        event.known, event.launch = of_operator(event.name) or Known("host"), event
+        event.known, event.launch = of_operator(event.name) or NamedKernel("host"), event
         event.us += event.end - event.begin
         outer = event.outer
         while outer is not None and outer.what != "operator":
@@ -119,11 +119,11 @@ def work_of(trace: Trace) -> list[Event]:
     return sorted(operators, key=lambda event: event.launched)
 
 
-def calls_of(work: Iterable[Event]) -> list[Call]:
+def calls_of(work: Iterable[TraceEvent]) -> list[HostCall]:
     """Group the kernels of matrix products by the calls of the host, in the order of the calls."""
-    found: list[Call] = []
-    by_operator: dict[Event | None, Call] = {}
-    last_of_unit: dict[Event | None, Call] = {}
+    found: list[HostCall] = []
+    by_operator: dict[TraceEvent | None, HostCall] = {}
+    last_of_unit: dict[TraceEvent | None, HostCall] = {}
     for event in work:
         if event.known is None or event.known.kind not in ("gemm", "convolution", "attention"):
             continue
@@ -133,7 +133,7 @@ def calls_of(work: Iterable[Event]) -> list[Call]:
         if call is None and _BESIDE_A_GEMM.search(event.name):
             call = last_of_unit.get(context.unit)
         if call is None:
-            call = Call([], context, _sizes(context.operator), context.layer, context.gemm)
+            call = HostCall([], context, _sizes(context.operator), context.layer, context.gemm)
             found.append(call)
             by_operator[context.operator] = last_of_unit[context.unit] = call
         call.events.append(event)
@@ -141,8 +141,8 @@ def calls_of(work: Iterable[Event]) -> list[Call]:
     return found
 
 
-def _sizes(operator: Event | None) -> tuple[int, frozenset[int]] | None:
-    """Return the sizes of a product by the operands of an operator of torch, as :attr:`Call.sizes`."""
+def _sizes(operator: TraceEvent | None) -> tuple[int, frozenset[int]] | None:
+    """Return the sizes of a product by the operands of an operator of torch, as :attr:`HostCall.sizes`."""
     if operator is None or operator.shapes is None or not operator.name.startswith("aten::"):
         return None
     shapes = operator.shapes
@@ -153,7 +153,7 @@ def _sizes(operator: Event | None) -> tuple[int, frozenset[int]] | None:
     return shapes[0][-1], frozenset((shapes[0][-2], shapes[1][-1]))
 
 
-def assign(calls: Sequence[Call], forward_of: Mapping[Event, Event], products: Iterable[Product]) -> None:
+def assign(calls: Sequence[HostCall], forward_of: Mapping[TraceEvent, TraceEvent], products: Iterable[Product]) -> None:
     """Set the layer, the GEMM and the product of each call.
 
     Args:
@@ -165,9 +165,9 @@ def assign(calls: Sequence[Call], forward_of: Mapping[Event, Event], products: I
     by_layer: dict[tuple[str, bool], list[Product]] = defaultdict(list)
     for product in run:
         by_layer[product.layer, product.backward].append(product)
-    experts: dict[tuple[str, str, Pass], list[Call]] = defaultdict(list)
+    experts: dict[tuple[str, str, Pass], list[HostCall]] = defaultdict(list)
     matches: Counter[object] = Counter()
-    forward_gemms: dict[Event | None, set[str]] = defaultdict(set)
+    forward_gemms: dict[TraceEvent | None, set[str]] = defaultdict(set)
     for call in sorted(calls, key=lambda call: call.context.of_pass == "backward"):
         context = call.context
         backward = context.of_pass == "backward"
@@ -189,7 +189,7 @@ def assign(calls: Sequence[Call], forward_of: Mapping[Event, Event], products: I
         _set_experts(together, [product for product in run if product.gemm == gemm and is_part(product.layer, module)])
 
 
-def _set_product(call: Call, of_layer: Sequence[Product], matches: Counter[object]) -> None:
+def _set_product(call: HostCall, of_layer: Sequence[Product], matches: Counter[object]) -> None:
     """Set the product of a call of a known layer, and the GEMM if no range gives it: by the sizes of its operands."""
     if call.is_attention:
         call.product = next(iter(of_layer), None)
@@ -210,7 +210,7 @@ def is_part(layer: str, module: str) -> bool:
     return layer.rpartition(".")[0] == module
 
 
-def _set_experts(calls: Sequence[Call], experts: Sequence[Product]) -> None:
+def _set_experts(calls: Sequence[HostCall], experts: Sequence[Product]) -> None:
     """Give each GEMM of a module its expert: they run one after the other, unless one kernel runs all of them."""
     one_each = bool(experts) and len(calls) % len(experts) == 0
     for number, call in enumerate(calls if experts else ()):
@@ -229,10 +229,10 @@ def _known_layer(layer: str, known: Mapping[tuple[str, bool], object], *, backwa
     return layer
 
 
-def layers_of_units(calls: Iterable[Call], forward_of: Mapping[Event, Event]) -> Mapping[Event, str]:
+def layers_of_units(calls: Iterable[HostCall], forward_of: Mapping[TraceEvent, TraceEvent]) -> Mapping[TraceEvent, str]:
     """Return the layer of each unit, for its other kernels: that of its GEMMs, or of the forward that created its node;
     the module where they are of several layers."""
-    layers: dict[Event, dict[str, None]] = defaultdict(dict)
+    layers: dict[TraceEvent, dict[str, None]] = defaultdict(dict)
     for call in calls:
         if call.layer and call.context.unit is not None:
             layers[call.context.unit][call.layer] = None

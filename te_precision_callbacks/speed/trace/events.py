@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.speed.trace.kinds import Known
+from te_precision_callbacks.speed.trace.kinds import NamedKernel
 
 Pass = Literal["forward", "backward", "recompute", "optimizer", ""]
 """The part of a step: ``recompute`` is a forward that an activation checkpoint runs again in the backward; empty for
@@ -30,8 +30,8 @@ class Context(NamedTuple):
     layer: str = ""
     gemm: str = ""
     of_pass: Pass = ""
-    unit: Event | None = None
-    operator: Event | None = None
+    unit: TraceEvent | None = None
+    operator: TraceEvent | None = None
 
 
 OUTSIDE = Context()
@@ -39,7 +39,7 @@ OUTSIDE = Context()
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class HostCall:
     """A GEMM, a convolution, or attention in one kernel, as the host called it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Call:
         product: the product of the run.
     """
 
-    events: list[Event]
+    events: list[TraceEvent]
     context: Context
     sizes: tuple[int, frozenset[int]] | None
     layer: str
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(slots=True, eq=False)
-class Event:
+class TraceEvent:
     """An operator, a range or a call of the CUDA runtime on the host, or a kernel, copy or fill on the device.
 
     Attributes:
@@ -93,12 +93,12 @@ class Event:
     link: int | None
     has_node: bool
     shapes: list[list[int]] | None
-    outer: Event | None = None
+    outer: TraceEvent | None = None
     context: Context = OUTSIDE
     us: float = 0.0
-    launch: Event | None = None
-    known: Known | None = None
-    call: Call | None = None
+    launch: TraceEvent | None = None
+    known: NamedKernel | None = None
+    call: HostCall | None = None
 
     @property
     def launched(self) -> float:
@@ -122,6 +122,6 @@ class Trace:
     path: Path
     device: str = ""
     rank: int | None = None
-    host: list[Event] = field(default_factory=list)
-    kernels: list[Event] = field(default_factory=list)
+    host: list[TraceEvent] = field(default_factory=list)
+    kernels: list[TraceEvent] = field(default_factory=list)
     arrows: dict[tuple[int, float], tuple[int, float]] = field(default_factory=dict)

@@ -34,7 +34,7 @@ that is none of torch's does between others, mostly Python.
 """
 
 
-class Known(NamedTuple):
+class NamedKernel(NamedTuple):
     """What is known of a name.
 
     Attributes:
@@ -303,17 +303,17 @@ _OPERATORS: tuple[_Row, ...] = (
 """The operators of torch, for the profile of a CPU, and for kernels whose names say nothing."""
 
 
-def _first(rows: tuple[_Row, ...], name: str) -> Known | None:
-    return next((Known(row.kind, row.format) for row in rows if re.search(row.pattern, name)), None)
+def _first(rows: tuple[_Row, ...], name: str) -> NamedKernel | None:
+    return next((NamedKernel(row.kind, row.format) for row in rows if re.search(row.pattern, name)), None)
 
 
 @functools.cache
-def of_kernel(name: str) -> Known | None:
+def of_kernel(name: str) -> NamedKernel | None:
     """Return the kind and format of a kernel, copy or fill; None for an unknown name."""
     return _first(_KERNELS, name)
 
 
 @functools.cache
-def of_operator(name: str) -> Known | None:
+def of_operator(name: str) -> NamedKernel | None:
     """Return the kind of an operator of torch; None for one that only calls others, and for an unknown name."""
     return _first(_OPERATORS, name)

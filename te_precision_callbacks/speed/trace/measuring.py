@@ -18,7 +18,7 @@ from te_precision_callbacks.speed.trace.assigning import (
     layers_of_units,
     work_of,
 )
-from te_precision_callbacks.speed.trace.events import Call, Event, Pass, Trace
+from te_precision_callbacks.speed.trace.events import HostCall, Pass, Trace, TraceEvent
 from te_precision_callbacks.speed.trace.kinds import KernelKind
 from te_precision_callbacks.speed.trace.range_names import read_layer
 
@@ -127,8 +127,8 @@ def measure(trace: Trace, products: Iterable[Product] = ()) -> MeasuredStep:
 
 
 def _within(
-    work: Sequence[Event], iterations: Mapping[int, tuple[float, float]]
-) -> tuple[Sequence[Event], tuple[int, ...]]:
+    work: Sequence[TraceEvent], iterations: Mapping[int, tuple[float, float]]
+) -> tuple[Sequence[TraceEvent], tuple[int, ...]]:
     """Return the work that was launched in an iteration; all of it without ranges of iterations."""
     if not iterations:
         return work, ()
@@ -137,7 +137,7 @@ def _within(
     work = [event for event in work if event.launch is not None or event.begin >= linked]
     numbers = sorted(iterations, key=lambda number: iterations[number])
     begins = [iterations[number][0] for number in numbers]
-    found: dict[int, list[Event]] = {}
+    found: dict[int, list[TraceEvent]] = {}
     for event in work:
         place = bisect.bisect_right(begins, event.launched) - 1
         if place >= 0 and event.launched <= iterations[numbers[place]][1]:
@@ -164,7 +164,7 @@ def _check_layers(trace: Trace, layers: set[str], run: Sequence[Product], *, has
         )
 
 
-def _rows(work: Iterable[Event], layers: Mapping[Event, str], steps: int) -> tuple[MeasuredProduct, ...]:
+def _rows(work: Iterable[TraceEvent], layers: Mapping[TraceEvent, str], steps: int) -> tuple[MeasuredProduct, ...]:
     sums: dict[tuple[str, str, Pass, KernelKind | None, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in work:
         call, context = event.call, event.context
@@ -184,7 +184,9 @@ def _rows(work: Iterable[Event], layers: Mapping[Event, str], steps: int) -> tup
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.layer, row.gemm)))
 
 
-def _notes(trace: Trace, work: Sequence[Event], calls: Sequence[Call], iterations: tuple[int, ...]) -> Iterable[str]:
+def _notes(
+    trace: Trace, work: Sequence[TraceEvent], calls: Sequence[HostCall], iterations: tuple[int, ...]
+) -> Iterable[str]:
     if not iterations:
         yield (
             "The trace does not mark steps, so all of it counts as one step. Profile with profile=, or call step() of"

@@ -1,7 +1,7 @@
 """Read a trace of torch.profiler: Kineto's JSON in the Chrome trace event format, plain or compressed with gzip.
 
 Categories and arguments are those of Kineto's ``output_json.cpp`` and torch's ``profiler_kineto.cpp``. Events become
-:class:`Event` objects while the JSON is parsed, so that the arguments that are not needed take no memory.
+:class:`TraceEvent` objects while the JSON is parsed, so that the arguments that are not needed take no memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from te_precision_callbacks.speed.errors import TraceError
-from te_precision_callbacks.speed.trace.events import Event, EventType, Trace
+from te_precision_callbacks.speed.trace.events import EventType, Trace, TraceEvent
 
 _CATEGORIES: Mapping[str, EventType] = {
     "cpu_op": "operator",
@@ -39,7 +39,7 @@ def read_trace(path: str | Path) -> Trace:
     """
     path = Path(path)
     trace = Trace(path)
-    reader = _Reader(trace)
+    reader = _TraceReader(trace)
     try:
         data = path.read_bytes()
         text = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
@@ -65,7 +65,7 @@ def read_trace(path: str | Path) -> Trace:
     return trace
 
 
-class _Reader:
+class _TraceReader:
     """Puts the events of a JSON file into a trace."""
 
     def __init__(self, trace: Trace) -> None:
@@ -100,11 +100,11 @@ class _Reader:
             ) from error
         return None
 
-    def _event(self, found: Mapping[str, Any], what: EventType) -> Event:
+    def _event(self, found: Mapping[str, Any], what: EventType) -> TraceEvent:
         arguments = found.get("args") or {}
         begin = float(found["ts"])
         shapes = arguments.get("Input Dims")
-        return Event(
+        return TraceEvent(
             sys.intern(found["name"]),
             what,
             begin,
