@@ -1,4 +1,4 @@
-"""Print expected times: tables for the terminal.
+"""Print expected times: tables for the terminal, and a line for other outputs.
 
 show_step(speed)
 """
@@ -12,7 +12,7 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.estimate import StepSpeed, layer_rows
-from te_precision_callbacks.speed.expected import Interval
+from te_precision_callbacks.speed.expected import Interval, layers_without_gain
 from te_precision_callbacks.speed.recorded import RunSpeed
 from te_precision_callbacks.speed.trace import show as show_measured
 
@@ -30,6 +30,17 @@ def times_faster(speedup: float, interval: Interval) -> str:
     if math.isnan(speedup):
         return "unknown"
     return f"{speedup:.2f}" + ("" if math.isnan(interval[0]) else f" ({interval[0]:.2f} to {interval[1]:.2f})")
+
+
+def in_short(speed: StepSpeed) -> str:
+    """Return the expected speed-up of the matrix products, in one line without a full stop."""
+    whole, where = speed.total, speed.device.title
+    if not whole.is_low:
+        why = "no product with a known cost" if whole.unknown else "no matrix product"
+        return f"no speed-up expected on {where}: {why} runs in low precision"
+    text = f"expected {times_faster(whole.speedup, whole.interval)} times as fast as BF16 on {where}"
+    count = len(layers_without_gain(speed.times))
+    return f"{text}; {many(count, 'layer')} {'gains' if count == 1 else 'gain'} nothing" if count else text
 
 
 def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:

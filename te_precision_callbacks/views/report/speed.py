@@ -16,8 +16,8 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.errors import DeviceError
 from te_precision_callbacks.speed.estimate import LayerRow, StepSpeed, estimate_step, layer_rows
+from te_precision_callbacks.speed.printing import in_short
 from te_precision_callbacks.speed.recorded import RunSpeed, run_speed
-from te_precision_callbacks.views.speeds import in_short
 
 _MOST_KINDS = 200
 """The kinds of layers that a page has, those that take longest."""
