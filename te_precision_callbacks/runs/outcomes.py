@@ -34,7 +34,7 @@ def outcome_in_words(run: RecordedRun) -> list[str]:
 
 
 def ended_by(error: str) -> str:
-    """Who ended a run that did not fail: ``Ctrl-C``, ``SIGTERM`` or ``sys.exit()``; empty for a failure.
+    """What ended a run that did not fail, such as ``Ctrl-C`` or ``SIGTERM``; empty for a failure.
 
     Args:
         error: the first line about the exception that ended it: its class and text.
@@ -50,6 +50,7 @@ _FROM_OUTSIDE = {
     "SystemExit": "sys.exit()",
     "Terminated": "SIGTERM",
     "SIGTERMException": "SIGTERM",  # Lightning's
+    "ProcessEnded": "the end of the process",
 }
 
 

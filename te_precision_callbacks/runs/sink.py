@@ -197,12 +197,14 @@ class RecordSink(EventSink):
 
     def _take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
-            if self.place is None and self._info.rank == 0:
-                # Without a step no run is made of that alone, nor of what a trainer logs at its end.
+            if self.place is None:
+                # Without a step no run is made of that alone, nor of what a trainer logs at its end. So no rank waits
+                # for one.
                 if isinstance(job, Scalars) or not _is_content(job):
                     self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
                     return True
-                self.place = self.begin()
+                if self._info.rank == 0:
+                    self.place = self.begin()
             if not self._find():
                 return False  # until rank 0 has begun
             self._recording = self._begin_recording()

@@ -271,9 +271,9 @@ class RunFiles:
                 self._context.failures.report("recording", "the run", error)
         if with_rank_0:
             own = [] if own_rank() or self.place is None else [self.place]
-            agreed = ranks.pool(own, "place of the records")
+            agreed = ranks.pool(own, "place of the records", Place)
             if self.records is not None and agreed:
-                self.records.place = Place(*agreed[0])
+                self.records.place = agreed[0]
 
     def hurry(self) -> list[Callable[[], bool]]:
         """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""

@@ -168,18 +168,6 @@ def test_a_contract_names_the_size_to_pad(tmp_path: Path) -> None:
             session.step()
 
 
-def test_the_remedy_of_a_recurrent_layer(tmp_path: Path) -> None:
-    net = torch.nn.LSTM(16, 16, batch_first=True)
-    with pytest.raises(
-        PrecisionContractError, match=r"weight_ih_l0 fprop, dgrad, wgrad: .*Transformer Engine has no layer"
-    ):
-        with InspectSession(
-            None, model=net, log_dir=tmp_path, require={"share": "fp8 >= 10%", "by_step": 1}
-        ) as session:
-            net(torch.randn(2, 3, 16))[0].sum().backward()
-            session.step()
-
-
 @pytest.mark.parametrize(
     ("require", "told"),
     [

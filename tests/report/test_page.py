@@ -86,9 +86,6 @@ def test_hover_tells_the_exact_number_and_a_click_opens_the_layer(look: Look, re
     assert "step=25" in look.page.url
 
 
-RANGE = "whole => document.querySelector('.plot').layout.yaxis.range[0]"
-
-
 def test_zoom_and_back(look: Look, report: Path) -> None:
     look.open(report, "page=heatmap")
     whole = look.plot("plot.layout.yaxis.range")

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-from te_precision_callbacks.base.ranks import tree
+from te_precision_callbacks.base.ranks import meeting
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis import PrecisionFindingError
 from te_precision_callbacks.instrumentation.upstream import Snapshot
@@ -490,7 +490,7 @@ def train(stage: Split, rank: int) -> None:
 
 def start_late(rank: int, folder: Path) -> None:
     """Rank 1 comes when rank 0 has said that it waits, or not within 15 seconds."""
-    usual, tree.WAITING = tree.WAITING, 0.2
+    usual, meeting.WAITING = meeting.WAITING, 0.2
     folder.mkdir(exist_ok=True)
     said = folder / "rank-0.log"
     logging.getLogger("te_precision_callbacks").addHandler(logging.FileHandler(folder / f"rank-{rank}.log"))
@@ -498,7 +498,9 @@ def start_late(rank: int, folder: Path) -> None:
     while rank == 1 and not (said.exists() and said.stat().st_size) and time.monotonic() < until:
         time.sleep(0.05)
     with InspectSession(statistics(), model=te.Linear(32, 32), log_dir=folder):
-        tree.WAITING = usual
+        meeting.WAITING = usual
+        attached = time.monotonic()
+    (folder / f"{rank}.txt").write_text(str(time.monotonic() - attached))
 
 
 if __name__ == "__main__":

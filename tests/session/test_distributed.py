@@ -324,6 +324,11 @@ def test_a_rank_that_starts_alone_says_that_it_waits(two: Path) -> None:
     assert "has waited" not in second
 
 
+def test_no_rank_looks_for_the_records_of_a_run_without_a_step(two: Path) -> None:
+    """It would come late to the next session, in which the other one waits for it."""
+    assert max(float((two / "late" / f"{rank}.txt").read_text()) for rank in range(2)) < 5
+
+
 def test_logs_of_plain_nvidia_dlfw_inspect_are_runs(two: Path) -> None:
     """Of two ranks, with Transformer Engine's own features: read, shown, reported and compared."""
     run = open_run(two / "plain")
