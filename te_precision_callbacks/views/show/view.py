@@ -29,10 +29,12 @@ from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.sinks.worst import Lost, worst_first
 from te_precision_callbacks.speed.errors import SpeedError
+from te_precision_callbacks.speed.estimate import estimate_step
+from te_precision_callbacks.speed.printing import in_short
+from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of, Worse
-from te_precision_callbacks.views.speeds import in_short, speed_of
 
 MOST_LAYERS = 3
 """The layers that are shown of each statistic."""
@@ -219,7 +221,7 @@ def expected_speed(run: RecordedRun) -> str:
         Empty if the run has no GPU whose speed is known, or no products.
     """
     try:
-        speed = speed_of(run)
+        speed = estimate_step(step_of_run(run), device_of_run(run, None))
     except SpeedError:
         return ""
     return f"{in_short(speed)}; more: {_command(run, 'speed')}"
