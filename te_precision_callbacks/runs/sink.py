@@ -200,7 +200,7 @@ class RecordSink(EventSink):
             if self.place is None:
                 # Without a step no run is made of that alone, nor of what a trainer logs at its end, so no rank waits
                 # for one; unless an earlier run would be taken for this one.
-                if isinstance(job, Scalars) or not (_is_content(job) or self._runs.is_dir()):
+                if isinstance(job, Scalars) or not (_is_content(job) or (self._is_new and self._runs.is_dir())):
                     self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
                     return True
                 if self._info.rank == 0:

@@ -201,7 +201,7 @@ def test_a_rank_that_misses_a_step_mixes_no_batches(two: Path) -> None:
     local = [step for step in sorted(iterations) if marks.get(step)]
     assert local[0] == 2
     assert local == list(range(2, local[-1] + 1))
-    assert 26 <= len(local) <= 40
+    assert 26 <= len(local) < 45, "they have met again"
     own = {step: value for (name, step), value in logged_lines(two / "missed", 1).items() if name.endswith("max")}
     assert own[2] == 3, "an iteration of rank 1 holds two steps of the optimizer, of which no other rank hears"
 

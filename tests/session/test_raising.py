@@ -73,6 +73,7 @@ INSIDE = {
     "ReductionError": "statistics could not be reduced",
     "NumbersMissingError": "statistics of a rank are missing",
     "RanksDifferError": "ranks are in different steps",
+    "ProcessEnded": "the process ends before the session was stopped",
     "QuantizationError": "a statistic that a layer cannot have",
     "LayoutError": "a quantized tensor that cannot be decoded",
     "UnknownMemoryError": "a layer whose bytes are unknown; a plan lists it",
