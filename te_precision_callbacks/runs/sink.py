@@ -19,8 +19,8 @@ from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.threads import within
 from te_precision_callbacks.runs.launches import find_segment
 from te_precision_callbacks.runs.limits import DEFAULT_LIMIT
+from te_precision_callbacks.runs.recording import Facts, Place, Recording, Step, own_numbers
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
-from te_precision_callbacks.runs.segment_rows import Facts, Place, Recording, Step, own_numbers
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL, WriterThread
 
@@ -116,8 +116,7 @@ class RecordSink(EventSink):
         """
         if self._is_new:
             return Place(self._run_id, 0)
-        number, _ = self._ask(lambda: make_segment(self._runs / self._run_id))
-        return Place(self._run_id, number)
+        return Place(self._run_id, self._ask(lambda: make_segment(self._runs / self._run_id)))
 
     def _ask(self, call: Callable[[], _ResultT]) -> _ResultT:
         """The answer of a disk.
@@ -134,6 +133,7 @@ class RecordSink(EventSink):
         """Begin to write."""
         self._run = self._info = run
         self._put(Event("segment_started", f"Debug iteration {run.start_iteration} is next.", run.start_iteration))
+        self._thread.hurry()  # a process that is killed soon leaves a run, and not an earlier one as the last
 
     def put_facts(self, facts: Facts) -> None:
         """Write facts, which replace the earlier ones."""
@@ -198,9 +198,9 @@ class RecordSink(EventSink):
     def _take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
             if self.place is None:
-                # Without a step no run is made of that alone, nor of what a trainer logs at its end. So no rank waits
-                # for one.
-                if isinstance(job, Scalars) or not _is_content(job):
+                # Without a step no run is made of that alone, nor of what a trainer logs at its end, so no rank waits
+                # for one; unless an earlier run would be taken for this one.
+                if isinstance(job, Scalars) or not (_is_content(job) or self._runs.is_dir()):
                     self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
                     return True
                 if self._info.rank == 0:

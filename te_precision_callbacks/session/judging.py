@@ -26,7 +26,7 @@ from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem
 from te_precision_callbacks.instrumentation.replicas import Replicas
 from te_precision_callbacks.layers.naming import Model, named_roots
-from te_precision_callbacks.runs.segment_rows import Facts as RecordedFacts
+from te_precision_callbacks.runs.recording import Facts as RecordedFacts
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.results import Results

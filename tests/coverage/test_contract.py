@@ -20,7 +20,7 @@ from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.runs.outcomes import outcome_in_words
+from te_precision_callbacks.runs.answers import outcome_in_words
 from te_precision_callbacks.session import InspectSession, PrecisionContractError, running_session
 from tests.conftest import feature
 

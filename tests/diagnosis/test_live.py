@@ -23,7 +23,7 @@ from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, Ver
 from te_precision_callbacks.diagnosis.reaction import reads_stop
 from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import list_runs, open_run
-from te_precision_callbacks.runs.outcomes import outcome_in_words
+from te_precision_callbacks.runs.answers import outcome_in_words
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.closing import closing_lines
 from te_precision_callbacks.sinks.metrics import MetricSelection
@@ -179,7 +179,7 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
     assert verdict.summary in (tmp_path / "TERM" / "precision_summary.txt").read_text()
     verdict = diagnose(tmp_path / "KILL")
     assert verdict.state == "not enough checked"
-    assert "failed-run: the run was killed after step" in verdict.summary
+    assert "failed-run: the run stopped without an end after step" in verdict.summary
 
 
 def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_a_fingerprint_that_is_damaged(tmp_path: Path, caplog: pytest.LogCapture
     fingerprint, message = "{", "is not JSON"
     checkpoint = saved(tmp_path, DELAYED)
     content = torch.load(checkpoint)
-    (state,) = (state for state in content["callbacks"].values() if "fingerprints" in state)
-    state["fingerprints"] = [{"ranks": [0], "fingerprint": fingerprint}]
+    (state,) = (state for state in content["callbacks"].values() if "fingerprint" in state)
+    state["fingerprint"] = fingerprint
     torch.save(content, checkpoint)
     callback = resumed(tmp_path, InFp8(DELAYED), checkpoint)
     assert "The resume cannot be audited." in caplog.text

@@ -18,7 +18,7 @@ from tests.report.runs import PARTS, drifting
 pytestmark = pytest.mark.slow  # a browser
 
 PAGES = ("findings", "heatmap", "layer", "profile", "speed", "config", "summary")
-NOTE = "values-000002.parquet is damaged: iterations 10 to 19 are missing"
+NOTE = "values-0002.parquet is damaged: iterations 10 to 19 are missing"
 BAD = "decoder.layers.2.mlp.fc1"
 RUN = drifting(blocks=3, steps=40, notes=(NOTE,))
 assert RUN.run_id != BAD

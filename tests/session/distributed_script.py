@@ -33,7 +33,6 @@ from te_precision_callbacks.base.ranks import meeting
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis import PrecisionFindingError
 from te_precision_callbacks.instrumentation.upstream import Snapshot
-from te_precision_callbacks.runs.fingerprints import pooling
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from tests.conftest import Keeper, feature, statistics
 from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
@@ -65,7 +64,6 @@ def main(rank: int, folder: Path) -> None:
     uneven(rank, folder / "uneven")
     sharded(rank, folder / "sharded")
     reduced(rank, folder / "reduced")
-    fingerprints(rank, folder / "fingerprints")
     for number, name in enumerate(("plain", "plain again", "plain with another weight")):
         plain(rank, folder / name, seed=min(number, 1), scale=4.0 if number == 2 else 1.0)
     groups = [torch.distributed.new_group([index]) for index in range(2)]
@@ -154,24 +152,6 @@ def reduced(rank: int, folder: Path) -> None:
             session.step()
             rows = {row.dtype: row.bytes for row in session.coverage().state if row.subject == "reduce"}
         (folder / f"{how} {rank}.txt").write_text(repr(rows))
-
-
-def fingerprints(rank: int, folder: Path) -> None:
-    """What a checkpoint of rank 0 has, of ranks that are alike, of others, and of a rank that saves alone."""
-    usual, pooling.WAITING = pooling.WAITING, 20.0
-    torch.manual_seed(0)
-    net = te.Linear(32, 32)
-    with InspectSession(statistics(), model=net, log_dir=folder, reduce=False) as session:
-        for case in ("alike", "different", "alone"):
-            with te.autocast(recipe=DelayedScaling(reduce_amax=False)):
-                net(torch.ones(16, 32) * (1 + rank * (case == "different"))).sum().backward()
-            session.step()
-            if case == "alone":
-                pooling.WAITING = 0.2
-            if case != "alone" or rank == 0:
-                found = [session.state_dict(all_ranks=True)["fingerprints"] for _ in range(2)][-1]
-                (folder / f"{case} {rank}.txt").write_text(repr([entry["ranks"] for entry in found]))
-    pooling.WAITING = usual
 
 
 def plain(rank: int, folder: Path, *, seed: int, scale: float) -> None:

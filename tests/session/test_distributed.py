@@ -225,18 +225,6 @@ def test_in_which_type_gradients_are_reduced(two: Path, how: str, expected: dict
         assert ast.literal_eval((two / "reduced" / f"{how} {rank}.txt").read_text()) == expected
 
 
-def test_a_checkpoint_of_rank_0_has_the_fingerprints_of_all_ranks(two: Path) -> None:
-    """Of ranks that are alike one; and a rank that saves alone does not wait for good."""
-    found = {path.stem: ast.literal_eval(path.read_text()) for path in (two / "fingerprints").glob("* [01].txt")}
-    assert found == {
-        "alike 0": [[0, 1]],
-        "alike 1": [[1]],
-        "different 0": [[0], [1]],
-        "different 1": [[1]],
-        "alone 0": [[0]],
-    }
-
-
 def test_a_finding_of_one_rank_stops_all_in_one_step(two: Path) -> None:
     told = [(two / "stopped" / f"{rank}.txt").read_text().partition(" ") for rank in range(2)]
     assert told[0][0] == told[1][0] == "3", "the numbers of the step after it say so"
