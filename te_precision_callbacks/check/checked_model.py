@@ -44,11 +44,11 @@ from te_precision_callbacks.coverage.contract_keeper import broken_clauses, requ
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ran, plan_products
 from te_precision_callbacks.coverage.precision_audit import recipe_text
-from te_precision_callbacks.coverage.recipe_arguments import computing, ignored_arguments, uses_of
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
+from te_precision_callbacks.instrumentation.recipe_arguments import computing, ignored_arguments, uses_of
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import (

@@ -96,9 +96,9 @@ class Settings:
         ranks: how many ranks reduce their statistics together.
         alike: whether these have the same layers.
         ignored: arguments of recipes without effect, rows of
-            :func:`~te_precision_callbacks.coverage.recipe_arguments.ignored_arguments`.
+            :func:`~te_precision_callbacks.instrumentation.recipe_arguments.ignored_arguments`.
         amaxes: over which ranks amaxes are reduced, rows of
-            :func:`~te_precision_callbacks.coverage.recipe_arguments.amax_reductions`.
+            :func:`~te_precision_callbacks.instrumentation.recipe_arguments.amax_reductions`.
         unmeasured: why LogGemmError has measured nothing; empty if it has, or is not in the config.
         loss_is_filtered: whether the trainer leaves inf and nan out of the loss that it logs.
         expects_low: why products are expected in low precision: "Accelerate's mixed_precision is 'fp8'", say; empty

@@ -28,7 +28,7 @@ from te_precision_callbacks.config.idle import why_gemm_error_not_due
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
 from te_precision_callbacks.coverage.history import in_precision
-from te_precision_callbacks.coverage.recipe_arguments import (
+from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
     computes_in_float16,
     computing,

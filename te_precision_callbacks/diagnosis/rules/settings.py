@@ -153,7 +153,7 @@ RULES = (
         severity="warning",
         source=(
             "read from Transformer Engine 2.20.2, and most of it run: same bits with and without. The table with the"
-            " places: te_precision_callbacks/coverage/recipe_arguments.py"
+            " places: te_precision_callbacks/instrumentation/recipe_arguments.py"
         ),
         why="the run trains something else than its script says",
         disproof="a run without the argument has other losses in its first steps",

@@ -26,7 +26,7 @@ from transformer_engine.common.recipe import (
 )
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from te_precision_callbacks.coverage.recipe_arguments import (
+from te_precision_callbacks.instrumentation.recipe_arguments import (
     IGNORED,
     VARIABLES,
     Ignored,
