@@ -140,7 +140,7 @@ def readme() -> str:
         ),
     ]
     header = ("added to a step", "here", "the same in Transformer Engine 2.20 or transformers")
-    return _table(header, rows) + _below(step, overflow)
+    return _table(header, rows)
 
 
 def stats() -> str:

@@ -44,7 +44,7 @@ from te_precision_callbacks.base.vocabulary import RESULT, GemmName
 from te_precision_callbacks.config.keys import PROBES
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, Accumulator, accumulated
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
-from te_precision_callbacks.gemm_error.judging import Call, Judged, judged, probes, product, seed_of, thin
+from te_precision_callbacks.gemm_error.judging import GemmCall, Judged, judged, probes, product, seed_of, thin
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.sinks.step_records import Sink, StepRecords
 
@@ -121,7 +121,9 @@ def judge(gemm: Gemm, out: torch.Tensor, seed: int, accumulator: Accumulator = F
     x, y = probes(m, PROBES, seed_of(seed, "x"), CPU), probes(n, PROBES, seed_of(seed, "y"), CPU)
     expected = product(gemm.left, gemm.right, x, y)
     return judged(
-        thin(factor_of(out, columnwise=False), x, y), expected, Call(gemm.left.shape[1], out.dtype, x, y, accumulator)
+        thin(factor_of(out, columnwise=False), x, y),
+        expected,
+        GemmCall(gemm.left.shape[1], out.dtype, x, y, accumulator),
     )
 
 

@@ -25,7 +25,7 @@ from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.layers.replaced import BeforeConversion
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.session import InspectSession, SessionError, SessionOutcome
-from te_precision_callbacks.session.outcome import Mailbox
+from te_precision_callbacks.session.results import Mailbox
 from te_precision_callbacks.sinks import MetricSelection
 from te_precision_callbacks.sinks.loggers import (
     REPORT_NAME,

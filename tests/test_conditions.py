@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.config.conditions import Condition, Event, Threshold, parse_condition
+from te_precision_callbacks.config.conditions import Condition, EventCondition, Threshold, parse_condition
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
 from te_precision_callbacks.statistics.table import STATISTICS
@@ -46,8 +46,8 @@ def test_when_it_holds(comparison: str, below: bool, at: bool, above: bool) -> N
     assert not threshold("mse <= 2").holds(math.nan)
 
 
-@pytest.mark.parametrize("event", Event)
-def test_an_event(event: Event) -> None:
+@pytest.mark.parametrize("event", EventCondition)
+def test_an_event(event: EventCondition) -> None:
     assert parse_condition(str(event)) is event
 
 

@@ -18,11 +18,12 @@ from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.recording import Recorder, Wanted
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.instrumentation import scalars
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, extreme_slots
 from te_precision_callbacks.reference.extension.versions import CUBLASLT_VARIABLE
-from te_precision_callbacks.session import InspectSession, delivery
+from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.statistics.names import tensor_request
 from te_precision_callbacks.statistics.schedule import Schedule
 from tests.conftest import statistics
@@ -98,7 +99,7 @@ def test_a_lost_gpu_is_not_called_a_failure_of_triton(
     monkeypatch.setattr(triton_kernel, "add_together", fail)
     monkeypatch.setattr(kernels, "_on_gpu", kernels._with_triton)
     sums, maxima = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
-    pending = [kernels.Pending(torch.ones(8), None, None, False, kernels.Places(0, 0, -1, -1, -1, -1))]
+    pending = [kernels.Pending(torch.ones(8), None, None, False, kernels.ColumnPlaces(0, 0, -1, -1, -1, -1))]
     cuda(lost())
     with pytest.raises(type(raised)) as error:
         kernels._gpu_pass()(pending, sums, maxima)
@@ -260,13 +261,13 @@ def test_scalars_of_users_features_are_read_behind_the_streams_that_made_them(
 ) -> None:
     log: list[tuple[str, float]] = []
     streams = iter(("first", "second"))
-    monkeypatch.setattr(delivery, "current_stream", lambda device: next(streams))
-    monkeypatch.setattr(delivery, "follow", lambda stream, tensors: log.extend((stream, float(one)) for one in tensors))
+    monkeypatch.setattr(scalars, "current_stream", lambda device: next(streams))
+    monkeypatch.setattr(scalars, "follow", lambda stream, tensors: log.extend((stream, float(one)) for one in tensors))
     with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path) as session:
         run = session._run
         assert run is not None
         for number in (1.0, 2.0):
-            run._delivery.take_scalar("layer_activation_mine", torch.tensor(number))
+            run._scalars.add("layer_activation_mine", torch.tensor(number))
         records = session.step()
     assert log == [("first", 1.0), ("second", 2.0)]
     assert records is not None

@@ -76,7 +76,7 @@ def test_there_is_no_circle() -> None:
     assert [module for module in graph() if module in reached(module)] == []
 
 
-def lines_of_the_house() -> list[set[str]]:
+def lines_of_the_table() -> list[set[str]]:
     """The table of docs/architecture.md, from the top: on each line the parts."""
     text = (HERE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     found: list[set[str]] = []
@@ -88,7 +88,7 @@ def lines_of_the_house() -> list[set[str]]:
 
 
 def test_no_part_imports_one_of_a_line_above() -> None:
-    lines = lines_of_the_house()
+    lines = lines_of_the_table()
     line_of = {part: number for number, parts in enumerate(lines) for part in parts}
 
     def part(module: str) -> str:

@@ -264,7 +264,7 @@ def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: b
         codes, scale_inv = (None if one is None else one.to(settings.device) for one in (codes, scale_inv))
         at = [place if place < 0 else place + 300 * number for place in places]
         values = values.to(settings.device)
-        pending.append(kernels.Pending(values, codes, scale_inv, False, kernels.Places(*at)))
+        pending.append(kernels.Pending(values, codes, scale_inv, False, kernels.ColumnPlaces(*at)))
         alone.append(kernels.measure(values, codes, scale_inv))
     sums = torch.zeros(300 * len(sides), dtype=torch.float64, device=settings.device)
     maxima = torch.full_like(sums, kernels.NOTHING)
@@ -328,7 +328,7 @@ def _blocks_wrong(
     """The columns of a tensor in blocks that are not those of plain torch, which takes sums in float64."""
     shape = (80, 160) if settings.small else (2048 + 16, 4096 + 32)
     values = (_drawn(*shape, seed=4) * 10).bfloat16()
-    places = kernels.Places(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)
+    places = kernels.ColumnPlaces(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)
     of_blocks = BlockPlaces(14, 18, 21, 23, 23 + SCALES.number, 5, 6, 8, 10)
     found = []
     for device in (settings.device, torch.device("cpu")):

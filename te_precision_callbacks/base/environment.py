@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Fault(NamedTuple):
+class ValueEffect(NamedTuple):
     """The effect of a value that a library does not expect.
 
     Attributes:
@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class VariableProblem:
     """A variable with an effect other than it seems, or two that contradict each other.
 
     Attributes:
@@ -52,7 +52,7 @@ class Environment:
     """
 
     settings: Mapping[str, str]
-    problems: tuple[Problem, ...]
+    problems: tuple[VariableProblem, ...]
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:
@@ -61,14 +61,14 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     return Environment(settings, tuple(_problems(settings)))
 
 
-def _problems(settings: Mapping[str, str]) -> Iterator[Problem]:
+def _problems(settings: Mapping[str, str]) -> Iterator[VariableProblem]:
     for name, value in settings.items():
         fault = VARIABLES[name](value)
         if fault is not None:
-            yield Problem(f"{name}={value!r}: {fault.what}", "Give another value, or unset it.", fault.stops)
+            yield VariableProblem(f"{name}={value!r}: {fault.what}", "Give another value, or unset it.", fault.stops)
     tf32 = settings.get("NVIDIA_TF32_OVERRIDE"), settings.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
     if tf32 == ("0", "1"):  # Project-MONAI/MONAI, issue 6754
-        yield Problem(
+        yield VariableProblem(
             "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 asks for TF32, which NVIDIA_TF32_OVERRIDE=0 forbids: float32 matmuls"
             " run without TF32",
             "Unset one of them.",
@@ -76,36 +76,36 @@ def _problems(settings: Mapping[str, str]) -> Iterator[Problem]:
         )
 
 
-def _anything(value: str) -> Fault | None:
+def _anything(value: str) -> ValueEffect | None:
     return None
 
 
-def _integer(value: str) -> Fault | None:
+def _integer(value: str) -> ValueEffect | None:
     """Read as ``int(value)``."""
     try:
         int(value)
     except ValueError:
-        return Fault("an integer is expected, and reading this value raises an exception", stops=True)
+        return ValueEffect("an integer is expected, and reading this value raises an exception", stops=True)
     return None
 
 
-def _number_as_flag(value: str) -> Fault | None:
+def _number_as_flag(value: str) -> ValueEffect | None:
     """Read as ``bool(int(value))`` or ``int(value) > 0``."""
     if value in ("0", "1"):
         return None
-    return _integer(value) or Fault("0 or 1 is expected, and another number may count as either", stops=False)
+    return _integer(value) or ValueEffect("0 or 1 is expected, and another number may count as either", stops=False)
 
 
-def _one_of(*words: str, otherwise: str, stops: bool) -> Callable[[str], Fault | None]:
+def _one_of(*words: str, otherwise: str, stops: bool) -> Callable[[str], ValueEffect | None]:
     """Read as one of these words; ``otherwise`` describes the effect of another value."""
-    fault = Fault(f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r} is expected, and {otherwise}", stops)
+    fault = ValueEffect(f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r} is expected, and {otherwise}", stops)
     return lambda value: None if value in words else fault
 
 
 _NVFP4_RAISES = "NVFP4BlockScaling() raises ValidationError"
 _4over6 = _one_of("none", "weights", "activations", "all", otherwise=_NVFP4_RAISES, stops=True)
 
-VARIABLES: Mapping[str, Callable[[str], Fault | None]] = {
+VARIABLES: Mapping[str, Callable[[str], ValueEffect | None]] = {
     **dict.fromkeys(
         (
             *("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),

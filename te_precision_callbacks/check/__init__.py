@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from te_precision_callbacks.check.accelerate_conversion import ConversionError
     from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel, check_model
     from te_precision_callbacks.check.factory import BatchError, ModelFactoryError
-    from te_precision_callbacks.check.findings import Finding
+    from te_precision_callbacks.check.findings import PlanFinding
     from te_precision_callbacks.check.named_recipes import RecipeError
 
 __all__ = [
@@ -28,8 +28,8 @@ __all__ = [
     "BatchError",
     "CheckedModel",
     "ConversionError",
-    "Finding",
     "ModelFactoryError",
+    "PlanFinding",
     "RecipeError",
     "check_model",
 ]

@@ -18,7 +18,7 @@ from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
 from te_precision_callbacks.check.dry_run import dry_run
 from te_precision_callbacks.check.findings import (
-    Finding,
+    PlanFinding,
     by_key,
     listed,
     not_sized,
@@ -37,7 +37,7 @@ from te_precision_callbacks.config.effects import NAMESPACE, Effect, spans_of
 from te_precision_callbacks.config.idle import notes_of
 from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.known import known_features
-from te_precision_callbacks.config.levels import ObservingFeature
+from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
@@ -108,7 +108,7 @@ class CheckedModel:
     tokens: int | None
     layers: int
     features: Mapping[str, tuple[ActingFeature, ...]]
-    findings: tuple[Finding, ...]
+    findings: tuple[PlanFinding, ...]
     notes: tuple[str, ...]
     not_counted: tuple[str, ...]
     not_reached: tuple[str, ...] = ()
@@ -194,7 +194,7 @@ def check_model(
     found, checkable = unsized_shares(contract, checked.coverage, checked.not_counted, checked.attention)
     for steps, coverage in {"": checked.coverage, **checked.spans}.items():
         texts = broken_clauses(checkable, coverage)
-        found += [Finding("contract", f"In {steps}: {text}" if steps else text) for text in texts]
+        found += [PlanFinding("contract", f"In {steps}: {text}" if steps else text) for text in texts]
     return replace(checked, findings=(*checked.findings, *found))
 
 
@@ -229,7 +229,7 @@ class _Check:
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._operations = named_operations(model)
         self._sections = {section.name: section for section in config.enabled_sections}
-        self._findings: list[Finding] = []
+        self._findings: list[PlanFinding] = []
         self._notes: list[str] = []
 
     def checked(self) -> CheckedModel:
@@ -271,7 +271,7 @@ class _Check:
         if self._is_wanted and not any(product.is_low for product in products.coverage):
             is_there = any(product.family in ("te", "te_ops") for product in products.coverage)
             why = "the plan says why" if is_there else "the model has no layer of Transformer Engine"
-            self._findings.append(Finding("high_precision", f"Nothing runs in low precision: {why}."))
+            self._findings.append(PlanFinding("high_precision", f"Nothing runs in low precision: {why}."))
         return CheckedModel(
             products.coverage,
             recipe_text(self._recipe),
@@ -343,7 +343,7 @@ class _Check:
                 if found.severity == "note":
                     self._notes.append(text)
                 else:
-                    self._findings.append(Finding("rule", text, found.layers))
+                    self._findings.append(PlanFinding("rule", text, found.layers))
 
     def _facts(self, coverage: Coverage) -> Facts:
         found = computing(self._modules, self._operations)
@@ -361,11 +361,11 @@ class _Check:
             known_features(),
             layer_names=config.layer_names,
         )
-        self._findings += [Finding("config", text) for text in drafted.wrong.texts]
+        self._findings += [PlanFinding("config", text) for text in drafted.wrong.texts]
         if self._allow_unmatched:
             self._notes += drafted.missing.texts
         else:
-            self._findings += [Finding("unmatched", text) for text in drafted.missing.texts]
+            self._findings += [PlanFinding("unmatched", text) for text in drafted.missing.texts]
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
         self._notes += filter(
@@ -374,7 +374,7 @@ class _Check:
         try:
             check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
         except ConfigError as error:
-            self._findings += [Finding("config", text) for text in error.problems]
+            self._findings += [PlanFinding("config", text) for text in error.problems]
         refused = RefusedLayers(strict=False)
         effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
         plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_own_path(drafted.plan))
@@ -382,7 +382,7 @@ class _Check:
         left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
         for why, names in by_key((refused.why(name), name) for name in left).items():
             text = f"No feature can act on {listed(names)}, since Transformer Engine's debug path refuses: {why}."
-            self._findings.append(Finding("refused", text, tuple(names)))
+            self._findings.append(PlanFinding("refused", text, tuple(names)))
         return plan
 
     def _without_layers(self, layers: Sequence[Layer]) -> str:
@@ -402,7 +402,7 @@ class _Check:
         try:
             fused, not_fused = choose(self._observe, self._modules, plan)
         except ConfigError as error:
-            self._findings.append(Finding("refused", str(error)))
+            self._findings.append(PlanFinding("refused", str(error)))
             fused, not_fused = choose("auto", self._modules, plan)[0], {}
         if not_fused:
             self._notes.append(f'observe="{self._observe}": {paths_in_words(len(fused), not_fused)}')
@@ -422,7 +422,7 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
             if not options.get("enabled"):
                 continue
             schema = options.schema if isinstance(options, ReadOptions) else None
-            if isinstance(schema, ObservingFeature):
+            if isinstance(schema, ObservingFeatureSchema):
                 due = [(str(_schedule(target.options)), str(target.tensor)) for target in schema.targets]
                 for steps, tensors in by_key(due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)

@@ -40,7 +40,7 @@ _MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
-class Finding:
+class PlanFinding:
     """Something that does not fit.
 
     Attributes:
@@ -66,7 +66,7 @@ def of_recipe(
     modules: Sequence[NamedModule],
     acting: Mapping[str, Sequence[Section]],
     recipes: Mapping[str, Any] | None = None,
-) -> Iterator[Finding]:
+) -> Iterator[PlanFinding]:
     """Features that need another recipe, and modules that refuse theirs.
 
     Args:
@@ -85,7 +85,7 @@ def of_recipe(
     )
     for (place, feature, needed), names in by_key(needing).items():
         text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
-        yield Finding("recipe", text, tuple(names))
+        yield PlanFinding("recipe", text, tuple(names))
     refused = (
         (refusal, named.name)
         for named in modules
@@ -93,7 +93,7 @@ def of_recipe(
     )
     for refusal, names in by_key(refused).items():
         text = f"Transformer Engine refuses {listed(names)}: {refusal.text}. {refusal.remedy}"
-        yield Finding("recipe", text, tuple(names))
+        yield PlanFinding("recipe", text, tuple(names))
 
 
 def of_shapes(
@@ -104,7 +104,7 @@ def of_shapes(
     *,
     tokens: int | None = None,
     tokens_of: Mapping[str, Sequence[int]] | None = None,
-) -> Iterator[Finding]:
+) -> Iterator[PlanFinding]:
     """The sizes and the dtype with which GEMMs in low precision do not run.
 
     Args:
@@ -136,28 +136,28 @@ def of_shapes(
         if name == "nvfp4" and "wgrad" in gemms and layer.facts.dtype != torch.bfloat16:
             by_hadamard.append(layer.name)
     for texts, names in by_key(refused).items():
-        yield Finding("shape", f"{listed(names)}: {'; '.join(texts)}.", tuple(names))
+        yield PlanFinding("shape", f"{listed(names)}: {'; '.join(texts)}.", tuple(names))
     if by_hadamard and not recipe.disable_rht:
         # common/hadamard_transform/*.cu of Transformer Engine 2.20.2
         text = (
             f"NVFP4's random Hadamard transform takes bfloat16, and the weights of {listed(by_hadamard)} have another"
             " dtype. Make them bfloat16, or set disable_rht=True in the recipe."
         )
-        yield Finding("recipe", text, tuple(by_hadamard))
+        yield PlanFinding("recipe", text, tuple(by_hadamard))
 
 
-def not_sized(modules: Sequence[str]) -> Finding:
+def not_sized(modules: Sequence[str]) -> PlanFinding:
     """Modules that hold a matrix, of classes whose products are known only from a call with a batch."""
     text = (
         f"The matrix products of {listed(modules)} cannot be sized without a batch, so no share includes them. Give"
         " what the model is called with: --batch, or batch=."
     )
-    return Finding("not_sized", text, tuple(modules))
+    return PlanFinding("not_sized", text, tuple(modules))
 
 
 def unsized_shares(
     contract: Contract, coverage: Coverage, not_counted: Sequence[str], attention: Sequence[str]
-) -> tuple[list[Finding], Contract]:
+) -> tuple[list[PlanFinding], Contract]:
     """The shares of a contract that the plan cannot show, as findings, and the contract without them.
 
     Args:
@@ -166,20 +166,20 @@ def unsized_shares(
         not_counted: the modules whose products are not planned.
         attention: the modules of attention whose products are not planned; they have no fprop, dgrad and wgrad.
     """
-    found: list[Finding] = []
+    found: list[PlanFinding] = []
     checkable: list[Share] = []
     for share in contract.shares:
         left = [*not_counted, *(attention if share.part not in GEMMS else ())]
         texts = [f"the products of {listed(left)} cannot be sized without --batch (batch=)"] if left else []
         texts += [f"not counted: {text}" for text in left_out_in_words(coverage)]
         if texts:
-            found.append(Finding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
+            found.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
         else:
             checkable.append(share)
     return found, replace(contract, shares=tuple(checkable))
 
 
-def without_kernel(layers: Sequence[str]) -> Finding:
+def without_kernel(layers: Sequence[str]) -> PlanFinding:
     """Attention that no kernel takes; of these layers."""
     text = (
         f"Transformer Engine has no kernel for the attention of {listed(layers)} with these inputs and this recipe on"
@@ -187,7 +187,7 @@ def without_kernel(layers: Sequence[str]) -> Finding:
     )
     if is_installed():
         text += " The reference backend has attention in FP8 for compute capability 10.0 alone; a GPU may have more."
-    return Finding("recipe", text, tuple(layers))
+    return PlanFinding("recipe", text, tuple(layers))
 
 
 class _LayerFacts(NamedTuple):

@@ -14,7 +14,7 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import Converted
 from te_precision_callbacks.check.checked_model import CheckedModel
-from te_precision_callbacks.check.rows import Row, rows
+from te_precision_callbacks.check.rows import PlannedLayers, rows
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.memory.printing import as_json as memory_as_json
@@ -81,7 +81,7 @@ def _conditions(checked: CheckedModel, batch: str | None) -> str:
     return f"Recipe: {checked.recipe or 'none'}, compute capability {capability}, {of}."
 
 
-def _cells(row: Row, whole: int) -> list[str]:
+def _cells(row: PlannedLayers, whole: int) -> list[str]:
     names, more = row.names[:_MOST_NAMES], len(row.names) - _MOST_NAMES
     gemms = [_formats(row, gemm) for gemm in GEMMS]
     share = f" ({percent(row.macs / whole)} %)" if whole else ""
@@ -95,7 +95,7 @@ def _cells(row: Row, whole: int) -> list[str]:
     ]
 
 
-def _formats(row: Row, gemm: GemmName) -> str:
+def _formats(row: PlannedLayers, gemm: GemmName) -> str:
     """The formats of a GEMM; of products without a weight those of the forward as of ``fprop``, and those of the
     backward as of ``dgrad``."""
     if gemm in row.gemms or gemm == "wgrad":

@@ -43,7 +43,7 @@ class PlannedGemm:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedLayers:
     """Layers in which the same is planned.
 
     Attributes:
@@ -79,7 +79,7 @@ class Row:
         return "; ".join(texts)
 
 
-def rows(checked: CheckedModel) -> list[Row]:
+def rows(checked: CheckedModel) -> list[PlannedLayers]:
     """The rows of a plan, in the order of the model."""
     of_layer: dict[str, list[Product]] = {}
     for product in checked.coverage:
@@ -91,7 +91,7 @@ def rows(checked: CheckedModel) -> list[Row]:
         )
         alike.setdefault((planned, checked.features.get(layer, ())), []).append(layer)
     return [
-        Row(
+        PlannedLayers(
             tuple(layers),
             of_layer[layers[0]][0].family,
             {_name(product): PlannedGemm.of(product) for product in _in_order(of_layer[layers[0]])},

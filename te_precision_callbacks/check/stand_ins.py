@@ -28,14 +28,14 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.coverage.gemm_events import AttentionSizes
 from te_precision_callbacks.coverage.gemm_precision import FROZEN
 from te_precision_callbacks.coverage.masks import share_left
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
-from te_precision_callbacks.coverage.precision_audit import Gemm, dtype_name, gemms_left_out
+from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
 from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED, OTHER_KERNEL, UNFUSED_KERNEL
 from te_precision_callbacks.coverage.seen_products import ModelProducts, format_made_by
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, in_evaluation
+from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import Model, NamedModule, layer_features, named_operations
 from te_precision_callbacks.reference import is_installed
 
@@ -64,7 +64,7 @@ class SeenLayers:
 
     recipes: dict[str, Any] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    left_out: dict[Gemm, str] = field(default_factory=dict)
+    left_out: dict[LayerGemm, str] = field(default_factory=dict)
     without_kernel: list[str] = field(default_factory=list)
 
 
@@ -155,7 +155,7 @@ class _StandIns:
         result = self._own(inp, call_own, lambda: _result_of_operation(module, inp))
         weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
         frozen = not any(weight.requires_grad for weight in weights)
-        left_out = {Gemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}  # there is always a dgrad
+        left_out = {LayerGemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}  # there is always a dgrad
         of_layer = dict.fromkeys(layers, inp.numel() // max(1, inp.shape[-1]))
         sizes = dict.fromkeys(layers, (module.in_features, module.out_features)) if layers else {}
         back = self._tell(of_layer, sizes, left_out)
@@ -174,7 +174,7 @@ class _StandIns:
         self,
         tokens: Mapping[str, int],
         sizes: Mapping[str, tuple[int, int]],
-        left_out: Mapping[Gemm, str],
+        left_out: Mapping[LayerGemm, str],
         *,
         backwards: bool = False,
     ) -> Callable[[], None]:
@@ -197,7 +197,7 @@ class _StandIns:
         def back() -> None:
             for layer in reversed(of_layer) if backwards else of_layer:
                 for gemm in ("dgrad", "wgrad"):
-                    if Gemm(layer, gemm) not in left_out:
+                    if LayerGemm(layer, gemm) not in left_out:
                         self._products.see_gemm(layer, gemm, of_layer[layer][gemm])
 
         return back

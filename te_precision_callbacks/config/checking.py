@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.base.vocabulary import GEMMS, RESULT
 from te_precision_callbacks.config.fields import item_of, names, words
-from te_precision_callbacks.config.levels import FeatureSchema, Misfit, ObservingFeature, levels
+from te_precision_callbacks.config.levels import FeatureSchema, Misfit, ObservingFeatureSchema, levels
 from te_precision_callbacks.config.problems import KeyPath, Problems, Where, meant_for, nearest, shown, suggestion
 from te_precision_callbacks.config.schemas import FEATURES, schema_of
 
@@ -80,7 +80,7 @@ def _without_gemms(
     ``fprop`` beside ``dgrad`` and ``wgrad``, which are both GEMMs and tensors.
     """
     listed = written.get("tensors")
-    if not issubclass(schema, ObservingFeature) or not isinstance(listed, list):
+    if not issubclass(schema, ObservingFeatureSchema) or not isinstance(listed, list):
         return written
     tensors = names(schema.model_fields["tensors"])
     gemms = [entry for entry in listed if entry in GEMMS and entry not in tensors]

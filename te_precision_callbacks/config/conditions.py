@@ -45,7 +45,7 @@ NONFINITE = "nonfinite"
 ACTIVATION_OVERFLOW = debug_values.ACTIVATION_OVERFLOW
 
 
-class Event(Enum):
+class EventCondition(Enum):
     """A condition that does not compare a statistic."""
 
     NONFINITE = NONFINITE
@@ -90,7 +90,7 @@ class Threshold:
         return self.text
 
 
-Condition = Event | Threshold
+Condition = EventCondition | Threshold
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def parse_condition(entry: object) -> Condition:
         ValueError: not a condition; the text continues a sentence that starts with the key.
     """
     if entry in (NONFINITE, ACTIVATION_OVERFLOW):
-        return Event(entry)
+        return EventCondition(entry)
     match = _COMPARISON.fullmatch(entry.strip()) if isinstance(entry, str) else None
     if match is None:
         hint = suggestion(entry, (NONFINITE, ACTIVATION_OVERFLOW)) if isinstance(entry, str) else ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.vocabulary import RECIPES, RESULT, TENSORS
 from te_precision_callbacks.config.checking import ReadOptions
-from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condition, Event, Threshold
+from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condition, EventCondition, Threshold
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema, Target, holding
@@ -100,8 +100,8 @@ def _never_holds(
     detects_overflow: bool,
 ) -> str:
     """Why a condition on a tensor can never hold; empty if it can."""
-    if isinstance(condition, Event):
-        return no_detection() if condition is Event.ACTIVATION_OVERFLOW and not detects_overflow else ""
+    if isinstance(condition, EventCondition):
+        return no_detection() if condition is EventCondition.ACTIVATION_OVERFLOW and not detects_overflow else ""
     found = read_by(condition, known)
     if found is None:
         return missing_statistic(condition, known, layers, str(target.tensor), measured)

@@ -61,12 +61,12 @@ def with_early_steps(config: Config, steps: Sequence[int]) -> Config:
 def _with_early_steps(section: Section, steps: Sequence[int]) -> Section:
     # Not above: the schemas import pydantic and numpy.
     from te_precision_callbacks.config.checking import ReadOptions
-    from te_precision_callbacks.config.levels import ObservingFeature
+    from te_precision_callbacks.config.levels import ObservingFeatureSchema
     from te_precision_callbacks.config.schemas import DumpTensors, LogGemmError
 
     def early(options: Any) -> Any:
         schema = options.schema if isinstance(options, ReadOptions) else None
-        if not isinstance(schema, (ObservingFeature, LogGemmError)) or isinstance(schema, DumpTensors):
+        if not isinstance(schema, (ObservingFeatureSchema, LogGemmError)) or isinstance(schema, DumpTensors):
             return options
         # Both properties are cached; the copies get other values.
         copy = schema.model_copy()

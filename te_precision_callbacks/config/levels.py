@@ -329,7 +329,7 @@ class OneGemm(Level):
     gemm: GemmName = Field(description="The GEMM that the item is for.")
 
 
-class ObservingFeature(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[NameT, TensorItemT]):
+class ObservingFeatureSchema(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[NameT, TensorItemT]):
     """A feature that looks at tensors on a schedule."""
 
     @cached_property
@@ -338,7 +338,7 @@ class ObservingFeature(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[
         return tuple(self.target(None, tensor, nested) for tensor, nested in _chosen(self.nested, "tensor"))
 
 
-class ModifyingFeature(
+class ModifyingFeatureSchema(
     TensorChoice[NameT, TensorItemT], GemmChoice[GemmItemT], FeatureSchema, Generic[NameT, TensorItemT, GemmItemT]
 ):
     """A feature that replaces tensors."""

@@ -36,9 +36,9 @@ from te_precision_callbacks.config.levels import (
     FeatureSchema,
     GemmChoice,
     Level,
-    ModifyingFeature,
+    ModifyingFeatureSchema,
     Nested,
-    ObservingFeature,
+    ObservingFeatureSchema,
     OneGemm,
     OneTensor,
     Target,
@@ -51,7 +51,7 @@ class LogTensorStatsItem(TensorStatistics, LoggedTensor[TensorName]):
     """One tensor of LogTensorStats."""
 
 
-class LogTensorStats(Scheduled, TensorStatistics, ObservingFeature[TensorName, LogTensorStatsItem]):
+class LogTensorStats(Scheduled, TensorStatistics, ObservingFeatureSchema[TensorName, LogTensorStatsItem]):
     """Logs statistics of tensors as they are before quantization, over all micro-batches and ranks of a step."""
 
     example = """
@@ -82,7 +82,7 @@ class LogFp8TensorStatsItem(Fp8Statistics, LoggedTensor[OperandName]):
         return tuple(request for request in self.requests if request.recipe != OWN_RECIPE)
 
 
-class LogFp8TensorStats(Scheduled, Fp8Statistics, ObservingFeature[OperandName, LogFp8TensorStatsItem]):
+class LogFp8TensorStats(Scheduled, Fp8Statistics, ObservingFeatureSchema[OperandName, LogFp8TensorStatsItem]):
     """Logs what quantization does to the operands of the GEMMs: underflows, overflows, the error, the scales.
 
     It can also show what a recipe other than the layer's own would do to the same tensors.
@@ -106,7 +106,7 @@ class LogNvfp4TensorStatsItem(Nvfp4Statistics, LoggedTensor[OperandName]):
     """One tensor of LogNvfp4TensorStats."""
 
 
-class LogNvfp4TensorStats(Scheduled, Nvfp4Statistics, ObservingFeature[OperandName, LogNvfp4TensorStatsItem]):
+class LogNvfp4TensorStats(Scheduled, Nvfp4Statistics, ObservingFeatureSchema[OperandName, LogNvfp4TensorStatsItem]):
     """Logs what quantization to NVFP4 does to the operands of the GEMMs."""
 
     example = """
@@ -224,7 +224,7 @@ class PerTensorScalingGemmItem(Spans, Margin, TensorChoice[OperandName, PerTenso
 
 
 class PerTensorScaling(
-    Spans, Margin, ModifyingFeature[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]
+    Spans, Margin, ModifyingFeatureSchema[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]
 ):
     """Scales tensors by their amax of this step, in layers whose recipe is delayed scaling, which takes earlier amaxes.
 
@@ -258,7 +258,7 @@ class FakeQuantGemmItem(Spans, Quantization, TensorChoice[TensorName, FakeQuantT
     """One GEMM of FakeQuant."""
 
 
-class FakeQuant(Spans, Quantization, ModifyingFeature[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
+class FakeQuant(Spans, Quantization, ModifyingFeatureSchema[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
     """Rounds tensors to a format and back, and runs the GEMM in high precision.
 
     This isolates each tensor's part in the loss of precision, and allows trying formats that the GPU does not have. It
@@ -339,7 +339,7 @@ class DumpTensorsGemmItem(Scheduled, Conditional, OneGemm):
 
 
 class DumpTensors(
-    DumpLimits, Scheduled, Dumped, GemmChoice[DumpTensorsGemmItem], ObservingFeature[TensorName, DumpTensorsItem]
+    DumpLimits, Scheduled, Dumped, GemmChoice[DumpTensorsGemmItem], ObservingFeatureSchema[TensorName, DumpTensorsItem]
 ):
     """Writes tensors or whole GEMMs to files, a file for each rank, step, layer, tensor or GEMM, and micro-batch.
 

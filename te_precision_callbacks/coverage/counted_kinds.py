@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from te_precision_callbacks.coverage.coverage import ESTIMATED, Product, StateRow
-from te_precision_callbacks.coverage.micro_batches import NOT_CALLED, OUTSIDE, Call, Kind, Parts
+from te_precision_callbacks.coverage.micro_batches import NOT_CALLED, OUTSIDE, Kind, ModelCall, Parts
 from te_precision_callbacks.coverage.seen_product import SeenProduct, summed
 
 
@@ -47,7 +47,7 @@ class CountedKinds:
         self._root = root
         self._counted: dict[Kind, _Counted] = {}
 
-    def put(self, kind: Kind, found: Sequence[tuple[Call, Sequence[SeenProduct]]]) -> Kind | None:
+    def put(self, kind: Kind, found: Sequence[tuple[ModelCall, Sequence[SeenProduct]]]) -> Kind | None:
         """Keep the products of counted calls of a kind.
 
         Returns:
@@ -129,7 +129,7 @@ class CountedKinds:
         )
 
 
-class Step(NamedTuple):
+class CountedStep(NamedTuple):
     """What a step ran.
 
     Attributes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
-from te_precision_callbacks.coverage.counted_kinds import CountedKinds, Step
+from te_precision_callbacks.coverage.counted_kinds import CountedKinds, CountedStep
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, StateRow, is_low
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
 from te_precision_callbacks.coverage.micro_batches import Kind, Parts
@@ -43,7 +43,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class LayerFacts:
+class HighPrecisionFacts:
     """The facts about a layer of Transformer Engine that say why a GEMM of it is not in low precision.
 
     Attributes:
@@ -74,7 +74,7 @@ class Counted:
     since: int
     kinds: CountedKinds
     parts: Parts
-    layers: Mapping[str, LayerFacts]
+    layers: Mapping[str, HighPrecisionFacts]
     state: tuple[StateRow, ...]
     steps: int = 1
     until: int | None = None
@@ -118,8 +118,8 @@ class CoverageHistory:
     def put(
         self,
         iteration: int,
-        step: Step,
-        facts: Callable[[], Mapping[str, LayerFacts]],
+        step: CountedStep,
+        facts: Callable[[], Mapping[str, HighPrecisionFacts]],
     ) -> None:
         """Note what a step ran; it holds until another step differs from it.
 
@@ -263,7 +263,7 @@ def _in_spans(
 
 def in_precision(
     products: Iterable[Product],
-    layers: Mapping[str, LayerFacts],
+    layers: Mapping[str, HighPrecisionFacts],
     precision: Sequence[GemmPrecision],
     unconverted: Mapping[str, str],
 ) -> Iterator[Product]:
@@ -300,7 +300,7 @@ def in_precision(
             yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)
 
 
-def _reason(entry: GemmPrecision, facts: LayerFacts | None) -> tuple[Reason, str]:
+def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Reason, str]:
     """Why a GEMM of Transformer Engine runs in high precision."""
     if facts is not None and facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
         return Reason.RECOMPUTED, Reason.RECOMPUTED.value

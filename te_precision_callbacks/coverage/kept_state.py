@@ -11,7 +11,7 @@ import torch
 from te_precision_callbacks.base.vocabulary import class_names, name_of_format
 from te_precision_callbacks.coverage.coverage import StateRow
 from te_precision_callbacks.coverage.marks import tensors_in
-from te_precision_callbacks.coverage.micro_batches import Call
+from te_precision_callbacks.coverage.micro_batches import ModelCall
 from te_precision_callbacks.coverage.precision_audit import format_of
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Model, named_roots
@@ -55,15 +55,15 @@ class KeptState:
     """
 
     def __init__(
-        self, report: Callable[[str, str, Exception], None], call_now: Callable[[], Call | None] = lambda: None
+        self, report: Callable[[str, str, Exception], None], call_now: Callable[[], ModelCall | None] = lambda: None
     ) -> None:
         self._report = report
         self._call_now = call_now
         self._parameters: tuple[torch.nn.Parameter, ...] = ()
         self._rows: dict[tuple[str, str, int], int] = {}
-        self._results: Counter[tuple[Call | None, str, str]] = Counter()
-        self._sizes: Counter[tuple[Call | None, str, str]] = Counter()
-        self._of_losses: list[tuple[Call | None, str, int]] = []
+        self._results: Counter[tuple[ModelCall | None, str, str]] = Counter()
+        self._sizes: Counter[tuple[ModelCall | None, str, str]] = Counter()
+        self._of_losses: list[tuple[ModelCall | None, str, int]] = []
         self._removals: list[Callable[[], None]] = []
 
     def watch(self, model: Model, is_counting: Callable[[], bool]) -> None:

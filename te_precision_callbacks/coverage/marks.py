@@ -49,7 +49,7 @@ class Weight:
     owner: torch.nn.Module | None = field(default=None, compare=False, repr=False)
 
 
-class Weights:
+class WeightMarks:
     """The parameters of a model by their memory; also those that several modules keep in one storage."""
 
     def __init__(self) -> None:

@@ -59,12 +59,12 @@ class Kind(NamedTuple):
 class _Mark:
     """Is kept with the graph of a call, and ends with it."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ModelCall) -> None:
         self.call = call
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Call:
+class ModelCall:
     """A call of a model, with its backward.
 
     Attributes:
@@ -90,7 +90,7 @@ class Call:
     goes_by_values: bool = False
     is_known: bool = False
     graph: weakref.ref[_Mark] | None = None
-    behind: Sequence[Call] = ()
+    behind: Sequence[ModelCall] = ()
 
     @property
     def may_have_backward(self) -> bool:
@@ -115,13 +115,13 @@ class Call:
         self.path = hash((path, number))
 
 
-class _Here(threading.local):
+class _RunningCall(threading.local):
     """The call that runs in a thread."""
 
-    call: Call | None = None
+    call: ModelCall | None = None
 
 
-class _Form:
+class _CallSearch:
     """The search for calls to count, among those of one form.
 
     Attributes:
@@ -138,7 +138,7 @@ class _Form:
         self.is_new = True
         self.sought: set[Kind] = set()
         self.in_vain = 0
-        self.last: Call | None = None
+        self.last: ModelCall | None = None
         self.numbers: set[int] = set()
         self.alike = 0
         self.by_values = False
@@ -167,7 +167,7 @@ Parts = Mapping[Kind, tuple[int, int]]
 """Kind -> how many calls of it a step has, and how many of their backwards."""
 
 
-class Calls:
+class ModelCalls:
     """The calls of a model's steps.
 
     Attributes:
@@ -178,25 +178,25 @@ class Calls:
 
     def __init__(self) -> None:
         self.is_first = True
-        self.here_in_thread = _Here()
-        self.outside = Call(OUTSIDE, True)
-        self._forms: dict[int | str, _Form] = {OUTSIDE: _Form()}
+        self.here_in_thread = _RunningCall()
+        self.outside = ModelCall(OUTSIDE, True)
+        self._forms: dict[int | str, _CallSearch] = {OUTSIDE: _CallSearch()}
         self._forms[OUTSIDE].is_new = False
         self._known: set[Kind] = set()
         self._lack_backward: set[Kind] = set()
-        self._all: list[Call] = []
+        self._all: list[ModelCall] = []
         self._left = MOST_COUNTED
         self._without_backward = 0
         self._parameters: dict[int, list[torch.nn.Parameter]] = {}
 
     @property
-    def here(self) -> Call | None:
+    def here(self) -> ModelCall | None:
         """The call that runs in this thread."""
         return self.here_in_thread.call
 
     def begin(
         self, root: torch.nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any], *, by_numbers: bool = True
-    ) -> Call:
+    ) -> ModelCall:
         """Begin a call of a model in this thread.
 
         Args:
@@ -211,8 +211,8 @@ class Calls:
         except _UnknownFormError:
             given = None
         form = hash((id(root), root.training, flags, given))
-        of_form = self._forms.setdefault(form, _Form())
-        call = Call(form, False, behind=list(_calls_in(leaves([arguments, keywords]))))
+        of_form = self._forms.setdefault(form, _CallSearch())
+        call = ModelCall(form, False, behind=list(_calls_in(leaves([arguments, keywords]))))
         call.numbers = hash(tuple(numbers)) if by_numbers and numbers else 0
         call.is_counted = self._is_to_count(of_form, call.numbers)
         if call.is_counted:
@@ -223,7 +223,7 @@ class Calls:
         self.here_in_thread.call = call
         return call
 
-    def _is_to_count(self, form: _Form, numbers: int) -> bool:
+    def _is_to_count(self, form: _CallSearch, numbers: int) -> bool:
         if self.is_first and (form.by_values or (form.last is not None and form.last.is_thrown_away)):
             return True
         is_new = form.is_wanted or (numbers not in form.numbers and not form.ignores_numbers)
@@ -235,7 +235,7 @@ class Calls:
         if call is not None and call.is_counted and not call.has_ended:
             self._forms[call.form].is_new = True
 
-    def end(self, call: Call, results: Any) -> None:
+    def end(self, call: ModelCall, results: Any) -> None:
         """Note that a call has ended well."""
         call.nodes += made_in_thread()
         call.has_ended = True
@@ -251,12 +251,12 @@ class Calls:
         elif kind not in self._known:
             form.seek(kind)
 
-    def begin_backward(self, roots: Iterable[Any]) -> Call | None:
+    def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
         """A call whose backward begins, a counted one if there is one; None if there is none."""
         here = self.here  # a backward inside of a call, as in a training step that optimizes by itself
         waiting = list(_calls_in(roots)) if here is None else [here]
         known = set(map(id, waiting))
-        found: Call | None = None
+        found: ModelCall | None = None
         while waiting:
             call = waiting.pop()
             found = call if found is None or call.is_counted else found
@@ -269,7 +269,7 @@ class Calls:
             known.update(map(id, call.behind))
         return found
 
-    def kind_of(self, call: Call) -> Kind:
+    def kind_of(self, call: ModelCall) -> Kind:
         """The kind of a call that has ended."""
         ignores = self._forms[call.form].ignores_numbers
         return Kind(call.form, call.path, call.nodes, 0 if ignores else call.numbers)
@@ -284,10 +284,10 @@ class Calls:
         """Whether calls of the next step are to be counted, of forms that were met."""
         return self._left > 0 and any(form.is_wanted for form in self._forms.values())
 
-    def end_step(self) -> list[Call]:
+    def end_step(self) -> list[ModelCall]:
         """The calls of the step, each with the kind of its evidence; counted ones have the number of those that they
         represent."""
-        counted: dict[Kind, Call] = {}
+        counted: dict[Kind, ModelCall] = {}
         calls, self._all = self._all, []
         for call in calls:
             kind = self.kind_of(call)
@@ -312,7 +312,7 @@ class Calls:
 
     def begin_step(self, *, counts_outside: bool) -> None:
         """Begin a step; ``counts_outside`` if all GEMMs of Transformer Engine are seen in it."""
-        self.outside = Call(OUTSIDE, counts_outside)
+        self.outside = ModelCall(OUTSIDE, counts_outside)
 
     def end_outside(self, *, has_products: bool) -> Kind | None:
         """The kind of what the step ran outside of calls; None if it ran nothing there."""
@@ -335,7 +335,7 @@ class Calls:
             self._known |= {each._replace(numbers=0) for each in self._known if each.form == kind.form}
 
 
-def _calls_in(roots: Iterable[Any]) -> Iterator[Call]:
+def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
     """The calls to which tensors, or edges of the graph, belong."""
     for mark, products in found_in_graph(roots):
         call = mark.call if isinstance(mark, _Mark) else products[0].call

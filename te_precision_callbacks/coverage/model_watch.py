@@ -18,7 +18,7 @@ import torch
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
-from te_precision_callbacks.coverage.micro_batches import Call, Calls, leaves
+from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
 from te_precision_callbacks.layers.forwards import ForwardClassifier, in_backward, in_evaluation, outside_of_dynamo
@@ -63,7 +63,7 @@ class ModelWatch:
         self.active = self.counting = False
         self.failure = ""
         self.state = KeptState(report, lambda: self.operators.call_now())
-        self.calls = Calls()
+        self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
         self.ran: dict[int, Ran] = {}
         self._modules: Mapping[int, tuple[str, torch.nn.Module]] = {}
@@ -83,7 +83,7 @@ class ModelWatch:
             modules: id -> path and module.
         """
         self._modules = modules
-        self.calls = Calls()
+        self.calls = ModelCalls()
         self.operators = OperatorProducts(modules, self.state, self.calls)
         self.state.watch(model, lambda: is_seen_by(self) and not in_backward())
         self.active = self.counting = True
@@ -118,7 +118,7 @@ class ModelWatch:
         self._replaced.put_back()
         self._leave_parts()
         self.failure = ""
-        self.calls = Calls()
+        self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
 
     @contextmanager
@@ -229,7 +229,7 @@ class ModelWatch:
         not_compiled: Callable[..., Any] = torch.compiler.disable(around, recursive=False)  # type: ignore[no-untyped-call]
         return not_compiled
 
-    def _end_call(self, call: Call | None, result: Any, *, tells_result: bool) -> None:
+    def _end_call(self, call: ModelCall | None, result: Any, *, tells_result: bool) -> None:
         here = self.calls.here
         if tells_result and here is not None and here.is_counted and self.calls.is_first:
             self.state.note_logits(result)
@@ -265,7 +265,7 @@ class ModelWatch:
         return self.operators.in_backward_of(call) if self.counting else nullcontext()
 
     @contextmanager
-    def _looking(self, backward_of: Call | None = None) -> Iterator[None]:
+    def _looking(self, backward_of: ModelCall | None = None) -> Iterator[None]:
         self._guarded(self.operators.read_weights)
         with self.operators.in_backward_of(backward_of), SeeingMode(self, lambda: not self._looks()):
             yield
@@ -289,7 +289,7 @@ class ModelWatch:
             self._report("counting the matrix products of", "a step", error)
 
     def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
-        """As of :class:`~te_precision_callbacks.coverage.seeing.Watcher`."""
+        """As of :class:`~te_precision_callbacks.coverage.seeing.ModeListener`."""
         if by_values:
             self.operators.note_sizes_by_values()
         self.operators.nodes.bind(arguments)
@@ -297,7 +297,7 @@ class ModelWatch:
             self.operators.nodes.enter_outer(arguments)
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """As of :class:`~te_precision_callbacks.coverage.seeing.Watcher`."""
+        """As of :class:`~te_precision_callbacks.coverage.seeing.ModeListener`."""
         if not self._is_muted and not self._in_gemm_layer():
             self.operators.look(operator, arguments, result)
 

@@ -19,7 +19,7 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.kept_state import LOSSES, OF_OPERATOR, REDUCING, KeptState
 from te_precision_callbacks.coverage.lengths import Lengths
-from te_precision_callbacks.coverage.marks import Marks, Weight, Weights, tensors_in
+from te_precision_callbacks.coverage.marks import Marks, Weight, WeightMarks, tensors_in
 from te_precision_callbacks.coverage.matrix_products import (
     MatrixProduct,
     Role,
@@ -27,7 +27,7 @@ from te_precision_callbacks.coverage.matrix_products import (
     products_of,
     why_not_counted,
 )
-from te_precision_callbacks.coverage.micro_batches import Call, Calls
+from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
 from te_precision_callbacks.coverage.nodes import NodesOfProducts, products_of_node
 from te_precision_callbacks.coverage.precision_audit import dtype_name
 from te_precision_callbacks.coverage.seen_product import UNFUSED, SeenProduct, kind_of
@@ -57,7 +57,7 @@ class OperatorProducts:
         lengths: those of sequences.
     """
 
-    def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState, calls: Calls) -> None:
+    def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState, calls: ModelCalls) -> None:
         self.seen: list[SeenProduct] = []
         self.told: set[str] = set()
         self.nodes = NodesOfProducts()
@@ -65,8 +65,8 @@ class OperatorProducts:
         self.lengths = Lengths()
         self._modules = modules
         self._state = state
-        self._backward_of: Call | None = None
-        self._weights = Weights()
+        self._backward_of: ModelCall | None = None
+        self._weights = WeightMarks()
         self._activations = Marks[list[SeenProduct]]()
         self._scores, self._probabilities = Marks[SeenProduct](), Marks[bool]()
 
@@ -75,7 +75,7 @@ class OperatorProducts:
         self._weights.read(self._modules.values())
 
     @contextmanager
-    def in_backward_of(self, call: Call | None) -> Iterator[None]:
+    def in_backward_of(self, call: ModelCall | None) -> Iterator[None]:
         """Surrounds the backward of a call of the model."""
         self._backward_of = call
         try:
@@ -89,11 +89,11 @@ class OperatorProducts:
         if call is not None:
             call.goes_by_values = True
 
-    def call_now(self) -> Call | None:
+    def call_now(self) -> ModelCall | None:
         """The call of the model to which belongs what runs in this thread."""
         return self.call_of_forward() or self._backward_of
 
-    def call_of_forward(self) -> Call | None:
+    def call_of_forward(self) -> ModelCall | None:
         """The call of the model to which belongs the forward that runs in this thread, also one that is computed again
         in the backward of a node."""
         if not in_backward():

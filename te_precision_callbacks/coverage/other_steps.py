@@ -44,7 +44,7 @@ class ProductSpan(NamedTuple):
     until: int | None
 
 
-class _Held(NamedTuple):
+class _CountedProduct(NamedTuple):
     """A product, and the number of those that were the same in the same iterations."""
 
     product: Product
@@ -62,7 +62,7 @@ class OtherSteps:
     """
 
     intervals: Sequence[tuple[int, int]]
-    held: Sequence[_Held]
+    held: Sequence[_CountedProduct]
     holding: frozenset[int]
 
     @functools.cached_property
@@ -96,7 +96,7 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
             key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
             spans.setdefault(key, (product, []))[1].append((one.since, one.until))
     alike: dict[tuple[_Span, ...], int] = {}  # of the products of thousands of layers they are few
-    held = [_Held(product, alike.setdefault(tuple(found), len(alike))) for product, found in spans.values()]
+    held = [_CountedProduct(product, alike.setdefault(tuple(found), len(alike))) for product, found in spans.values()]
     unknown = {one.alike for one in held if one.product.macs and not one.product.precision}
     firsts = sorted({first for found in alike for span in found for first in _firsts(*span)})[-_MOST_CHANGES:]
     holding: list[list[int]] = [[] for _ in firsts]

@@ -1,24 +1,15 @@
-"""The split of a model's layers over ranks, and decisions that ranks must make together.
-
-Read from Transformer Engine 2.20.2: the attributes ``tp_group``, ``tp_size``, ``parallel_mode`` and
-``sequence_parallel`` of the modules in ``pytorch/module``. Other differences are unknown: layers that differ from rank
-to rank under one name count as copies, unless they have numbers (``Layer.by_number``), or ``process_group`` keeps them
-apart.
-"""
+"""Exchange and decisions of the ranks that reduce statistics together."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError, SessionError
 from te_precision_callbacks.base.ranks import in_words, is_distributed
@@ -26,95 +17,11 @@ from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.ranks.tree import RanksLostError
 from te_precision_callbacks.config.differences import FlatConfig, config_hash, difference
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.engine.engine import Placement
-from te_precision_callbacks.layers.forwards import outside_of_dynamo
-from te_precision_callbacks.layers.naming import NamedModule
 
 logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry", bound=Hashable)
 Found = TypeVar("Found")
-
-_MLP_MODES = {"fc1": "column", "fc2": "row"}
-"""The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
-
-
-def placements(
-    modules: Iterable[NamedModule], reduced_over: torch.distributed.ProcessGroup | None
-) -> dict[str, Placement]:
-    """Layer name -> placement, for the layers that have a tensor-parallel group of several ranks.
-
-    Args:
-        modules: the modules of this rank.
-        reduced_over: the group over which statistics are reduced; None for all ranks.
-    """
-    found: dict[str, Placement] = {}
-    ranks_of = torch.distributed.get_process_group_ranks
-    for named in modules:
-        module: Any = named.module
-        group = getattr(module, "tp_group", None)
-        if getattr(module, "tp_size", 1) < 2 or group is None:
-            continue
-        rank = torch.distributed.get_rank(group)
-        lower = ranks_of(group)[:rank]
-        first = not lower if reduced_over is None else set(lower).isdisjoint(ranks_of(reduced_over))
-        # GroupedLinear communicates nothing, and shows the input of its GEMMs, which was gathered before the layer.
-        gathers = getattr(module, "num_gemms", None) is None
-        sequence_parallel = gathers and bool(getattr(module, "sequence_parallel", False))
-        for layer in named.layers:
-            mode = getattr(module, "parallel_mode", None)
-            if hasattr(module, "set_parallel_mode"):
-                mode = _MLP_MODES.get(layer.name.rpartition(".")[2])
-            found[layer.name] = Placement(rank, first, mode, sequence_parallel)
-    return found
-
-
-class OptimizerSteps:
-    """Counts the optimizer steps of this process: those of the optimizer that has made the most steps.
-
-    Ranks that train together make the same number of steps. Each rank may have other optimizers. Counts from
-    :meth:`begin` on.
-
-    Args:
-        on_step: called after each step, with the optimizer.
-    """
-
-    def __init__(self, *on_step: Callable[[torch.optim.Optimizer], None]) -> None:
-        self._on_step = on_step
-        self._of: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._most = 0
-        self._hook: RemovableHandle | None = None
-
-    def begin(self) -> None:
-        """Begin to count, if that was not done yet."""
-        if self._hook is None:
-            self._hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
-
-    def __call__(self) -> int:
-        """The number of steps; negative if there was none, as on a rank without parameters."""
-        return self._most or -1
-
-    def remove(self) -> None:
-        """Stop counting."""
-        if self._hook is not None:
-            self._hook.remove()
-
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of an optimizer."""
-        count = self._of[optimizer] = self._of.get(optimizer, 0) + 1
-        self._most = max(self._most, count)
-        for call in self._on_step:
-            call(optimizer)
-
-
-def _after_step(counter: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
-    @outside_of_dynamo
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found = counter()
-        if found is not None:
-            found.note(optimizer)
-
-    return note
 
 
 def leads(group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> bool:

@@ -31,11 +31,11 @@ from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import Coverage, Family, Product, Reason
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_BACKWARD, GemmPrecision
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION as NO_RECIPE
-from te_precision_callbacks.coverage.history import LayerFacts, in_precision, kept_by_sections
+from te_precision_callbacks.coverage.history import HighPrecisionFacts, in_precision, kept_by_sections
 from te_precision_callbacks.coverage.precision_audit import (
     MODIFIED,
-    Gemm,
-    Operand,
+    LayerGemm,
+    LayerOperand,
     dtype_name,
     formats_of_layer,
     gemms_left_out,
@@ -71,7 +71,7 @@ class Ran:
     products: tuple[Product, ...]
     recipes: Mapping[str, Any]
     tokens: Mapping[str, Sequence[int]]
-    left_out: Mapping[Gemm, str]
+    left_out: Mapping[LayerGemm, str]
     without_kernel: Sequence[str]
 
 
@@ -116,11 +116,11 @@ def plan_products(
         ran: the products of a step, in place of its tokens.
         unconverted: layers that a trainer's conversion left without Transformer Engine, and why.
     """
-    return _Planner(model, modules, operations, acting, recipe, tokens, ran, unconverted or {}).planned()
+    return _ProductPlanner(model, modules, operations, acting, recipe, tokens, ran, unconverted or {}).planned()
 
 
 @dataclass
-class _Planner:
+class _ProductPlanner:
     """Arguments are those of :func:`plan_products`."""
 
     model: Model
@@ -138,7 +138,7 @@ class _Planner:
         self._quantizers = MadeQuantizers()
         self._products: list[Product] = []
         self._precision: list[GemmPrecision] = []
-        self._facts: dict[str, LayerFacts] = {}
+        self._facts: dict[str, HighPrecisionFacts] = {}
         self._trains = False
 
     def planned(self) -> PlannedProducts:
@@ -188,7 +188,7 @@ class _Planner:
         have = {(product.layer, product.gemm) for product in products}
         for layer, family, gemm in ((planned.layer, planned.family, planned.gemm) for planned in self._products):
             if (layer, gemm) not in have:
-                why = ran.left_out.get(Gemm(layer, cast(GemmName, gemm)), NO_BACKWARD)
+                why = ran.left_out.get(LayerGemm(layer, cast(GemmName, gemm)), NO_BACKWARD)
                 products.append(Product.left_out(layer, family, gemm, why if layer in self._reached else NOT_REACHED))
         return products
 
@@ -207,7 +207,7 @@ class _Planner:
     def _plan_operation(self, module: Any, layers: Sequence[str]) -> None:
         weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
         frozen = not any(weight.requires_grad for weight in weights)
-        left_out = {Gemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}
+        left_out = {LayerGemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}
         recipe = self._recipe_of(layers)
         counts = module.num_quantizers("forward"), module.num_quantizers("backward")
         forward, backward = self._quantizers.of(module, recipe, *counts)
@@ -231,7 +231,7 @@ class _Planner:
         dtype: torch.dtype,
         sizes: tuple[int, int],
         groups: int,
-        left_out: Mapping[Gemm, str],
+        left_out: Mapping[LayerGemm, str],
     ) -> None:
         """Plan the GEMMs of a layer, one of several groups that share the tokens."""
         in_force = self._recipe_of([layer])
@@ -242,17 +242,17 @@ class _Planner:
         kept = kept_by_sections(sections)
         modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
         excluded = self.recipe is not None and self._recipes.get(layer, in_force) is None
-        self._facts[layer] = LayerFacts(kept, override or "")
+        self._facts[layer] = HighPrecisionFacts(kept, override or "")
         rows = max(1, self.tokens // groups)
         macs = self.tokens * sizes[0] * sizes[1] // groups
         for gemm, (n, m, k) in gemm_sizes(rows, *sizes).items():
-            not_run = left_out.get(Gemm(layer, gemm), "")
+            not_run = left_out.get(LayerGemm(layer, gemm), "")
             if not_run:
                 self._products.append(Product.left_out(layer, family, gemm, not_run))
                 continue
             self._products.append(Product(layer, family, gemm, gemm != "fprop", n, m, k, 1, 1, macs, {}, "planned"))
             operands: dict[str, str] = {
-                tensor: (dtype_name(dtype) if gemm in kept else formats[Operand("", gemm, tensor)].text)
+                tensor: (dtype_name(dtype) if gemm in kept else formats[LayerOperand("", gemm, tensor)].text)
                 + (MODIFIED if (gemm, tensor) in modified else "")
                 for tensor in OPERANDS[gemm]
             }

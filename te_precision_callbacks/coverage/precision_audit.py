@@ -34,7 +34,6 @@ from te_precision_callbacks.base.vocabulary import (
     name_of_format,
     name_of_recipe,
 )
-from te_precision_callbacks.coverage.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 from te_precision_callbacks.coverage.gemm_precision import (
     FROZEN,
     NO_BACKWARD,
@@ -44,6 +43,7 @@ from te_precision_callbacks.coverage.gemm_precision import (
 )
 from te_precision_callbacks.coverage.precision_history import Format, GemmFact, PrecisionHistory
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
+from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 
 MODIFIED = " (modified)"
 """What is added to the format of a tensor that a feature has made."""
@@ -58,7 +58,7 @@ _DTYPES = {
 }
 
 
-class Operand(NamedTuple):
+class LayerOperand(NamedTuple):
     """One of the two tensors of a GEMM."""
 
     layer: str
@@ -66,7 +66,7 @@ class Operand(NamedTuple):
     tensor: str
 
 
-class Gemm(NamedTuple):
+class LayerGemm(NamedTuple):
     """One of the three GEMMs of a layer."""
 
     layer: str
@@ -84,9 +84,9 @@ class _Notes:
     that are left out; whether its forward ran in a region of ``te.autocast(enabled=False)``, and whether a backward has
     run: else, as of a batch that was skipped, nothing is known of what was expected of it."""
 
-    told: dict[Operand, _Told] = field(default_factory=dict)
-    expected: dict[Gemm, None] = field(default_factory=dict)
-    left_out: dict[Gemm, str] = field(default_factory=dict)
+    told: dict[LayerOperand, _Told] = field(default_factory=dict)
+    expected: dict[LayerGemm, None] = field(default_factory=dict)
+    left_out: dict[LayerGemm, str] = field(default_factory=dict)
     excluded: bool = False
     had_backward: bool = False
 
@@ -99,7 +99,8 @@ class PrecisionAudit:
     """
 
     def __init__(self, iterations: Iterations) -> None:
-        self._unseen: dict[str, dict[Operand, Format]] = {}  # what the fused path makes, of layers asked in this step
+        # Formats of the fused path, of layers asked in this step.
+        self._unseen: dict[str, dict[LayerOperand, Format]] = {}
         self._history = PrecisionHistory(iterations)
         self._iteration: int | None = None
         self._now: defaultdict[str, _Notes] = defaultdict(_Notes)
@@ -191,7 +192,7 @@ class PrecisionAudit:
                 facts, seen = _facts(notes)
                 self._history.put(layer, self._iteration, facts, seen, excluded=notes.excluded)
 
-    def holds(self, formats: Mapping[Operand, Format]) -> bool:
+    def holds(self, formats: Mapping[LayerOperand, Format]) -> bool:
         """Whether these formats are among those of the last iteration, but for those of GEMMs that are left out."""
         for operand, made in formats.items():
             fact = self._history.now(operand.layer)[GEMMS.index(operand.gemm)]
@@ -206,7 +207,7 @@ class PrecisionAudit:
         formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
         return any(made.recipe for made in formats) if formats else None
 
-    def of_gemms_that_run(self, formats: Mapping[Operand, Format]) -> dict[Operand, Format]:
+    def of_gemms_that_run(self, formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
         """Without the operands of GEMMs that are left out in the last iteration."""
         return {
             operand: made
@@ -214,7 +215,7 @@ class PrecisionAudit:
             if not _is_left_out(self._history.now(operand.layer)[GEMMS.index(operand.gemm)])
         }
 
-    def plan(self, formats: Mapping[Operand, Format], *, excluded: bool = False) -> None:
+    def plan(self, formats: Mapping[LayerOperand, Format], *, excluded: bool = False) -> None:
         """Note the formats that quantizers make, of the operands of GEMMs that run unseen.
 
         Args:
@@ -225,17 +226,17 @@ class PrecisionAudit:
             self._now[operand.layer].excluded |= excluded and not made.recipe
             self._formats(operand).setdefault(made, False)
 
-    def expect(self, gemms: Iterable[Gemm]) -> None:
+    def expect(self, gemms: Iterable[LayerGemm]) -> None:
         """Note GEMMs that are going to be seen; those that are never seen have not run."""
         for gemm in gemms:
             self._now[gemm.layer].expected[gemm] = None
 
-    def expect_unseen(self, formats: Mapping[Operand, Format]) -> None:
+    def expect_unseen(self, formats: Mapping[LayerOperand, Format]) -> None:
         """Note what the GEMMs of layers are handed if none of a layer is seen in this iteration."""
         for operand, made in formats.items():
             self._unseen.setdefault(operand.layer, {})[operand] = made
 
-    def leave_out(self, gemms: Mapping[Gemm, str]) -> None:
+    def leave_out(self, gemms: Mapping[LayerGemm, str]) -> None:
         """Note GEMMs that a forward and its backward do not run, and why."""
         for gemm, reason in gemms.items():
             self._now[gemm.layer].left_out[gemm] = reason
@@ -250,9 +251,9 @@ class PrecisionAudit:
         for operand in event.operands:
             text = format_of(operand.data, columnwise=operand.columnwise)
             text += MODIFIED if _is_modified(operand) else ""
-            self._formats(Operand(event.layer, event.gemm, operand.tensor))[Format(text, event.recipe)] = True
+            self._formats(LayerOperand(event.layer, event.gemm, operand.tensor))[Format(text, event.recipe)] = True
 
-    def _formats(self, operand: Operand) -> _Told:
+    def _formats(self, operand: LayerOperand) -> _Told:
         """The formats noted of an operand in this iteration."""
         return self._now[operand.layer].told.setdefault(operand, {})
 
@@ -266,8 +267,8 @@ def _facts(notes: _Notes) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
     facts = {gemm.gemm: GemmFact((), NO_BACKWARD) for gemm in (notes.expected if notes.had_backward else ())}
     facts |= {gemm.gemm: GemmFact((), reason) for gemm, reason in notes.left_out.items()}
     seen: list[GemmName] = []
-    for gemm in dict.fromkeys(Gemm(operand.layer, operand.gemm) for operand in notes.told):
-        of_gemm = {tensor: notes.told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
+    for gemm in dict.fromkeys(LayerGemm(operand.layer, operand.gemm) for operand in notes.told):
+        of_gemm = {tensor: notes.told.get(LayerOperand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
         facts[gemm.gemm] = GemmFact(tuple((tensor, tuple(found)) for tensor, found in of_gemm.items() if found))
         if all(found and all(found.values()) for found in of_gemm.values()):
             seen.append(gemm.gemm)
@@ -327,7 +328,7 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise:
     return _known(quantizer) or type(quantizer).__name__
 
 
-def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[Operand, Format]:
+def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[LayerOperand, Format]:
     """The formats in which a module's GEMMs run where no feature acts, by the state that its last forward has left.
 
     Args:
@@ -338,7 +339,7 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
     override = backward_override(module) if fp8 else None
     recipe = recipe_in_force(module, fp8=fp8)
     quantizers = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
-    formats: dict[Operand, Format] = {}
+    formats: dict[LayerOperand, Format] = {}
     for layer, of_tensor in zip(layers, quantizers_of_layers(*quantizers, len(layers)), strict=True):
         formats |= formats_of_layer(
             layer, of_tensor if fp8 else {}, module.activation_dtype, recipe=recipe, backward_override=override
@@ -373,7 +374,7 @@ def formats_of_layer(
     *,
     recipe: str,
     backward_override: str | None,
-) -> dict[Operand, Format]:
+) -> dict[LayerOperand, Format]:
     """The formats in which a layer's GEMMs run where no feature acts.
 
     Args:
@@ -383,21 +384,23 @@ def formats_of_layer(
         recipe: as :func:`recipe_text`.
         backward_override: that of the recipe.
     """
-    formats: dict[Operand, Format] = {}
+    formats: dict[LayerOperand, Format] = {}
     for gemm, tensors in OPERANDS.items():
         for tensor in tensors:
             quantizer = quantizers.get(tensor) if backward_override is None or gemm == "fprop" else None
             text = quantizer_format(quantizer, high_precision, columnwise=ROWWISE[tensor] != gemm)
-            formats[Operand(layer, gemm, tensor)] = Format(text, recipe)
+            formats[LayerOperand(layer, gemm, tensor)] = Format(text, recipe)
     return formats
 
 
-def of_fprop(formats: Mapping[Operand, Format]) -> dict[Operand, Format]:
+def of_fprop(formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
     """The formats of the forward's GEMMs alone."""
     return {operand: made for operand, made in formats.items() if operand.gemm == "fprop"}
 
 
-def gemms_left_out(module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool) -> dict[Gemm, str]:
+def gemms_left_out(
+    module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool
+) -> dict[LayerGemm, str]:
     """The GEMMs that the backward of a forward with gradients does not run, and why.
 
     Read from Transformer Engine 2.20.2 (``pytorch/module``): Linear and GroupedLinear compute dgrad where the input
@@ -409,12 +412,14 @@ def gemms_left_out(module: torch.nn.Module, layers: Sequence[str], *, input_need
         input_needs_gradient: whether the input of the forward does.
     """
     if not input_needs_gradient and not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-        return {Gemm(layer, gemm): NO_GRADIENT for layer in layers for gemm in GEMMS[1:]}
+        return {LayerGemm(layer, gemm): NO_GRADIENT for layer in layers for gemm in GEMMS[1:]}
     found = {
-        Gemm(layer, "wgrad"): FROZEN for layer, frozen in zip(layers, _frozen(module, layers), strict=True) if frozen
+        LayerGemm(layer, "wgrad"): FROZEN
+        for layer, frozen in zip(layers, _frozen(module, layers), strict=True)
+        if frozen
     }
     if not input_needs_gradient and {"LayerNormLinear", "LayerNormMLP"}.isdisjoint(class_names(module)):
-        found |= {Gemm(layer, "dgrad"): NO_INPUT_GRADIENT for layer in layers}
+        found |= {LayerGemm(layer, "dgrad"): NO_INPUT_GRADIENT for layer in layers}
     return found
 
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 
 
-class Watcher(Protocol):
+class ModeListener(Protocol):
     """What a mode reports to."""
 
     def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
@@ -50,7 +50,9 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, watcher: Watcher, is_over: Callable[[], bool], *, only: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, watcher: ModeListener, is_over: Callable[[], bool], *, only: Iterable[str] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watcher = watcher
         self._is_over = is_over
@@ -98,7 +100,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return name
 
 
-def is_seen_by(watcher: Watcher) -> bool:
+def is_seen_by(watcher: ModeListener) -> bool:
     """Whether a watcher gets all operators of this thread, at least those outside of others."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)

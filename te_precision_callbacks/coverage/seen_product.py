@@ -13,7 +13,7 @@ from te_precision_callbacks.coverage.coverage import Family, Product, ProductNam
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_INPUT_GRADIENT
 from te_precision_callbacks.coverage.marks import Weight
 from te_precision_callbacks.coverage.matrix_products import Bounds, Role, Sizes
-from te_precision_callbacks.coverage.micro_batches import Call
+from te_precision_callbacks.coverage.micro_batches import ModelCall
 
 OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
     "fprop": OPERANDS["fprop"],
@@ -72,7 +72,7 @@ class SeenProduct:
     of: SeenProduct | None = None
     backward: bool = False
     gradients: int = 0
-    call: Call | None = None
+    call: ModelCall | None = None
     not_counted: str = ""
     bounds: Bounds | None = None
     mask_share: float | None = None

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.coverage.counted_kinds import CountedKinds, Step
+from te_precision_callbacks.coverage.counted_kinds import CountedKinds, CountedStep
 from te_precision_callbacks.coverage.coverage import Family
-from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.coverage.masks import causal_share, share_left
 from te_precision_callbacks.coverage.matrix_products import Role
-from te_precision_callbacks.coverage.micro_batches import Call, Kind, Parts
+from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
 from te_precision_callbacks.coverage.model_watch import ModelWatch, Ran
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
 from te_precision_callbacks.coverage.seeing import is_seen_by
 from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, in_backward
+from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
 
 _CALL = "te_precision_call"
@@ -85,7 +85,7 @@ class ModelProducts:
         self._kinds = CountedKinds(next((paths[id(root)] for root in roots if id(root) in paths), ""))
         self._watch.watch(model, {key: (path, modules[key]) for key, path in paths.items()})
 
-    def end_step(self) -> Step | None:
+    def end_step(self) -> CountedStep | None:
         """End a step. None where it had no products, or they cannot be followed any more."""
         watch, calls = self._watch, self._watch.calls
         if not watch.active or (watch.failure and not watch.counting):
@@ -102,20 +102,20 @@ class ModelProducts:
             else:
                 parts = self._count(of_step)
             state = watch.state.rows() if is_first and parts else None
-            return Step(parts, self._kinds, state) if parts else None
+            return CountedStep(parts, self._kinds, state) if parts else None
         finally:
             watch.end_step()
             if not watch.counting:
                 self._first_in_recipe = set()
 
-    def _count(self, of_step: Sequence[Call]) -> Parts:
+    def _count(self, of_step: Sequence[ModelCall]) -> Parts:
         """Keep the products of the counted calls of a step by kind."""
         calls = self._watch.calls
-        by_call: dict[Call | None, list[SeenProduct]] = {}
+        by_call: dict[ModelCall | None, list[SeenProduct]] = {}
         for seen in self._of_each_sequence(self._seen):
             by_call.setdefault(seen.call, []).append(seen)
         parts: dict[Kind, tuple[int, int]] = {}
-        counted: dict[Kind, list[tuple[Call, list[SeenProduct]]]] = {}
+        counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
         for call in of_step:
             kind = calls.kind_of(call)
             forwards, backwards = parts.get(kind, (0, 0))
@@ -191,13 +191,13 @@ class ModelProducts:
             b, a = (format_of(operand.data, columnwise=operand.columnwise) for operand in (event.b, event.a))
             self.see_gemm(event.layer, event.gemm, event.sizes, (b, a), call)
 
-    def _call_of(self, event: GemmEvent) -> Call | None:
+    def _call_of(self, event: GemmEvent) -> ModelCall | None:
         """The call of the model to which a GEMM belongs, whose forward and backward may run in different threads."""
         if self._watch.failure:
             return None
         if event.gemm == "fprop" or _CALL not in event.kept:
             event.kept[_CALL] = self._watch.operators.call_now()
-        call: Call | None = event.kept[_CALL]
+        call: ModelCall | None = event.kept[_CALL]
         return call
 
     def _note_recomputed(self, event: GemmEvent) -> None:
@@ -222,7 +222,7 @@ class ModelProducts:
         gemm: GemmName,
         sizes: tuple[int, int, int],
         formats: tuple[str, str] = ("", ""),
-        call: Call | None = None,
+        call: ModelCall | None = None,
     ) -> None:
         """Count a GEMM of a layer of Transformer Engine: its n, m and k, the formats of its operands, and its call."""
         family: Family = "te_ops" if layer in self._operations else "te"
@@ -299,7 +299,7 @@ class ModelProducts:
         *,
         backward: bool = False,
         mask_share: float | None = None,
-        call: Call | None = None,
+        call: ModelCall | None = None,
     ) -> None:
         """Count the products of attention.
 

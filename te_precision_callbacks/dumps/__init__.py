@@ -22,7 +22,7 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.dumps.contents import Dump, dequantize
-    from te_precision_callbacks.dumps.difference import Comparison, Difference, compare
+    from te_precision_callbacks.dumps.difference import Difference, DumpComparison, compare
     from te_precision_callbacks.dumps.dump_files import Entry, Foreign, Listing, load, save
     from te_precision_callbacks.dumps.dump_files import list_dumps as list
     from te_precision_callbacks.dumps.errors import (
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from te_precision_callbacks.dumps.header import Header
 
 __all__ = [
-    "Comparison",
     "Difference",
     "DifferentShapesError",
     "Dump",
+    "DumpComparison",
     "DumpError",
     "Entry",
     "Foreign",

@@ -44,9 +44,9 @@ from te_precision_callbacks.dumps.header import (
     QUANTIZED,
     SCALE_DTYPES,
     Direction,
-    Gemm,
+    DumpedGemm,
+    DumpedOperand,
     Header,
-    Operand,
     Plain,
     Quantized,
     check_direction,
@@ -199,7 +199,7 @@ def dump_of(
 
 
 def record_of(
-    gemm: Gemm,
+    gemm: DumpedGemm,
     operands: Mapping[str, tuple[Any, torch.Tensor | None]],
     out: torch.Tensor,
     *,
@@ -224,7 +224,7 @@ def record_of(
         DumpError: an operand or the result is of a kind that cannot be dumped.
     """
     tensors: dict[str, torch.Tensor] = {}
-    described: dict[str, Operand] = {}
+    described: dict[str, DumpedOperand] = {}
     for side, (data, high) in operands.items():
         operand = gemm.operands()[side]
         memory: Stored | torch.Tensor = data
@@ -261,12 +261,12 @@ def record_of(
 
 def _operand(
     name: str,
-    operand: Operand,
+    operand: DumpedOperand,
     memory: Stored | torch.Tensor,
     high: torch.Tensor | None,
     quantizer: Any,
     tensors: dict[str, torch.Tensor],
-) -> Operand:
+) -> DumpedOperand:
     """An operand with its contents, whose tensors are added to ``tensors``; names begin with ``name``."""
     if not isinstance(memory, Stored):
         tensors[f"{name}.values"] = _plain(memory)

@@ -115,7 +115,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DumpComparison:
     """The result of :func:`compare`.
 
     Attributes:
@@ -135,7 +135,7 @@ class Comparison:
         return not self.not_compared and all(difference.equal for difference in self.differences)
 
 
-def compare(a: Dump, b: Dump | None = None) -> Comparison:
+def compare(a: Dump, b: Dump | None = None) -> DumpComparison:
     """Compare two dumps: the high-precision tensors, and each direction of the quantized ones.
 
     A dump of columnwise NVFP4 data alone may know only a matrix. It is compared with a tensor whose leading dimensions
@@ -160,7 +160,7 @@ def compare(a: Dump, b: Dump | None = None) -> Comparison:
         if not result.differences:
             across = [_across(a, b), _across(b, a)]
             alone = result.not_compared if not any(each.differences for each in across) else ()
-            result = Comparison(
+            result = DumpComparison(
                 a.header,
                 b.header,
                 tuple(difference for each in across for difference in each.differences),
@@ -173,7 +173,7 @@ def compare(a: Dump, b: Dump | None = None) -> Comparison:
     return result
 
 
-def _alike(a: Dump, b: Dump) -> Comparison:
+def _alike(a: Dump, b: Dump) -> DumpComparison:
     differences: list[Difference] = []
     not_compared: list[str] = []
     for name in (HIGH_PRECISION, QUANTIZED):
@@ -195,10 +195,10 @@ def _alike(a: Dump, b: Dump) -> Comparison:
             if internals is None:
                 not_compared.append(f"{name}: codes and scales, which are {_words(part)} in a and {_words(other)} in b")
             differences.append(_difference(name, *_in_one_shape(*numbers), internals=internals))
-    return Comparison(a.header, b.header, tuple(differences), tuple(not_compared))
+    return DumpComparison(a.header, b.header, tuple(differences), tuple(not_compared))
 
 
-def _across(high: Dump, quantized: Dump) -> Comparison:
+def _across(high: Dump, quantized: Dump) -> DumpComparison:
     """Compares the high-precision tensor of one dump with the quantized tensor of the other."""
     differences: list[Difference] = []
     not_compared: list[str] = []
@@ -214,7 +214,7 @@ def _across(high: Dump, quantized: Dump) -> Comparison:
         else:
             numbers = dequantize(quantized, columnwise, dtype=torch.float32)
             differences.append(_difference(f"{HIGH_PRECISION} / {name}", *_in_one_shape(tensor, numbers)))
-    return Comparison(high.header, quantized.header, tuple(differences), tuple(not_compared))
+    return DumpComparison(high.header, quantized.header, tuple(differences), tuple(not_compared))
 
 
 def _in_one_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

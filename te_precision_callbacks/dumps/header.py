@@ -22,7 +22,7 @@ import torch
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0
 from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
 from te_precision_callbacks.dumps.errors import LaterVersionError, NotADumpError
-from te_precision_callbacks.gemm_error.codes import Rules
+from te_precision_callbacks.gemm_error.codes import RoundingRules
 
 SCHEMA = 1
 """The version of the header that this package writes. It grows when a reader of the last version would misread one."""
@@ -171,7 +171,7 @@ class Quantized:
 
 
 @dataclass(frozen=True)
-class Operand:
+class DumpedOperand:
     """An operand of a GEMM in a record of the whole GEMM.
 
     Attributes:
@@ -180,7 +180,8 @@ class Operand:
         direction: the data that the GEMM read; None if these are the plain tensor ``NAME.values``.
         values: that plain tensor.
         high_precision: the tensor before quantization, ``NAME.high_precision``, if the record has it.
-        rounding: how the quantizer rounds, as :class:`te_precision_callbacks.gemm_error.codes.Rules`; None if unknown.
+        rounding: how the quantizer rounds, as :class:`te_precision_callbacks.gemm_error.codes.RoundingRules`; None if
+            unknown.
     """
 
     tensor: str
@@ -188,11 +189,11 @@ class Operand:
     direction: Direction | None = None
     values: Plain | None = None
     high_precision: Plain | None = None
-    rounding: Rules | None = None
+    rounding: RoundingRules | None = None
 
 
 @dataclass(frozen=True)
-class Gemm:
+class DumpedGemm:
     """Describes a whole GEMM: ``out = alpha * left @ right^T + bias + beta * before``.
 
     ``left`` is the operand B, [n, k], and ``right`` the operand A, [m, k], as the extension names them. Names of their
@@ -223,8 +224,8 @@ class Gemm:
     n: int
     m: int
     k: int
-    a: Operand
-    b: Operand
+    a: DumpedOperand
+    b: DumpedOperand
     out: Plain
     expert: int | None = None
     alpha: float = 1.0
@@ -241,7 +242,7 @@ class Gemm:
         """What has run, in words: ``fprop of expert 3``."""
         return self.gemm if self.expert is None else f"{self.gemm} of expert {self.expert}"
 
-    def operands(self) -> dict[str, Operand]:
+    def operands(self) -> dict[str, DumpedOperand]:
         """The operands by the beginnings of their tensors' names."""
         return {"a": self.a, "b": self.b}
 
@@ -275,7 +276,7 @@ class Header:
     recipe: str | None = None
     high_precision: Plain | None = None
     quantized: Quantized | None = None
-    gemm: Gemm | None = None
+    gemm: DumpedGemm | None = None
     versions: dict[str, str] = field(default_factory=dict)
     time: str = ""
     schema: int = SCHEMA
@@ -355,7 +356,7 @@ def check(header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
         check_direction(direction, tensors)
 
 
-def _check_gemm(gemm: Gemm, tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_gemm(gemm: DumpedGemm, tensors: Mapping[str, torch.Tensor]) -> None:
     plain = {"out": gemm.out, "before": gemm.before, "bias": gemm.bias}
     for side, operand in gemm.operands().items():
         if (operand.direction is None) is (operand.values is None):

@@ -29,7 +29,13 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import recipe_of
-from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, NONFINITE, Condition, Event, Threshold
+from te_precision_callbacks.config.conditions import (
+    ACTIVATION_OVERFLOW,
+    NONFINITE,
+    Condition,
+    EventCondition,
+    Threshold,
+)
 from te_precision_callbacks.config.dumping import (
     Collected,
     is_of_the_layers_recipe,
@@ -119,7 +125,7 @@ class _OnStatistic(NamedTuple):
 
 
 @dataclass
-class _Held:
+class _WaitingDump:
     """A dump that waits for the end of its step.
 
     Attributes:
@@ -160,7 +166,7 @@ class Recorder:
         self._closed = False
         self._writer = Writer(self._folder)
         self._notices = Notices()
-        self._held: list[_Held] = []
+        self._held: list[_WaitingDump] = []
         self._held_bytes = 0
         self._nonfinite: list[int] = []
         self._micro_batches: dict[tuple[str, str, int], int] = {}
@@ -296,7 +302,7 @@ class Recorder:
                 )
             else:
                 self._held_bytes += dump.nbytes
-                self._held.append(_Held(Job(dump.copied(), wanted.limits), *held))
+                self._held.append(_WaitingDump(Job(dump.copied(), wanted.limits), *held))
 
     def _conditions_left(
         self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]
@@ -308,13 +314,13 @@ class Recorder:
         statistics: list[_OnStatistic] = []
         overflow = False
         for condition in wanted.conditions:
-            if condition is Event.NONFINITE:
+            if condition is EventCondition.NONFINITE:
                 nonfinite = _has_nonfinite(seen)
                 if nonfinite is not None and nonfinite.device.type == "cpu":
                     if nonfinite.item():
                         return None
                     nonfinite = None
-            elif condition is Event.ACTIVATION_OVERFLOW:
+            elif condition is EventCondition.ACTIVATION_OVERFLOW:
                 overflow = self._detects_overflow
                 if not overflow:
                     self._complain(condition, seen, no_detection())
@@ -393,7 +399,7 @@ class Recorder:
                 ", ".join(reasons),
             )
 
-    def _statistic_that_holds(self, entry: _Held, learned: Sequence[Measured]) -> str | None:
+    def _statistic_that_holds(self, entry: _WaitingDump, learned: Sequence[Measured]) -> str | None:
         header = entry.job.dump.header
         for condition, found in entry.statistics:
             tensor = header.tensor if header.gemm is None else header.gemm.result

@@ -29,7 +29,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.formats import E5M2
 from te_precision_callbacks.base.numerics.layouts import fp8_format
-from te_precision_callbacks.base.numerics.recipes import RECIPES, Settings
+from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
 from te_precision_callbacks.engine import kernels
@@ -48,9 +48,9 @@ from te_precision_callbacks.engine.kernels.columns import (
     SCALE_MAXIMA,
     SCALE_SUMS,
     BlockPlaces,
+    ColumnPlaces,
     InBlocks,
     Pending,
-    Places,
 )
 from te_precision_callbacks.engine.kernels.eager import scale_columns
 from te_precision_callbacks.engine.kernels.eager_blocks import SumsAndMaxima
@@ -63,7 +63,7 @@ from te_precision_callbacks.engine.quantization import (
     simulate,
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
-from te_precision_callbacks.engine.slots import Segment, SegmentKey, Segments
+from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
 from te_precision_callbacks.gemm_error.codes import CodeCheck
 from te_precision_callbacks.gemm_error.judging import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
 from te_precision_callbacks.layers.watched import Watched
@@ -155,7 +155,7 @@ class StatisticsEngine:
         self.has_news = False
         self.iteration = 0
         self.series = SeriesTable() if series is None else series
-        self._readings: WeakKeyDictionary[Rows, _Reading] = WeakKeyDictionary()
+        self._readings: WeakKeyDictionary[Rows, _TableReading] = WeakKeyDictionary()
         self._slots = Segments()
         self._reduction = Reduction(None, self._report)
         self._noted: list[tuple[Watched, list[Sequence[Request]]]] = []
@@ -300,10 +300,10 @@ class StatisticsEngine:
             local=self._reduction.local,
         )
 
-    def _reading(self, rows: Rows) -> _Reading:
+    def _reading(self, rows: Rows) -> _TableReading:
         reading = self._readings.get(rows)
         if reading is None:
-            reading = self._readings[rows] = _Reading(rows, self.series)
+            reading = self._readings[rows] = _TableReading(rows, self.series)
         return reading
 
     def forget(self) -> None:
@@ -345,7 +345,7 @@ def _log_failure_once() -> OnFailure:
     return log
 
 
-class _Picked(Mapping[str, npt.NDArray[np.float64]]):
+class _PickedRows(Mapping[str, npt.NDArray[np.float64]]):
     """Rows of a table's columns, of which a statistic reads a few, and a histogram has hundreds."""
 
     def __init__(self, columns: Mapping[str, npt.NDArray[np.float64]], rows: npt.NDArray[np.intp]) -> None:
@@ -368,7 +368,7 @@ _Numbers = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
 _NONFINITE = "nonfinite_num"
 
 
-class _Reading:
+class _TableReading:
     """How to compute the numbers of a table's rows: made once for all steps in which the same statistics are due.
 
     Args:
@@ -409,7 +409,7 @@ class _Reading:
         found = np.empty(len(self._series))
         for statistic, rows, places in self._formulas:
             if statistic.value is not None:
-                found[places] = statistic.value(_Picked(table.columns, rows))
+                found[places] = statistic.value(_PickedRows(table.columns, rows))
         return self._series, found
 
     def lost(self, table: Table, broken: set[tuple[str, str]]) -> _Numbers:
@@ -451,7 +451,7 @@ _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """What a statistic is computed from -> the columns that are added, and those of which the maximum is kept."""
 
 
-class _Form(NamedTuple):
+class _QuantizedForm(NamedTuple):
     """A quantized form of a tensor, as a :class:`Request` names it."""
 
     recipe: str
@@ -459,16 +459,16 @@ class _Form(NamedTuple):
     e5m2: bool | None
 
 
-class _Kind(NamedTuple):
+class _SegmentKind(NamedTuple):
     """What must be measured for a statistic: all requests of one kind share a segment."""
 
     of: Of
-    form: _Form | None = None
+    form: _QuantizedForm | None = None
     blocks: Blocks | None = None
 
     @classmethod
-    def of_request(cls, request: Request) -> _Kind:
-        form = None if request.recipe is None else _Form(request.recipe, request.columnwise, request.e5m2)
+    def of_request(cls, request: Request) -> _SegmentKind:
+        form = None if request.recipe is None else _QuantizedForm(request.recipe, request.columnwise, request.e5m2)
         return cls(request.statistic.of, form, request.blocks)
 
     @property
@@ -478,7 +478,7 @@ class _Kind(NamedTuple):
 
 
 @functools.cache
-def _name_of(kind: _Kind) -> str:
+def _name_of(kind: _SegmentKind) -> str:
     parts = [kind.of.name]
     if kind.form is not None:
         parts += [kind.form.recipe or "OWN", "columnwise" if kind.form.columnwise else "rowwise"]
@@ -491,7 +491,7 @@ def _name_of(kind: _Kind) -> str:
 _Key = tuple[str, str, int | None]
 """Layer, tensor and shard."""
 
-_Wanted = Mapping[_Kind, Sequence[Request]]
+_Wanted = Mapping[_SegmentKind, Sequence[Request]]
 """What must be measured of a tensor, and the statistics that follow from each."""
 
 _MOST_PLANS = 256
@@ -509,7 +509,7 @@ class _Plan(NamedTuple):
 
     asked: Sequence[Sequence[Request]]
     wanted: _Wanted
-    segments: dict[_Key, dict[_Kind, Segment]]
+    segments: dict[_Key, dict[_SegmentKind, SlotRange]]
     ready: dict[_Key, _Ready]
 
 
@@ -522,8 +522,8 @@ class _Pass(NamedTuple):
         of_blocks: the same of what only a form in blocks has; None if the form has one scale.
     """
 
-    form: _Form | None
-    places: Places
+    form: _QuantizedForm | None
+    places: ColumnPlaces
     of_blocks: BlockPlaces | None = None
 
 
@@ -540,23 +540,23 @@ class _Ready(NamedTuple):
     moves: int
     device: torch.device
     passes: Sequence[_Pass]
-    asked: Sequence[tuple[Segment, Sequence[Request]]]
+    asked: Sequence[tuple[SlotRange, Sequence[Request]]]
 
 
 def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
-    wanted: dict[_Kind, list[Request]] = {}
+    wanted: dict[_SegmentKind, list[Request]] = {}
     for request in itertools.chain.from_iterable(asked):
         of_layer = unquantized_as is not None and request.recipe == OWN_RECIPE
         resolved = request.under(str(unquantized_as)) if of_layer else request
-        wanted.setdefault(_Kind.of_request(resolved), []).append(resolved)
+        wanted.setdefault(_SegmentKind.of_request(resolved), []).append(resolved)
     return wanted
 
 
 _OF_TENSORS = (Of.TENSOR, Of.EXPONENTS)
 _OF_CODES = frozenset({Of.QUANTIZED, Of.SCALES})
 _OF_BLOCKS = _OF_CODES | OF_BLOCKS
-_MOMENTS = _Kind(Of.TENSOR)
-_EXPONENTS = _Kind(Of.EXPONENTS)
+_MOMENTS = _SegmentKind(Of.TENSOR)
+_EXPONENTS = _SegmentKind(Of.EXPONENTS)
 
 
 class _Measuring:
@@ -584,8 +584,8 @@ class _Measuring:
         self._shard: int | None = None
         if watched.tensor == _WEIGHT:
             self._shard = _rank_in(watched.tp_group) if placement is None else placement.shard
-        self._wanted: dict[_Kind, Sequence[Request]] = {}
-        self._segments: dict[_Kind, Segment] = {}
+        self._wanted: dict[_SegmentKind, Sequence[Request]] = {}
+        self._segments: dict[_SegmentKind, SlotRange] = {}
 
     @property
     def unquantized_as(self) -> str | None:
@@ -617,7 +617,7 @@ class _Measuring:
                 self._wanted[kind] = requests
         if not self._wanted:
             return None
-        held: dict[_Form, PerTensor | InBlocks | None] = {}
+        held: dict[_QuantizedForm, PerTensor | InBlocks | None] = {}
         for form in dict.fromkeys(kind.form for kind in self._wanted if kind.form is not None):
             try:
                 held[form] = self._held(form)
@@ -667,7 +667,7 @@ class _Measuring:
             return Pending(self._values, None, None, False, one.places, held, one.of_blocks)
         return Pending(self._values, None, None, False, one.places)
 
-    def _in_several_passes(self, held: Mapping[_Form, PerTensor | InBlocks | None]) -> None:
+    def _in_several_passes(self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> None:
         """Measure what is wanted, and merge it into the slots."""
         codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
         if self._watched.values is None:
@@ -699,14 +699,14 @@ class _Measuring:
         for form, found in held.items():
             self._compare(form, found, of_codes, amax)
 
-    def _in_one_pass(self, held: Mapping[_Form, PerTensor | InBlocks | None]) -> _Ready | None:
+    def _in_one_pass(self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> _Ready | None:
         """How one pass, or one for each form in blocks, gives all that is wanted; None if it does not."""
         if self._watched.values is None:  # there is nothing to compare codes with
             return None
         in_blocks = all(isinstance(codes, InBlocks) and codes.fits(self._values) for codes in held.values())
         if not in_blocks and not (len(held) == 1 and all(isinstance(codes, PerTensor) for codes in held.values())):
             return None
-        at: dict[_Form | None, dict[Of, Segment]] = {form: {} for form in held or (None,)}
+        at: dict[_QuantizedForm | None, dict[Of, SlotRange]] = {form: {} for form in held or (None,)}
         first = next(iter(at))  # its pass gives what has to do with no form, too
         of_form = _OF_BLOCKS if in_blocks else _OF_CODES
         for kind in self._wanted:
@@ -722,7 +722,7 @@ class _Measuring:
         asked = [(self._segment(kind), requests) for kind, requests in self._wanted.items()]
         return _Ready(self._engine._slots.moves, self._values.device, passes, asked)
 
-    def _held(self, form: _Form) -> PerTensor | InBlocks | None:
+    def _held(self, form: _QuantizedForm) -> PerTensor | InBlocks | None:
         """The quantized data of a form that a GEMM of the layer reads; None where the form must be simulated."""
         quantized = self._watched.quantized(columnwise=form.columnwise)
         if quantized is None and form.recipe == OWN_RECIPE and self._unknown_quantizer is not None:
@@ -742,7 +742,7 @@ class _Measuring:
 
     def _compare(
         self,
-        form: _Form,
+        form: _QuantizedForm,
         found: PerTensor | InBlocks | None,
         of_codes: Mapping[Of, SumsAndMaxima],
         amax: torch.Tensor | None,
@@ -764,26 +764,26 @@ class _Measuring:
             self._failed(form, error)
             return
         for of in wanted & columns.keys():
-            self._merge(_Kind(of, form), columns[of])
+            self._merge(_SegmentKind(of, form), columns[of])
         for reason, kinds in refused.items():
             if kinds:
                 self._failed(form, QuantizationError(reason), kinds)
 
-    def _in_a_pass(self, form: _Form, found: InBlocks, wanted: Set[Of]) -> bool:
+    def _in_a_pass(self, form: _QuantizedForm, found: InBlocks, wanted: Set[Of]) -> bool:
         """Merge the kinds that are wanted of a form in blocks, if a pass gives them."""
-        segments = {of: self._segment(_Kind(of, form)) for of in wanted}
+        segments = {of: self._segment(_SegmentKind(of, form)) for of in wanted}
         if self._watched.values is None or any(at.device != self._values.device for at in segments.values()):
             return False
         pending = self._pending(_pass(form, segments, in_blocks=True), found)
         kernels.add([pending], *self._engine._slots.on(self._values.device))
         for of, segment in segments.items():
             segment.measured = True
-            self._asked(segment, self._wanted[_Kind(of, form)])
+            self._asked(segment, self._wanted[_SegmentKind(of, form)])
         return True
 
     def _columns(
         self,
-        form: _Form,
+        form: _QuantizedForm,
         found: PerTensor | InBlocks | None,
         of_codes: Mapping[Of, SumsAndMaxima],
         amax: torch.Tensor | None,
@@ -798,7 +798,7 @@ class _Measuring:
         settings = self._settings(form)
         return simulate(form.recipe, self._values, amax, wanted, settings, columnwise=form.columnwise)
 
-    def _settings(self, form: _Form) -> Settings:
+    def _settings(self, form: _QuantizedForm) -> QuantizerSettings:
         """The settings of the layer's own quantizer if it has the recipe, else the recipe's defaults; in the format of
         the form."""
         own = self._quantizer(form.columnwise)
@@ -814,7 +814,7 @@ class _Measuring:
         its = getattr(self._watched.quantized(columnwise=columnwise), "_quantizer", None)
         return self._watched.quantizer if recipe_of(its) is None else its
 
-    def _segment(self, kind: _Kind) -> Segment:
+    def _segment(self, kind: _SegmentKind) -> SlotRange:
         found, device = self._segments.get(kind), self._values.device
         if found is None or found.device != device:
             key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
@@ -822,22 +822,22 @@ class _Measuring:
             self._segments[kind] = found
         return found
 
-    def _merge(self, kind: _Kind, columns: SumsAndMaxima) -> None:
+    def _merge(self, kind: _SegmentKind, columns: SumsAndMaxima) -> None:
         segment = self._segment(kind)
         self._engine._slots.merge(segment, *columns)
         self._asked(segment, self._wanted[kind])
 
-    def _asked(self, segment: Segment, requests: Sequence[Request]) -> None:
+    def _asked(self, segment: SlotRange, requests: Sequence[Request]) -> None:
         """Note that a segment was measured, and what was asked of it."""
         self._engine._slots.ask(segment, requests)
         if self._watched.tensor == _WEIGHT:  # every micro-batch of a step has the same weight
             self._engine._weights_seen.add(segment.key)
 
-    def _failed(self, form: _Form, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
+    def _failed(self, form: _QuantizedForm, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
         labels = self._labels(form, of)
         self._engine.on_failure(labels, f"of {self._watched.layer} {self._watched.tensor}", error)
 
-    def _say_simulated(self, form: _Form, why: str) -> None:
+    def _say_simulated(self, form: _QuantizedForm, why: str) -> None:
         if self._engine.notices.first(why):
             logger.warning(
                 "%s of %s %s: simulated from the high-precision tensor, with the settings of the layer's own quantizer,"
@@ -848,7 +848,7 @@ class _Measuring:
                 why,
             )
 
-    def _labels(self, form: _Form, of: Collection[Of] = frozenset(Of)) -> str:
+    def _labels(self, form: _QuantizedForm, of: Collection[Of] = frozenset(Of)) -> str:
         return ", ".join(
             request.label
             for kind, requests in self._wanted.items()
@@ -857,7 +857,7 @@ class _Measuring:
         )
 
 
-def _pass(form: _Form | None, segments: Mapping[Of, Segment], *, in_blocks: bool) -> _Pass:
+def _pass(form: _QuantizedForm | None, segments: Mapping[Of, SlotRange], *, in_blocks: bool) -> _Pass:
     """The pass that gives these."""
 
     def at(of: Of) -> tuple[int, int]:
@@ -865,7 +865,7 @@ def _pass(form: _Form | None, segments: Mapping[Of, Segment], *, in_blocks: bool
         return (-1, -1) if segment is None else (segment.sum_start, segment.maximum_start)
 
     moments, scales = at(Of.TENSOR), at(Of.SCALES)
-    places = Places(
+    places = ColumnPlaces(
         moments=moments[0],
         maxima=moments[1],
         compared=at(Of.QUANTIZED)[0],

@@ -22,7 +22,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks, padded
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
 from te_precision_callbacks.base.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, fp8_format, stored
-from te_precision_callbacks.base.numerics.recipes import RECIPES, Recipe, Settings, round_blocks
+from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import InBlocks
@@ -82,7 +82,7 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
     return InBlocks(part, (max(part.block),) * 2 if square else part.block)
 
 
-def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> Settings:
+def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:
     """As :meth:`Recipe.defaults`.
 
     Raises:
@@ -91,7 +91,7 @@ def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> S
     return _simulated(recipe).defaults(tensor, e5m2=e5m2)
 
 
-def settings_of(quantizer: Any) -> Settings:
+def settings_of(quantizer: Any) -> QuantizerSettings:
     """The settings of one of Transformer Engine's quantizers.
 
     Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``.
@@ -102,7 +102,7 @@ def settings_of(quantizer: Any) -> Settings:
     for attribute, what in (("nvfp4_use_4over6", "4over6"), ("row_scaled_nvfp4", "an amax for each row")):
         if getattr(quantizer, attribute, False):
             raise QuantizationError(f"the layer runs NVFP4 with {what}, which is read from its tensors, not simulated")
-    return Settings(
+    return QuantizerSettings(
         e5m2=fp8_format(quantizer) is E5M2,
         square=getattr(quantizer, "block_scaling_dim", 1) == 2 or getattr(quantizer, "with_2d_quantization", False),
         power_of_two=getattr(quantizer, "force_pow_2_scales", False),
@@ -123,7 +123,7 @@ def simulate(
     values: torch.Tensor,
     amax: torch.Tensor,
     wanted: Collection[Of],
-    settings: Settings,
+    settings: QuantizerSettings,
     *,
     columnwise: bool,
 ) -> Mapping[Of, SumsAndMaxima]:
@@ -168,7 +168,7 @@ def simulate(
 
 @functools.cache
 def _simulation(
-    recipe: str, settings: Settings, by_block: bool
+    recipe: str, settings: QuantizerSettings, by_block: bool
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     def simulation(blocks: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rounded = round_blocks(recipe, blocks, tensor_amax, settings)

@@ -37,7 +37,7 @@ from te_precision_callbacks.base.ranks import in_words
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.ranks.tree import RanksLostError
 from te_precision_callbacks.engine.kernels.columns import NOTHING
-from te_precision_callbacks.engine.slots import Segment, SegmentKey, Segments
+from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
 from te_precision_callbacks.statistics.table import Columns, Values
 
 logger = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
     )
 
 
-def _describe(segment: Segment) -> Described:
+def _describe(segment: SlotRange) -> Described:
     return Described(segment.key, segment.sums, segment.maxima, tuple(segment.outputs))
 
 
@@ -451,7 +451,7 @@ class _Piece(NamedTuple):
     """The place of a segment in the message; ``segment`` is this rank's, None if the rank has nothing to send."""
 
     entry: Described
-    segment: Segment | None
+    segment: SlotRange | None
     due_at: int
     sums_at: int
     maxima_at: int

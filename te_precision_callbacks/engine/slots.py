@@ -41,7 +41,7 @@ class SegmentKey(NamedTuple):
 
 
 @dataclass
-class Segment:
+class SlotRange:
     """A range of the vectors.
 
     Attributes:
@@ -159,7 +159,7 @@ class Segments:
         moves: how often a segment was moved to another device; in between each stays where it is in the vectors.
     """
 
-    segments: dict[SegmentKey, Segment] = field(default_factory=dict)
+    segments: dict[SegmentKey, SlotRange] = field(default_factory=dict)
     version: int = 0
     moves: int = 0
     _devices: dict[torch.device, _Device] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class Segments:
         device: torch.device,
         *,
         contributes: bool,
-    ) -> Segment:
+    ) -> SlotRange:
         """The segment of a name, made at its first use."""
         found = self.segments.get(key)
         if found is None or (found.device != device and not found.measured):
@@ -181,7 +181,7 @@ class Segments:
                 on = self._devices[device] = _Device(device)
             sum_start, maximum_start = on.reserve(len(sums), len(maxima))
             if found is None:
-                found = Segment(key, sums, maxima, device, sum_start, maximum_start, contributes)
+                found = SlotRange(key, sums, maxima, device, sum_start, maximum_start, contributes)
                 self.segments[key] = found
             else:  # the layer was moved to another device: what was asked for stays
                 found.device, found.sum_start, found.maximum_start = device, sum_start, maximum_start
@@ -193,7 +193,7 @@ class Segments:
             self.version += 1
         return found
 
-    def ask(self, segment: Segment, requests: Sequence[Request]) -> None:
+    def ask(self, segment: SlotRange, requests: Sequence[Request]) -> None:
         """Note that statistics of a segment are wanted at the next flush."""
         if segment.asked is requests:
             return
@@ -204,7 +204,7 @@ class Segments:
                 self.version += 1
             segment.due.add(request.label)
 
-    def merge(self, segment: Segment, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
+    def merge(self, segment: SlotRange, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         """Add a measurement to a segment. Tensors on another device are moved to the segment's."""
         segment.measured = True
         kept_sums, kept_maxima = self._parts(segment)
@@ -215,7 +215,7 @@ class Segments:
             maxima = maxima if maxima.device == segment.device else maxima.to(segment.device)
             torch.maximum(kept_maxima, maxima, out=kept_maxima)
 
-    def _parts(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+    def _parts(self, segment: SlotRange) -> tuple[torch.Tensor, torch.Tensor]:
         """The range of the current stream's vectors that is a segment's."""
         vectors = self._devices[segment.device].current()
         parts = segment.parts

@@ -39,7 +39,7 @@ WINDOW_ROWS, WINDOW_COLUMNS = 128, 1024
 
 
 @dataclass(frozen=True)
-class Rules:
+class RoundingRules:
     """How a quantizer rounds.
 
     Attributes:
@@ -59,7 +59,7 @@ class Rules:
     amax_epsilon: float = 0.0
 
 
-def rules_of(quantizer: Any, *, columnwise: bool) -> Rules:
+def rules_of(quantizer: Any, *, columnwise: bool) -> RoundingRules:
     """The rules of one of Transformer Engine's quantizers.
 
     Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``. The scale of delayed
@@ -70,7 +70,7 @@ def rules_of(quantizer: Any, *, columnwise: bool) -> Rules:
     follows = type(quantizer).__name__ != "Float8Quantizer"
     for other in ("with_amax_reduction", "nvfp4_use_4over6", "row_scaled_nvfp4"):
         follows = follows and not getattr(quantizer, other, False)
-    return Rules(
+    return RoundingRules(
         stochastic=bool(getattr(quantizer, "stochastic_rounding", False)),
         sign_mask=int(quantizer.rht_matrix_random_sign_mask_t) if transformed else None,
         square=bool(getattr(quantizer, "with_2d_quantization", False)),
@@ -104,7 +104,7 @@ class CodeCheck(NamedTuple):
     wrong_scales: torch.Tensor
 
 
-def check_codes(part: Stored, high: torch.Tensor, rules: Rules, row: int, column: int) -> CodeCheck:
+def check_codes(part: Stored, high: torch.Tensor, rules: RoundingRules, row: int, column: int) -> CodeCheck:
     """Check the codes and scales of a window of a quantized tensor.
 
     Args:
@@ -180,7 +180,7 @@ def _scales(
     part: Stored,
     matrix: torch.Tensor,
     exact: torch.Tensor,
-    rules: Rules,
+    rules: RoundingRules,
     rows: slice,
     columns: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +211,7 @@ def _scales(
     return _counted(right, use & of_tensor.isfinite())
 
 
-def _fp8_scale(amaxes: torch.Tensor, part: Stored, rules: Rules, largest: float) -> torch.Tensor:
+def _fp8_scale(amaxes: torch.Tensor, part: Stored, rules: RoundingRules, largest: float) -> torch.Tensor:
     return fp8_scale(
         amaxes,
         part.element_format.max,

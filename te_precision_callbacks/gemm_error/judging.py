@@ -122,7 +122,7 @@ def thin(matrix: Factor, x: torch.Tensor, y: torch.Tensor) -> Thin:
     return Thin(*_there(swept.to_rows, swept.to_k, swept.squares_to_rows, swept.squares_to_k))
 
 
-class Operands(NamedTuple):
+class ProbedOperands(NamedTuple):
     """Two operands times probes of their own.
 
     Attributes:
@@ -142,12 +142,12 @@ def product(left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, alpha
         alpha: multiplies the product.
     """
     none = x.new_empty(left.shape[1], 0)
-    return product_and_operands(left, right, x, y, Operands(none, none), alpha)[0]
+    return product_and_operands(left, right, x, y, ProbedOperands(none, none), alpha)[0]
 
 
 def product_and_operands(
-    left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, g: Operands, alpha: float = 1.0
-) -> tuple[Thin, Operands]:
+    left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, g: ProbedOperands, alpha: float = 1.0
+) -> tuple[Thin, ProbedOperands]:
     """As :func:`product`, and in the same sweeps ``left @ g.left`` and ``right @ g.right``.
 
     Args:
@@ -163,7 +163,7 @@ def product_and_operands(
     rows, left_g = torch.split(rows, [x.shape[1], g.left.shape[1]], 1)
     columns, right_g = torch.split(columns, [y.shape[1], g.right.shape[1]], 1)
     found = Thin(rows * alpha, columns * alpha, row_terms * alpha**2, column_terms * alpha**2)
-    return found, Operands(left_g, right_g)
+    return found, ProbedOperands(left_g, right_g)
 
 
 def _there(*found: torch.Tensor | None) -> list[torch.Tensor]:
@@ -171,7 +171,7 @@ def _there(*found: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Call:
+class GemmCall:
     """What a GEMM did beside the product.
 
     Attributes:
@@ -217,7 +217,7 @@ class Judged(NamedTuple):
     counts: torch.Tensor
 
 
-def judged(run: Thin, expected: Thin, call: Call) -> Judged:
+def judged(run: Thin, expected: Thin, call: GemmCall) -> Judged:
     """Compare what the device gave with what the codes and scales give. Nothing waits for the device."""
     added_right, added_left, before_rows, before_columns = _added(call, expected)
     rows = _side(run.right - added_right, expected.right, run.row_squares, expected.row_squares, before_rows, call, 0)
@@ -240,7 +240,7 @@ def judged(run: Thin, expected: Thin, call: Call) -> Judged:
     )
 
 
-def of_product(run: Thin, expected: Thin, call: Call) -> torch.Tensor:
+def of_product(run: Thin, expected: Thin, call: GemmCall) -> torch.Tensor:
     """What the device gave for the product alone, times x: [n, probes]."""
     return run.right - _added(call, expected)[0]
 
@@ -272,7 +272,7 @@ def _side(
     run_squares: torch.Tensor,
     terms: torch.Tensor,
     before_squares: torch.Tensor | None,
-    call: Call,
+    call: GemmCall,
     side: int,
 ) -> _Side:
     run, expected = run.double(), expected.double()
@@ -314,7 +314,9 @@ def _ratio(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -
     return torch.where(broken, torch.inf, ratio).clamp(max=LARGEST_RATIO)
 
 
-def _added(call: Call, expected: Thin) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def _added(
+    call: GemmCall, expected: Thin
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """What was added to the product, times the probes; and the squares of what it was added to."""
     right, left = torch.zeros_like(expected.right[:1]), torch.zeros_like(expected.left[:1])
     if call.bias is not None:

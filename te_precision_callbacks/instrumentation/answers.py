@@ -10,7 +10,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -26,11 +25,13 @@ from te_precision_callbacks.instrumentation.refusals import (
     ONNX_EXPORT,
     DebugForward,
     DebugRefusal,
+    RefusedLayers,
     has_quantized_input,
     is_captured,
     refusal_of,
 )
 from te_precision_callbacks.instrumentation.running import CurrentForward
+from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.stale_weights import stale_shares
 from te_precision_callbacks.instrumentation.watched import WatchedModules
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
@@ -41,22 +42,6 @@ MOST_FORWARDS = 100
 """The number of training forwards of a module in one iteration at which the loop has probably forgotten to step."""
 
 
-@dataclass(frozen=True)
-class ToldOfForwards:
-    """Who receives what forwards show.
-
-    Attributes:
-        many_forwards: called in the :data:`MOST_FORWARDS`-th training forward of a module without a step in between.
-        refused: called in each forward that is left as it is because Transformer Engine would refuse it, with the
-            module and the reason.
-        number: called with the name of a number in logs, and the number, on its device.
-    """
-
-    many_forwards: Callable[[torch.nn.Module], None]
-    refused: Callable[[torch.nn.Module, DebugRefusal], None]
-    number: Callable[[str, torch.Tensor], None]
-
-
 class Answers:
     """What modules answer in each forward.
 
@@ -64,14 +49,17 @@ class Answers:
         classify: decides the kind of a forward.
         failures: receives failures in observation.
         audit: receives the GEMMs that are going to run.
-        told: receives what forwards show.
+        scalars: receive the shares of stale weights.
         notices: the messages that the run has logged once.
+        strict: whether a refused forward raises.
+        trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
 
     Attributes:
         watched: the modules that are watched.
         unwatched: the modules that are not watched, and ran a forward with gradients in training.
         notes: notes what forwards are going to run.
         current: the forward that each thread runs.
+        refused: the layers that Transformer Engine's debug path refuses.
     """
 
     def __init__(
@@ -79,15 +67,20 @@ class Answers:
         classify: ForwardClassifier,
         failures: ObservationFailures,
         audit: PrecisionAudit,
-        told: ToldOfForwards,
+        scalars: ScalarBuffer,
         notices: Notices,
+        *,
+        strict: bool,
+        trainer_steps: bool,
     ) -> None:
         self.watched = WatchedModules(self.is_debug_iter, audit, failures)
         self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.notes = ForwardNotes(self.watched, audit, failures)
         self.current = CurrentForward()
+        self.refused = RefusedLayers(strict=strict)
         self._classify = classify
-        self._told = told
+        self._scalars = scalars
+        self._trainer_steps = trainer_steps
         self._notices = notices
         self._own_is_debug_iter: Callable[[Any], bool] = bool
         self._forwards: dict[int, int] = {}
@@ -132,7 +125,7 @@ class Answers:
         if kind is ForwardKind.OBSERVED:
             count = self._forwards[id(module)] = self._forwards.get(id(module), 0) + 1
             if count == MOST_FORWARDS:
-                self._told.many_forwards(module)
+                self._warn_of_many_forwards(module)
             self._look_at_cached(module, frame)
         if self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
             if is_captured():
@@ -152,9 +145,22 @@ class Answers:
         try:
             for name, share in stale_shares(module, self.watched.layers[id(module)], frame):
                 self._looked_at.add(id(module))
-                self._told.number(name, share)
+                self._scalars.add(name, share)
         except Exception as error:
             self._failures.report("looking at the cached weights of", str(module.name), error)
+
+    def _warn_of_many_forwards(self, module: Any) -> None:
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        if not self._trainer_steps and own_rank() == 0 and self._notices.first("forgotten"):
+            logger.warning(
+                "%s has run %d forwards in training without a step(). A debug iteration lasts from step() to step(),"
+                " called after each step of the optimizer: without it every forward belongs to iteration %d, and no"
+                " statistics are logged. Ignore this warning if one optimizer step accumulates so many micro-batches.",
+                module.name,
+                MOST_FORWARDS,
+                TEDebugState.get_iteration(),
+            )
 
     def _say_renamed(self, name: str, other: str) -> None:
         if own_rank() == 0 and self._notices.first("renamed"):
@@ -240,7 +246,7 @@ class Answers:
 
     def _tell(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         if id(module) in self.watched.modules:
-            self._told.refused(module, refusal)
+            self.refused.note(module, refusal)
 
 
 def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:

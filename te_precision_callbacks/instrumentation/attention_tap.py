@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.coverage.gemm_events import AttentionEvent, AttentionListener, AttentionSizes
 from te_precision_callbacks.instrumentation.handed import arguments_of_forward
 from te_precision_callbacks.instrumentation.running import Forward, Running, unheard
 from te_precision_callbacks.layers.forwards import Classify
+from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionListener, AttentionSizes
 
 
 class AttentionTap:

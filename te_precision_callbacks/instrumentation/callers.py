@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 logger = logging.getLogger(__name__)
 
 
-class _Look(NamedTuple):
+class _ModuleScan(NamedTuple):
     """A look through all Python modules.
 
     Attributes:
@@ -24,7 +24,7 @@ class _Look(NamedTuple):
     again: list[Any]
 
 
-_last_looks: dict[tuple[str, ...], _Look] = {}
+_last_looks: dict[tuple[str, ...], _ModuleScan] = {}
 """Names of functions -> the last look for them."""
 
 
@@ -74,7 +74,7 @@ class Callers:
 
 def _modules_with(names: Mapping[str, Any]) -> list[Any]:
     """The modules that have a variable of one of these names, in the order of their import."""
-    last = _last_looks.get(tuple(names), _Look([], []))
+    last = _last_looks.get(tuple(names), _ModuleScan([], []))
     modules, known = list(sys.modules.values()), len(last.modules)
     goes_on = known <= len(modules) and all(map(operator.is_, modules, last.modules))
     found, again = [], []
@@ -87,7 +87,7 @@ def _modules_with(names: Mapping[str, Any]) -> list[Any]:
         # A notebook, which has no spec, and what is being imported may get one yet.
         elif spec is None or getattr(spec, "_initializing", False):
             again.append(module)
-    _last_looks[tuple(names)] = _Look(modules, again)
+    _last_looks[tuple(names)] = _ModuleScan(modules, again)
     return found
 
 

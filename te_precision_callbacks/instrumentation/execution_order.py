@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from te_precision_callbacks.coverage.gemm_events import GemmEvent
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.gemm_events import GemmEvent
 
 
 class ExecutionOrder:

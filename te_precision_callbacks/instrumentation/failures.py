@@ -39,9 +39,13 @@ class ObservationFailures:
         strict: raise the first failure as :class:`ObservationError` instead of reporting it.
         rank: named in the report.
         leads: whether this rank speaks for all that reduce statistics together.
+
+    Attributes:
+        iteration: the debug iteration to which failures belong.
     """
 
     def __init__(self, *, strict: bool, rank: int, leads: Callable[[], bool] = lambda: True) -> None:
+        self.iteration = 0
         self._strict = strict
         self._rank = rank
         self._leads = leads
@@ -50,11 +54,12 @@ class ObservationFailures:
         self._lost_folder: Path | None = None
         self._lost_by: OSError | None = None  # until it is reported
         self._reported: set[tuple[object, ...]] = set()
-        self._listener: Callable[[str], None] | None = None
+        self._new: list[tuple[int, str]] = []
 
-    def listen(self, listener: Callable[[str], None] | None) -> None:
-        """Have a function called with the text of each failure that is reported, or none any more."""
-        self._listener = listener
+    def take(self) -> list[tuple[int, str]]:
+        """The failures that were reported since the last call: iterations and texts."""
+        new, self._new = self._new, []
+        return new
 
     def report(self, doing: str, of: str, error: BaseException) -> None:
         """Note a failure.
@@ -94,8 +99,8 @@ class ObservationFailures:
                 logger.warning("%s cannot be observed: %s. Training goes on without it.", where, text)
             return
         self._count += 1
-        if not known and self._listener is not None:
-            self._listener(f"{where}: {_text(error)}")
+        if not known:
+            self._new.append((self.iteration, f"{where}: {_text(error)}"))
         if isinstance(error, (RanksLostError, RanksDifferError)):
             if not known:
                 self._say_apart(where, error)

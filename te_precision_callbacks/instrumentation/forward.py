@@ -28,11 +28,10 @@ from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.coverage.gemm_events import Listener
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.instrumentation.answers import Answers, ToldOfForwards
+from te_precision_callbacks.instrumentation.answers import Answers
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
@@ -40,8 +39,10 @@ from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors
 from te_precision_callbacks.instrumentation.gemm_records import GemmRecords
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.running import Running
+from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
+from te_precision_callbacks.layers.gemm_events import Listener
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -53,9 +54,11 @@ class ForwardHooks:
         classify: decides the kind of a forward.
         failures: receives failures in observation.
         audit: receives the precision that each GEMM operand really had.
-        told: receives what forwards show.
+        scalars: receive what forwards measure beside the engine.
         engine: measures what features note.
         notices: the messages that the run has logged once.
+        strict: whether a forward that Transformer Engine's debug path refuses raises.
+        trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
 
     Attributes:
         answers: what modules answer in each forward.
@@ -69,14 +72,17 @@ class ForwardHooks:
         classify: ForwardClassifier,
         failures: ObservationFailures,
         audit: PrecisionAudit,
-        told: ToldOfForwards,
+        scalars: ScalarBuffer,
         engine: StatisticsEngine,
         notices: Notices,
+        *,
+        strict: bool,
+        trainer_steps: bool,
     ) -> None:
         self._classify = classify
         self._failures = failures
         self._audit = audit
-        self.answers = Answers(classify, failures, audit, told, notices)
+        self.answers = Answers(classify, failures, audit, scalars, notices, strict=strict, trainer_steps=trainer_steps)
         self._watched = self.answers.watched
         self._regions = AutocastRegions()
         self._fused_observation = FusedObservation(engine, failures.report)

@@ -7,7 +7,7 @@ from typing import Any
 
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.precision_audit import (
-    Gemm,
+    LayerGemm,
     PrecisionAudit,
     backward_override,
     formats_of_fused_path,
@@ -43,11 +43,11 @@ class ForwardNotes:
     ) -> None:
         """Note the GEMMs that a forward, and its backward if it has one, is going to run."""
         try:
-            layers, left_out = self._watched.layers[id(module)], dict[Gemm, str]()
+            layers, left_out = self._watched.layers[id(module)], dict[LayerGemm, str]()
             if not fprop_only:
                 left_out = gemms_left_out(module, layers, input_needs_gradient=input_needs_gradient)
                 self._audit.leave_out(left_out)
-            gemms = [Gemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
+            gemms = [LayerGemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
             self._audit.expect(gemm for gemm in gemms if gemm not in left_out)
             if idle:
                 formats = formats_of_fused_path(module, layers, fp8=module.fp8)
@@ -56,7 +56,7 @@ class ForwardNotes:
                     {
                         operand: made
                         for operand, made in formats.items()
-                        if Gemm(operand.layer, operand.gemm) not in left_out
+                        if LayerGemm(operand.layer, operand.gemm) not in left_out
                     }
                 )
                 return

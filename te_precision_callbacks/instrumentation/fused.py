@@ -22,14 +22,14 @@ from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe, cla
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE, Effect
 from te_precision_callbacks.config.keys import Dumped, LoggedTensor
-from te_precision_callbacks.config.levels import ObservingFeature
+from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.planning import LayerPlan, Plan
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.schemas import LogGemmError
-from te_precision_callbacks.coverage.gemm_events import GemmEvent
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.gemm_events import GemmEvent
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
@@ -112,11 +112,11 @@ def _parts(module: Any) -> tuple[frozenset[str], ...] | None:
 
 def _why_not(name: str, options: Any, has: frozenset[str], module: Any, only_looks: Callable[[str], bool]) -> str:
     schema = options.schema if isinstance(options, ReadOptions) else None
-    if schema is None or (isinstance(schema, ObservingFeature) and not only_looks(name)):
+    if schema is None or (isinstance(schema, ObservingFeatureSchema) and not only_looks(name)):
         return f"Transformer Engine calls {name}, a feature of your own, on its debug path only"
     if isinstance(schema, LogGemmError):
         return ""  # what needs a tensor that the path does not have is left out
-    if not isinstance(schema, ObservingFeature):
+    if not isinstance(schema, ObservingFeatureSchema):
         if _always_changes(schema.effect()):
             return f"{name} changes precision, which Transformer Engine does on its debug path only"
         return ""

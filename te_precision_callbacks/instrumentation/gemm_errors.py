@@ -29,7 +29,6 @@ from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import LogGemmErrorItem
-from te_precision_callbacks.coverage.gemm_events import GemmEvent, GemmOperand
 from te_precision_callbacks.dumps.recording import Wanted
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
@@ -37,8 +36,8 @@ from te_precision_callbacks.gemm_error.accumulators import Accumulator, accumula
 from te_precision_callbacks.gemm_error.codes import check_codes, rules_of
 from te_precision_callbacks.gemm_error.factors import Factor, FactorError, factor_of
 from te_precision_callbacks.gemm_error.judging import (
-    Call,
-    Operands,
+    GemmCall,
+    ProbedOperands,
     Thin,
     judged,
     kernel_columns,
@@ -50,6 +49,7 @@ from te_precision_callbacks.gemm_error.judging import (
     thin,
 )
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.table import Of
 
@@ -267,7 +267,7 @@ class GemmErrors:
         with quiet(left.device):
             x, y, g = self._probes(event.layer, item, iteration, event.gemm, left.device, x=m, y=n, g=k)
             alpha = float(event.arguments.get("alpha", 1.0))
-            of_g = Operands(_rotated(g, left, event.b), _rotated(g, right, event.a))
+            of_g = ProbedOperands(_rotated(g, left, event.b), _rotated(g, right, event.a))
             expected, operands = product_and_operands(left, right, x, y, of_g, alpha)
             matrix = factor_of(result_of(event), columnwise=False, piece_bytes=item.max_memory)
             if matrix.shape != (n, m):
@@ -276,7 +276,7 @@ class GemmErrors:
                 )
                 return
             run = thin(matrix, x, y)
-            call = Call(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added(event))
+            call = GemmCall(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added(event))
             found = judged(run, expected, call)
             tensor = RESULT[event.gemm]
             self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(found, own_rank()))

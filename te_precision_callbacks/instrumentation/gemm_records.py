@@ -18,13 +18,13 @@ from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import RESULT, GemmName
-from te_precision_callbacks.coverage.gemm_events import GemmEvent, GemmOperand
 from te_precision_callbacks.dumps.contents import Dump, record_of
-from te_precision_callbacks.dumps.header import Gemm, Operand, Plain
+from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Plain
 from te_precision_callbacks.dumps.recording import Wanted
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.instrumentation.gemm_errors import added, high_of, options_of_gemms, result_of, why_not_seen
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.layers.watched import Watched
 
@@ -110,7 +110,7 @@ class GemmRecords:
         n, m, k = event.sizes
         more = added(event)
         on_gpu = out.device.type == "cuda"
-        gemm = Gemm(
+        gemm = DumpedGemm(
             gemm=event.gemm,
             result=RESULT[event.gemm],
             order=event.order,
@@ -118,8 +118,8 @@ class GemmRecords:
             n=n,
             m=m,
             k=k,
-            a=Operand(event.a.tensor, event.a.columnwise),
-            b=Operand(event.b.tensor, event.b.columnwise),
+            a=DumpedOperand(event.a.tensor, event.a.columnwise),
+            b=DumpedOperand(event.b.tensor, event.b.columnwise),
             out=Plain((), ""),
             expert=event.expert,
             alpha=float(event.arguments.get("alpha", 1.0)),

@@ -10,15 +10,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import WeightSample, local, means, pick, raw, sample
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
@@ -143,30 +145,21 @@ class _Reading(NamedTuple):
 
 
 class ParameterWatch:
-    """Checks parameters from :meth:`begin` to :meth:`remove`.
+    """Checks the parameters of a model from :meth:`begin` to :meth:`remove`.
 
     Args:
-        named: gives the parameters of the model, each once, with their names and the modules that have them.
-        iteration: gives the debug iteration.
-        before_first: called before the first step of an optimizer of the model.
-        report: receives failures.
+        model: the model.
+        failures: receives failures.
 
     Attributes:
         checked: the rules that have had enough to check.
     """
 
-    def __init__(
-        self,
-        named: Callable[[], Iterable[tuple[str, torch.nn.Parameter, torch.nn.Module]]],
-        iteration: Callable[[], int],
-        before_first: Callable[[], None],
-        report: Callable[[str, str, Exception], None],
-    ) -> None:
+    def __init__(self, model: TrainedModel, failures: ObservationFailures) -> None:
         self.checked: set[str] = set()
-        self._named = named
-        self._iteration = iteration
-        self._before_first = before_first
-        self._report = report
+        self._model = model
+        self._failures = failures
+        self._iteration = 0
         self._parameters: dict[int, _Parameter] = {}
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._without: dict[int, _Parameter] = {}
@@ -180,19 +173,16 @@ class ParameterWatch:
         self._first = self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._is_due = True
-        self._has_sampled = False
-        self._hook: RemovableHandle | None = None
+        self._has_sampled = self._has_begun = False
 
-    def begin(self) -> None:
-        """Begin to check, if that was not done yet."""
-        if self._hook is None:
-            self._first = self._iteration()
-            self._hook = register_optimizer_step_pre_hook(_pre_hook(weakref.ref(self)))
+    def begin(self, iteration: int) -> None:
+        """Begin to check in an iteration, if that was not done yet."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._first = self._iteration = iteration
 
     def remove(self) -> None:
         """Stop checking."""
-        if self._hook is not None:
-            self._hook.remove()
         for parameter in self._without.values():
             parameter.unhook()
         for kept in (self._parameters, self._held, self._masters, self._without):
@@ -201,16 +191,13 @@ class ParameterWatch:
     # ------------------------------------------------------------------ before a step of an optimizer
 
     @torch.no_grad()
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, iteration: int) -> None:
         """Check gradients, and in few steps sample weights and masters."""
+        self._iteration = iteration
         try:
-            if not self._parameters:
-                self._refresh()
-            held = self._held_by(optimizer)
+            held = self.held_by(optimizer)
             if not held:
                 return
-            if not self._optimizer_steps:
-                self._before_first()
             self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
             for each in held:
                 self._check_gradient(each.parameter, each.tensor)
@@ -221,12 +208,12 @@ class ParameterWatch:
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
         except Exception as error:
-            self._report("checking the parameters of", type(optimizer).__name__, error)
+            self._failures.report("checking the parameters of", type(optimizer).__name__, error)
 
     def _refresh(self) -> None:
         """Take the parameters that the model has now."""
         known, self._parameters = self._parameters, {}
-        for name, weight, module in self._named():
+        for name, weight, module in self._model.named_parameters():
             if id(weight) not in known:
                 self._held.clear()
             if local(weight).numel():
@@ -234,8 +221,10 @@ class ParameterWatch:
         if len(self._parameters) != len(known):
             self._held.clear()
 
-    def _held_by(self, optimizer: Optimizer) -> list[_Held]:
+    def held_by(self, optimizer: Optimizer) -> list[_Held]:
         """The model's parameters in an optimizer; found again when it gets more of them."""
+        if not self._parameters:
+            self._refresh()
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._held.get(optimizer)
         if known is not None and known[0] == count:
@@ -281,7 +270,7 @@ class ParameterWatch:
     def _count_without(self, parameter: _Parameter) -> None:
         if not parameter.without:
             self._without[id(parameter)] = parameter
-            parameter.since = self._iteration()
+            parameter.since = self._iteration
         if not parameter.hooks and parameter.weight.requires_grad:
             note: Any = parameter.weight.register_post_accumulate_grad_hook
             parameter.hooks = (
@@ -296,7 +285,7 @@ class ParameterWatch:
 
     def _sample(self, optimizer: Optimizer, held: list[_Held]) -> None:
         """Keep masters, and samples of weights that have not changed yet, with what the step should change."""
-        iteration = self._iteration()
+        iteration = self._iteration
         masters: list[tuple[_Held, int, torch.Tensor]] = []
         for each in held:
             parameter, group = each.parameter, each.group
@@ -349,12 +338,13 @@ class ParameterWatch:
             if is_complete or self._without:
                 problems = self._new_problems()
         except Exception as error:
-            self._report("checking", "the parameters", error)
+            self._failures.report("checking", "the parameters", error)
         return problems
 
-    def begin_step(self) -> None:
-        """Begin the next debug iteration."""
-        self._is_due |= is_due(self._iteration() - self._first)
+    def begin_step(self, iteration: int) -> None:
+        """Begin a debug iteration."""
+        self._iteration = iteration
+        self._is_due |= is_due(iteration - self._first)
 
     @property
     def is_due(self) -> bool:
@@ -480,31 +470,20 @@ class ParameterWatch:
                 yield Problem("not_held", each.name, 0, len(found))
 
     @torch.no_grad()
-    def end(self) -> list[Problem]:
-        """The problems that are left at the end of a run, with the weights that have inf or nan."""
+    def end(self, iteration: int) -> list[Problem]:
+        """The problems that are left at the end of a run, with the weights that have inf or nan after an iteration."""
         self._read()
         if self._expected or self._compared or self._changed:
             self._begin_reading()
             self._read()
         problems = self._new_problems()
-        iteration = max(self._iteration() - 1, 0)
-        broken = _nonfinite([(name, local(weight)) for name, weight, _ in self._named()])
+        broken = _nonfinite([(name, local(weight)) for name, weight, _ in self._model.named_parameters()])
         return problems + [Problem("nonfinite", name, iteration, 1) for name in broken]
 
 
 def is_due(step: int) -> bool:
     """Whether weights are sampled in a step, counted from the attach; the same on all ranks."""
     return step < 4 or step % 100 == 0 or step & (step - 1) == 0
-
-
-def _pre_hook(watch: weakref.ref[ParameterWatch]) -> Callable[..., None]:
-    @outside_of_dynamo
-    def before_step(optimizer: Optimizer, *_: Any) -> None:
-        found = watch()
-        if found is not None:
-            found.before_step(optimizer)
-
-    return before_step
 
 
 def _note_backward(parameter: _Parameter) -> Any:

@@ -251,6 +251,7 @@ class RefusedLayers:
         self._strict = strict
         self._before: dict[str, DebugRefusal] = {}
         self._in_forwards: dict[str, dict[DebugRefusal, None]] = {}
+        self._acting: dict[int, list[str]] = {}
         self._notices = Notices()
 
     def leave(
@@ -294,15 +295,23 @@ class RefusedLayers:
         if self._strict and before:
             raise _error(before)
         self.modules, self._before = of_modules, before
+        self._acting = {
+            id(named.module): [
+                layer.name
+                for layer in named.layers
+                if layer.name in planned and layer.name not in before and planned[layer.name].features
+            ]
+            for named in modules
+        }
         return replace(plan, layers=tuple(entry for entry in plan.layers if entry.layer.name not in before))
 
-    def note(self, layers: Iterable[str], refusal: DebugRefusal) -> None:
-        """Note a forward that is left as it is.
+    def note(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
+        """Note a forward of a module that is left as it is.
 
         Raises:
             ObservationError: with ``strict=True``.
         """
-        found = dict.fromkeys(layers, refusal)
+        found = dict.fromkeys(self._acting.get(id(module), ()), refusal)
         if self._strict and found:
             raise _error(found)
         for layer in found:

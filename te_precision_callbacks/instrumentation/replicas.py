@@ -7,7 +7,7 @@ have it alike before the first step of an optimizer.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.instrumentation.parameters import Problem
+from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import local, pick, raw, segments
 
 TOLERANCE = 1e-6
@@ -38,33 +39,30 @@ class Replicas:
     """Compares parameters over ranks.
 
     Args:
-        named: gives the parameters of the model, each once, with their names.
-        roots: gives the models.
+        model: the model.
         ranks: those that reduce together.
 
     Attributes:
         checked: the rules that have had enough to check.
     """
 
-    def __init__(
-        self,
-        named: Callable[[], Iterable[tuple[str, torch.nn.Parameter, torch.nn.Module]]],
-        roots: Callable[[], Iterable[torch.nn.Module]],
-        ranks: Ranks,
-    ) -> None:
+    def __init__(self, model: TrainedModel, ranks: Ranks) -> None:
         self.checked: set[str] = set()
-        self._named = named
-        self._roots = roots
+        self._model = model
         self._ranks = ranks
         self._start: Sums | None = None
         self._agreed: list[str] = []
         self._news: list[Problem] = []
         self._differing: set[str] = set()
 
-    def before_step(self) -> None:
+    @property
+    def needs_start(self) -> bool:
+        """Whether :meth:`begin` must be called before the first step of an optimizer."""
+        return self._start is None and self._ranks.several
+
+    def begin(self) -> None:
         """Take the checksums before the first step of an optimizer."""
-        if self._start is None and self._ranks.several:
-            self._start = self._sums()
+        self._start = self._sums()
 
     def exchange(self, news: list[Problem], iteration: int, *, is_due: bool) -> list[Problem]:
         """The problems of all ranks, the same on each; this rank's own where it is alone.
@@ -144,7 +142,7 @@ class Replicas:
         return all(
             type(root).__name__ == "DistributedDataParallel"
             and getattr(getattr(root, "process_group", None), "size", lambda: 0)() == size
-            for root in self._roots()
+            for root in self._model.roots
         )
 
     def _is_reduced(self) -> bool:
@@ -153,8 +151,8 @@ class Replicas:
 
     def _sums(self) -> Sums:
         """The checksums of the parameters that are not marked as sharded."""
-        sharded = {id(weight) for root in self._roots() for module in root.modules() for weight in _sharded(module)}
-        kept = [(name, each) for name, each, _ in self._named() if id(each) not in sharded]
+        sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
+        kept = [(name, each) for name, each, _ in self._model.named_parameters() if id(each) not in sharded]
         places: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         for name, weight in kept:
             whole = raw(weight)

@@ -41,13 +41,6 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, class_names
-from te_precision_callbacks.coverage.gemm_events import (
-    OUTSIDE,
-    AttentionListener,
-    BeforeSum,
-    GemmEvent,
-    Listener,
-)
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force
 from te_precision_callbacks.instrumentation.attention_tap import AttentionTap
 from te_precision_callbacks.instrumentation.callers import Callers
@@ -71,6 +64,13 @@ from te_precision_callbacks.instrumentation.operations_tap import OperationsTap
 from te_precision_callbacks.instrumentation.running import Forward, Running, unheard
 from te_precision_callbacks.instrumentation.unfused import UnfusedTensors
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind, outside_of_dynamo
+from te_precision_callbacks.layers.gemm_events import (
+    OUTSIDE,
+    AttentionListener,
+    BeforeSum,
+    GemmEvent,
+    Listener,
+)
 from te_precision_callbacks.layers.naming import NamedOperation
 
 logger = logging.getLogger(__name__)

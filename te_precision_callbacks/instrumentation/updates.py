@@ -12,14 +12,13 @@ Some elements of each weight are looked at, the same before and after the step. 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 
 LEAST_RATE = 0.01
@@ -35,54 +34,58 @@ _KEEPERS = ("master", "kahan", "compensation")
 """Parts of the names under which optimizers keep what a weight has lost in rounding."""
 
 
+class TrainedModel(Protocol):
+    """A model, as far as checks of its training read it."""
+
+    @property
+    def roots(self) -> list[torch.nn.Module]:
+        """The modules that were attached."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
+        """The parameters, each once, with their names and the modules that have them."""
+
+    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer steps a parameter of the model."""
+
+
 class UpdateWatch:
-    """Looks at optimizer steps, from :meth:`begin` to :meth:`remove`.
+    """Compares a sample of each weight before and after an optimizer's step.
 
     Args:
-        is_due: whether statistics are due in this step.
-        is_trained_by: whether an optimizer steps parameters of the model.
-        take: receives a name, and a number on its device.
-        note_eps: called with whether an optimizer is of Adam's kind, once for each that has stepped the model.
-        report: receives failures.
+        model: the model whose weights are sampled.
+        scalars: receive the results.
+        failures: receives failures.
+
+    Attributes:
+        adds_eps: whether an optimizer that has stepped the model adds ``eps`` as Adam does; None before the first step.
     """
 
-    def __init__(
-        self,
-        is_due: Callable[[], bool],
-        is_trained_by: Callable[[torch.optim.Optimizer], bool],
-        take: Callable[[str, torch.Tensor], None],
-        note_eps: Callable[[bool], None],
-        report: Callable[[str, str, Exception], None],
-    ) -> None:
-        self._is_due = is_due
-        self._is_trained_by = is_trained_by
-        self._take = take
-        self._note_eps = note_eps
+    def __init__(self, model: TrainedModel, scalars: ScalarBuffer, failures: ObservationFailures) -> None:
+        self.adds_eps: bool | None = None
+        self._model = model
+        self._scalars = scalars
+        self._failures = failures
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._report = report
         self._largest_rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakKeyDictionary()
         self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._hook: RemovableHandle | None = None
 
-    def begin(self) -> None:
-        """Begin to look, if that was not done yet."""
-        if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(_before_step(weakref.ref(self)))
-
-    def remove(self) -> None:
-        """Look no longer."""
-        if self._hook is not None:
-            self._hook.remove()
+    def clear(self) -> None:
+        """Forget the samples."""
         self._before.clear()
 
     @torch.no_grad()
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the gradients, and keep the elements that are compared."""
+    def before_step(self, optimizer: torch.optim.Optimizer, *, is_due: bool) -> None:
+        """Look at the gradients, and keep the elements that are compared.
+
+        Args:
+            optimizer: the optimizer.
+            is_due: whether statistics are due in this step.
+        """
         self._before.clear()
         try:
             rate = max((float(group.get("lr") or 0.0) for group in optimizer.param_groups), default=0.0)
             largest = self._largest_rates[optimizer] = max(rate, self._largest_rates.get(optimizer, 0.0))
-            if not self._is_due() or rate < LEAST_RATE * largest or not self._is_trained_by(optimizer):
+            if not is_due or rate < LEAST_RATE * largest or not self._model.is_trained_by(optimizer):
                 return
             self._look_at_gradients(optimizer)
             weights = (weight for group in optimizer.param_groups for weight in group["params"])
@@ -92,7 +95,7 @@ class UpdateWatch:
                     self._before.append((view, view.clone(), _some(gradient) != 0))
         except Exception as error:
             self._before.clear()
-            self._report("looking at a step of", type(optimizer).__name__, error)
+            self._failures.report("looking at a step of", type(optimizer).__name__, error)
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -101,15 +104,15 @@ class UpdateWatch:
         try:
             if optimizer not in self._known:
                 self._known.add(optimizer)
-                if self._is_trained_by(optimizer):
-                    self._note_eps(any(map(_adds_eps, optimizer.param_groups)))
+                if self._model.is_trained_by(optimizer):
+                    self.adds_eps = bool(self.adds_eps) or any(map(_adds_eps, optimizer.param_groups))
             if not before:
                 return
             asked = torch.cat([has_gradient for _, _, has_gradient in before])
             same = torch.cat([now == then for now, then, _ in before])
-            self._take(UNCHANGED, 100 * (same & asked).sum() / asked.sum().clamp(min=1))
+            self._scalars.add(UNCHANGED, 100 * (same & asked).sum() / asked.sum().clamp(min=1))
         except Exception as error:
-            self._report("looking at a step of", type(optimizer).__name__, error)
+            self._failures.report("looking at a step of", type(optimizer).__name__, error)
 
     def _look_at_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare gradients with ``eps``, where the optimizer is one of Adam's kind."""
@@ -124,22 +127,12 @@ class UpdateWatch:
                 sizes = sizes.to(norms.device, non_blocking=True)
                 found.append((norms > 0) & (norms < float(group["eps"]) * sizes))
         if found:
-            self._take(BELOW_EPS, 100 * torch.cat(found).float().mean())
+            self._scalars.add(BELOW_EPS, 100 * torch.cat(found).float().mean())
 
 
 def _adds_eps(group: Mapping[str, Any]) -> bool:
     """Whether the optimizer of a group of parameters adds ``eps`` as Adam does."""
     return "betas" in group and bool(group.get("eps"))
-
-
-def _before_step(watch: weakref.ref[UpdateWatch]) -> Callable[..., None]:
-    @outside_of_dynamo
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found = watch()
-        if found is not None:
-            found.before_step(optimizer)
-
-    return look
 
 
 def _usable(weights: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -33,8 +33,11 @@ from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.instrumentation.event_log import FORMAT, EventLog
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.stray_calls import StrayCalls
 from te_precision_callbacks.observation import Observation
+from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER
 from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL
 
@@ -56,8 +59,6 @@ _MODULE_ATTRIBUTES = (
 )
 _NOT_RUN_YET = {"next_iter_when_debug_should_be_run": 0}
 _MISSING = object()
-
-ScalarReceiver = Callable[[str, Any], None]
 
 
 def import_transformer_engine() -> None:
@@ -214,50 +215,30 @@ class Inspector:
 
     Args:
         log_dir: the folder of its log of events.
-        feature_dirs, features: the user's own.
-        process_group: as in :class:`te_precision_callbacks.options.SessionOptions`.
-        report: called for each failure, with what was done, with which subject, and the exception.
-        lose_folder: called if nothing can be written to the folder.
-        strict: refuse to start then.
+        options: the session's options.
+        failures: receives failures, also that nothing can be written to the folder.
 
     Attributes:
         events: upstream's log of events.
     """
 
-    def __init__(
-        self,
-        *,
-        log_dir: Path,
-        feature_dirs: Sequence[Path],
-        features: Sequence[type],
-        process_group: Any,
-        report: Callable[[str, str, BaseException], None],
-        lose_folder: Callable[[Path, OSError], None],
-        strict: bool,
-    ) -> None:
-        self._report = report
-        self._lose_folder = lose_folder
-        self._strict = strict
+    def __init__(self, log_dir: Path, options: SessionOptions, failures: ObservationFailures) -> None:
+        self._failures = failures
+        self._options = options
         self._log_dir = log_dir
         self.events = EventLog(log_dir)
-        self._feature_dirs = feature_dirs
-        self._features = features
-        self._process_group = process_group
         self._snapshot: Snapshot | None = None
         self._manager: Any = None
         self._stray_calls: StrayCalls | None = None
         self._last_iteration = 0
 
-    def start(
-        self, observation: Observation, receive: ScalarReceiver, before_end: Callable[[], None], *, reduce: bool
-    ) -> None:
+    def start(self, observation: Observation, scalars: ScalarBuffer, before_end: Callable[[], None]) -> None:
         """Start upstream with every feature and no config yet.
 
         Args:
             observation: the observation of the run.
-            receive: called with each scalar that a user's feature logs: name, and value (a number or a 0-d tensor).
+            scalars: receive each scalar that a user's feature logs.
             before_end: called before the script itself ends upstream.
-            reduce: whether statistics are reduced over ranks.
 
         Raises:
             SessionError: upstream is running already, started here or by the script; or with ``strict``, nothing can be
@@ -281,12 +262,12 @@ class Inspector:
         with warnings.catch_warnings():
             # TE's deprecated aliases warn when they are registered, used or not; as an error it would end the process.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._initialize(debug_api, receive)
+            self._initialize(debug_api, scalars)
         manager: Any = debug_api.DEBUG_MANAGER
         self._manager = manager
         self._stray_calls = StrayCalls(manager, before_end)
-        manager._tensor_reduction_group = self._process_group
-        self._api.begin(observation, reduce=reduce)
+        manager._tensor_reduction_group = self._options.process_group
+        self._api.begin(observation, reduce=self._options.reduce)
         # Modules that are built from now on must not conclude that debugging was started too late; modules that were
         # built before take part as well, since the state is an attribute of the class.
         TEDebugState.debug_enabled = True
@@ -294,7 +275,7 @@ class Inspector:
     def _make_folder(self) -> None:
         """Make the log folder, where scripts may also put files. Where it cannot be made or written to, a
         strict run does not start. Where the disk does not answer, what writes a file reports that it is lost."""
-        folder = self._log_dir / EVENTS_FOLDER if self._strict else self._log_dir
+        folder = self._log_dir / EVENTS_FOLDER if self._options.strict else self._log_dir
 
         def make() -> None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -304,12 +285,12 @@ class Inspector:
         try:
             within(LONGEST_STILL, make)
         except OSError as error:
-            if self._strict:
+            if self._options.strict:
                 raise SessionError(
                     f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a writable folder."
                 ) from error
             if not isinstance(error, TimeoutError):
-                self._lose_folder(self._log_dir, error)
+                self._failures.lose_folder(self._log_dir, error)
 
     def _begin_events(self) -> None:
         """Begin upstream's log of events, as ``initialize_logger`` does, but for the thread that writes it."""
@@ -329,15 +310,15 @@ class Inspector:
         """Report a line that could not be made or written to the terminal, instead of logging's own traceback."""
         error = sys.exc_info()[1]
         if error is not None:
-            self._report("writing", _EVENTS, error)
+            self._failures.report("writing", _EVENTS, error)
 
     def report_events(self) -> None:
         """Report that the log of events could not be written, once."""
         failure = self.events.take_failure()
         if failure is not None:
-            self._report("writing", _EVENTS, failure)
+            self._failures.report("writing", _EVENTS, failure)
 
-    def _initialize(self, debug_api: Any, receive: ScalarReceiver) -> None:
+    def _initialize(self, debug_api: Any, scalars: ScalarBuffer) -> None:
         """Start upstream."""
         import transformer_engine.debug.features as te_features
         from nvdlfw_inspect.debug_manager import DebugManager
@@ -346,7 +327,7 @@ class Inspector:
         from te_precision_callbacks.features import registration
 
         own, upstream = ([str(Path(module.__path__[0]))] for module in (own_features, te_features))
-        for feature in self._features:
+        for feature in self._options.features:
             try:
                 registration.register(feature)
             except Exception as error:
@@ -358,15 +339,15 @@ class Inspector:
             # Like debug_api.initialize(), except for the config: there is none yet, and upstream refuses an empty one.
             debug_api.DEBUG_MANAGER = DebugManager(
                 None,
-                feature_dirs=[*map(str, self._feature_dirs), *own, *upstream],
-                statistics_logger=_make_receiver(receive),
+                feature_dirs=[*map(str, self._options.feature_dirs), *own, *upstream],
+                statistics_logger=_logger_into(scalars),
                 log_dir=str(self._log_dir),
             )
         except SystemExit as error:
             cause = error.__context__ or error
             raise FeatureLoadError(
                 f"A feature file could not be loaded: {type(cause).__name__}: {cause}. Looked in:"
-                f" {', '.join(map(str, self._feature_dirs)) or 'the shipped features only'}."
+                f" {', '.join(map(str, self._options.feature_dirs)) or 'the shipped features only'}."
             ) from cause
         except (NotImplementedError, TypeError, AssertionError) as error:
             raise FeatureLoadError(f"nvidia-dlfw-inspect could not load the features: {error}") from error
@@ -518,13 +499,13 @@ def reset_schedule(module: torch.nn.Module) -> None:
         _set_attribute(module, name, _NOT_RUN_YET.get(name, _MISSING))
 
 
-def _make_receiver(receive: ScalarReceiver) -> Any:
+def _logger_into(scalars: ScalarBuffer) -> Any:
     from nvdlfw_inspect.logging import BaseLogger
 
-    class Receiver(BaseLogger):  # type: ignore[misc]  # upstream is untyped
-        """Hands scalars to the session."""
+    class ScalarLogger(BaseLogger):  # type: ignore[misc]  # upstream is untyped
+        """Adds scalars to those of the session."""
 
         def log_scalar(self, name: str, value: Any, iteration: int, **_: Any) -> None:
-            receive(name, value)
+            scalars.add(name, value)
 
-    return Receiver()
+    return ScalarLogger()

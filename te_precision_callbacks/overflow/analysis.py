@@ -13,11 +13,11 @@ import torch
 
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.overflow import report as text
-from te_precision_callbacks.overflow.detector_options import Options
+from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
-from te_precision_callbacks.overflow.interval import Call, Event, Gradient, History, Interval, Labelled, seen
+from te_precision_callbacks.overflow.interval import Event, ForwardCall, Gradient, History, Interval, Labelled, seen
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Reader:
         step: gives the training step that runs, in words; empty if it is not known.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: DetectorOptions) -> None:
         self.loss_scaled = False
         self.step: Callable[[], str] = str
         self._options = options
@@ -192,7 +192,7 @@ def first_bad(
         if event.batch in not_in or (loss_scaled and isinstance(event, Gradient)):
             continue
         neg_inf_is_bad = not isinstance(event, Labelled)
-        if isinstance(event, Call):
+        if isinstance(event, ForwardCall):
             entered = any(
                 isinstance(measured, Slot) and measured in suspects and values.extremes(measured)[0] == -math.inf
                 for _, measured in event.inputs
@@ -207,7 +207,7 @@ def first_bad(
             low, high = values.extremes(frame.measured)
             if math.isnan(high) or high == math.inf:
                 return index, number
-            is_input = isinstance(event, Call) and frame.sign == ">"
+            is_input = isinstance(event, ForwardCall) and frame.sign == ">"
             if low == -math.inf and neg_inf_is_bad and not is_input and frame.measured not in excused:
                 return index, number
     return None

@@ -12,11 +12,11 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
-from te_precision_callbacks.overflow.detector_options import Options
+from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import STOPS
 from te_precision_callbacks.overflow.extreme_slots import Measured, Unmeasured
-from te_precision_callbacks.overflow.hooks import ModelHooks, Watched
-from te_precision_callbacks.overflow.interval import Call, Gradient, GradientRoles
+from te_precision_callbacks.overflow.hooks import ModelHooks, WatchedModule
+from te_precision_callbacks.overflow.interval import ForwardCall, Gradient, GradientRoles
 from te_precision_callbacks.overflow.journal import Journal, Pass
 from te_precision_callbacks.overflow.looking import Looking
 
@@ -27,7 +27,7 @@ _DEEPEST = 8
 _WITHOUT_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 
-class Calls:
+class ForwardCalls:
     """Makes the events of a model.
 
     This class only notes events. When an outermost forward begins, and when an evaluation has ended, it calls
@@ -44,7 +44,7 @@ class Calls:
     """
 
     def __init__(
-        self, roots: Sequence[tuple[str, torch.nn.Module]], options: Options, journal: Journal, looking: Looking
+        self, roots: Sequence[tuple[str, torch.nn.Module]], options: DetectorOptions, journal: Journal, looking: Looking
     ) -> None:
         self._journal = journal
         self._looking = looking
@@ -54,7 +54,7 @@ class Calls:
         self._classify.eval_mode_counts = False
         self.hooks = ModelHooks(roots, self, notices=journal.notices)
 
-    def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    def enter(self, watched: WatchedModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Note that the forward of a module begins."""
         journal = self._journal
         if journal.closed:
@@ -70,7 +70,7 @@ class Calls:
         except Exception as error:
             journal.fail(error)
 
-    def leave(self, watched: Watched, output: Any, *, failed: bool) -> None:
+    def leave(self, watched: WatchedModule, output: Any, *, failed: bool) -> None:
         """Note that the forward of a module has ended."""
         journal = self._journal
         current = journal.thread.current
@@ -86,7 +86,7 @@ class Calls:
                 self._looking.look_at_evaluation()
 
     @outside_of_dynamo
-    def parameter_gradient(self, watched: Watched, name: str, parameter: torch.Tensor) -> None:
+    def parameter_gradient(self, watched: WatchedModule, name: str, parameter: torch.Tensor) -> None:
         """The gradient of a parameter was accumulated."""
         journal = self._journal
         if journal.broken or parameter.grad is None or journal.is_over() or _is_recorded():
@@ -105,7 +105,7 @@ class Calls:
 
     # ------------------------------------------------------------------ a forward
 
-    def _begin(self, watched: Watched) -> Pass:
+    def _begin(self, watched: WatchedModule) -> Pass:
         """Begin an outermost call."""
         journal, batches = self._journal, self._journal.batches
         over = journal.is_over()
@@ -121,7 +121,7 @@ class Calls:
         new.batch = batches.evaluation if new.evaluates else batches.number
         return new
 
-    def _new_pass(self, watched: Watched, *, over: bool) -> Pass:
+    def _new_pass(self, watched: WatchedModule, *, over: bool) -> Pass:
         journal = self._journal
         if over or _is_recorded():
             return Pass(None, frames=False, gradients=False, evaluates=False)
@@ -137,7 +137,9 @@ class Calls:
         journal.batches.train()
         return Pass(journal.training, frames=True, gradients=True, evaluates=False)
 
-    def _take(self, current: Pass, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    def _take(
+        self, current: Pass, watched: WatchedModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> None:
         """Measure the inputs of a call, before the module can change them."""
         taken: list[tuple[str, Measured | None]] = []
         current.open.append((watched, taken))
@@ -156,7 +158,7 @@ class Calls:
                 roles = interval.gradient_roles(tensor, record, current.batch, self._gradient)
                 roles.takers.append((watched, role))
 
-    def _give(self, current: Pass, watched: Watched, output: Any, *, failed: bool) -> None:
+    def _give(self, current: Pass, watched: WatchedModule, output: Any, *, failed: bool) -> None:
         """Note a call that has ended."""
         taken = current.close(watched)
         interval = current.interval
@@ -181,7 +183,7 @@ class Calls:
         own = [(name, interval.slots.measure(parameter)) for name, parameter in parameters]
         if not (entered or given or own):
             return
-        interval.events.append(Call(watched, current.batch, own, entered, given))
+        interval.events.append(ForwardCall(watched, current.batch, own, entered, given))
 
     # ------------------------------------------------------------------ a backward
 

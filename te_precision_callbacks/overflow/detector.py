@@ -14,11 +14,11 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Model, named_roots
-from te_precision_callbacks.overflow.calls import Calls
+from te_precision_callbacks.overflow.calls import ForwardCalls
 from te_precision_callbacks.overflow.detector_options import (
+    DetectorOptions,
     NamesOfTransformers,
     OnFailure,
-    Options,
     from_transformers,
 )
 from te_precision_callbacks.overflow.errors import (
@@ -110,7 +110,7 @@ class DebugActivationOverflow:
         if not roots:
             what = "a torch.nn.Module, or a list or mapping of them"
             raise OverflowDetectorError(f"The model must be {what}, not {model!r}.")
-        options = Options.checked(
+        options = DetectorOptions.checked(
             max_frames=max_frames,
             parameters=parameters,
             abs_min=abs_min,
@@ -123,7 +123,7 @@ class DebugActivationOverflow:
         )
         self._journal = Journal(options)
         self._looking = Looking(roots, options, self._journal)
-        hooks = Calls(roots, options, self._journal, self._looking).hooks
+        hooks = ForwardCalls(roots, options, self._journal, self._looking).hooks
         for pattern in options.allow_neg_inf:
             if not hooks.matches(pattern):
                 logger.warning("allow_neg_inf=: %r matches no module path of the model.", pattern)

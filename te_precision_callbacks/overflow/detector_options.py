@@ -25,7 +25,7 @@ class NamesOfTransformers(TypedDict, total=False):
 _Number = Annotated[int, pydantic.Field(strict=True, ge=0)]
 
 
-class Options(pydantic.BaseModel):
+class DetectorOptions(pydantic.BaseModel):
     """The keywords of :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`, each under its name."""
 
     model_config = pydantic.ConfigDict(frozen=True, arbitrary_types_allowed=True)
@@ -41,7 +41,7 @@ class Options(pydantic.BaseModel):
     on_failure: OnFailure
 
     @classmethod
-    def checked(cls, **keywords: object) -> Options:
+    def checked(cls, **keywords: object) -> DetectorOptions:
         """The options with these values.
 
         Raises:
@@ -74,7 +74,7 @@ def from_transformers(
                 " the number: for a module's inputs, its outputs, and their gradients."
             )
         if key not in ours:
-            close = difflib.get_close_matches(key, [*Options.model_fields, *ours], n=1)
+            close = difflib.get_close_matches(key, [*DetectorOptions.model_fields, *ours], n=1)
             raise OverflowOptionError(f"There is no option {key!r}.{f' Did you mean {close[0]!r}?' if close else ''}")
     traced = given.get("trace_batch_nums")
     last = given.get("abort_after_batch_num")

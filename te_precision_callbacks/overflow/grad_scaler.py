@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import torch
 from torch.amp.grad_scaler import GradScaler
 
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
@@ -123,29 +122,17 @@ def _unwrap() -> None:
             setattr(kind, name, own)
 
 
-class LossScaling:
-    """Listens to scalers, from :meth:`begin` until one has stepped an optimizer of the model, or until :meth:`remove`.
-
-    Args:
-        is_trained_by: whether an optimizer steps parameters of the model.
-        note: called once, when a scaler that is enabled has stepped such an optimizer.
-        report: receives failures.
+class ScaledOptimizers:
+    """Collects the optimizers that a scaler has stepped, from :meth:`begin` to :meth:`remove`.
 
     Attributes:
         journal: None: this is no detector.
     """
 
-    def __init__(
-        self,
-        is_trained_by: Callable[[torch.optim.Optimizer], bool],
-        note: Callable[[], None],
-        report: Callable[[str, str, Exception], None],
-    ) -> None:
+    def __init__(self) -> None:
         self.journal = None
-        self._is_trained_by = is_trained_by
-        self._note = note
-        self._report = report
-        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._new: list[weakref.ref[Any]] = []
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._end: Callable[[], object] | None = None
 
     def begin(self) -> None:
@@ -159,15 +146,12 @@ class LossScaling:
             self._end()
 
     def before_scaled_step(self, optimizer: Any) -> None:
-        """Note a scaler that is about to step an optimizer of the model."""
-        try:
-            if optimizer in self._others:
-                return
-            if self._is_trained_by(optimizer):
-                self.remove()
-                self._note()
-            else:
-                self._others.add(optimizer)
-        except Exception as error:
-            self.remove()
-            self._report("looking at the scaler of", type(optimizer).__name__, error)
+        """Note an optimizer that a scaler is about to step."""
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self._new.append(weakref.ref(optimizer))
+
+    def take(self) -> list[Any]:
+        """The optimizers that were stepped by a scaler for the first time since the last call."""
+        new, self._new = self._new, []
+        return [optimizer for place in new if (optimizer := place()) is not None]

@@ -53,7 +53,7 @@ def class_name(module: torch.nn.Module) -> str:
     return names[names.index("FSDPModule") + 1] if "FSDPModule" in names[:-1] else names[0]
 
 
-class Watched:
+class WatchedModule:
     """A module that is watched.
 
     Attributes:
@@ -78,28 +78,28 @@ class Watched:
         self.handles.clear()
 
 
-class Receiver(Protocol):
+class HookReceiver(Protocol):
     """The object that hooks call."""
 
-    def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    def enter(self, watched: WatchedModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """A forward begins."""
 
-    def leave(self, watched: Watched, output: Any, *, failed: bool) -> None:
+    def leave(self, watched: WatchedModule, output: Any, *, failed: bool) -> None:
         """A forward has ended, with an output or an exception."""
 
-    def parameter_gradient(self, watched: Watched, name: str, parameter: torch.Tensor) -> None:
+    def parameter_gradient(self, watched: WatchedModule, name: str, parameter: torch.Tensor) -> None:
         """The gradient of a parameter was accumulated."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Another receiver has replaced this one."""
 
 
-class _Hook:
+class _OverflowHook:
     """A hook of one module; a copy of the module is not watched."""
 
     __slots__ = ("_watched", "receiver")
 
-    def __init__(self, receiver: Receiver, watched: Watched) -> None:
+    def __init__(self, receiver: HookReceiver, watched: WatchedModule) -> None:
         self.receiver = receiver
         self._watched = watched
 
@@ -107,13 +107,13 @@ class _Hook:
         return functools.partial, (not_watched,)
 
 
-class _Enter(_Hook):
+class _Enter(_OverflowHook):
     @outside_of_dynamo
     def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.receiver.enter(self._watched, inputs, keywords)
 
 
-class _Leave(_Hook):
+class _Leave(_OverflowHook):
     @outside_of_dynamo
     def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         # After an exception torch calls the hook without an output, from where it handles the exception.
@@ -138,13 +138,13 @@ class ModelHooks:
     def __init__(
         self,
         roots: Sequence[tuple[str, torch.nn.Module]],
-        receiver: Receiver,
+        receiver: HookReceiver,
         *,
         notices: Notices,
     ) -> None:
         self._roots = roots
         self._receiver = receiver
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, WatchedModule] = {}
         self._parameters: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         # How many parameters each group had, and whether one of them is the model's.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], bool]] = (
@@ -154,7 +154,7 @@ class ModelHooks:
         hooks: list[object] = [
             hook for _, module in watched_modules(roots) for hook in module._forward_pre_hooks.values()
         ]
-        for former in {hook.receiver for hook in hooks if isinstance(hook, _Hook)}:
+        for former in {hook.receiver for hook in hooks if isinstance(hook, _OverflowHook)}:
             logger.warning("Activation overflow: this detector replaces another detector of the same model.")
             former.close(OverflowDetectorError("Another detector replaced this one."))
         self._tree: ModuleTree | None = None
@@ -206,8 +206,8 @@ class ModelHooks:
         own = {id(parameter) for _, root in self._roots for parameter in root.parameters()}
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
-    def _watch(self, path: str, module: torch.nn.Module, *, is_root: bool) -> Watched:
-        watched = Watched(path, module, is_root=is_root)
+    def _watch(self, path: str, module: torch.nn.Module, *, is_root: bool) -> WatchedModule:
+        watched = WatchedModule(path, module, is_root=is_root)
         if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
             watched.handles = [
                 module.register_forward_pre_hook(_Enter(self._receiver, watched), with_kwargs=True),
@@ -217,7 +217,7 @@ class ModelHooks:
         return watched
 
     def _watch_parameters(self) -> None:
-        found: dict[int, tuple[Watched, str, torch.nn.Parameter]] = {}
+        found: dict[int, tuple[WatchedModule, str, torch.nn.Parameter]] = {}
         for watched in self._watched.values():
             for name, parameter in watched.module.named_parameters(recurse=is_compiled(watched.module)):
                 found.setdefault(id(parameter), (watched, name, parameter))
@@ -251,7 +251,7 @@ class ModelHooks:
 
 
 def _parameter_gradient(
-    receiver: weakref.ref[Receiver], watched: weakref.ref[Watched], name: str, parameter: torch.Tensor
+    receiver: weakref.ref[HookReceiver], watched: weakref.ref[WatchedModule], name: str, parameter: torch.Tensor
 ) -> None:
     """The hook of a parameter; its references are weak, since the cycle collector does not see parameters' hooks."""
     found, module = receiver(), watched()
@@ -259,6 +259,6 @@ def _parameter_gradient(
         found.parameter_gradient(module, name, parameter)
 
 
-def _are(watched: Sequence[Watched]) -> str:
+def _are(watched: Sequence[WatchedModule]) -> str:
     first = f"{watched[0].path or 'the model'} ({watched[0].class_name})"
     return f"{first} is" if len(watched) == 1 else f"{first} and {len(watched) - 1} more modules are"

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slots, Values
-from te_precision_callbacks.overflow.hooks import Watched
+from te_precision_callbacks.overflow.hooks import WatchedModule
 
 
-class Frame(NamedTuple):
+class ReportLine(NamedTuple):
     """A line of a report.
 
     Attributes:
@@ -28,7 +28,7 @@ class Frame(NamedTuple):
     """
 
     sign: str
-    place: Watched | None
+    place: WatchedModule | None
     role: str
     measured: Measured
 
@@ -37,22 +37,22 @@ Tensors = Sequence[tuple[str, Measured]]
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ForwardCall:
     """The forward of a module, emitted when it ends."""
 
-    place: Watched
+    place: WatchedModule
     batch: int
     parameters: Tensors
     inputs: Tensors
     outputs: Tensors
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[ReportLine]:
         for role, measured in self.parameters:
-            yield Frame("=", self.place, role, measured)
+            yield ReportLine("=", self.place, role, measured)
         for role, measured in self.inputs:
-            yield Frame(">", self.place, role, measured)
+            yield ReportLine(">", self.place, role, measured)
         for role, measured in self.outputs:
-            yield Frame("<", self.place, role, measured)
+            yield ReportLine("<", self.place, role, measured)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +60,12 @@ class Gradient:
     """A gradient, for each module that its tensor left or entered."""
 
     batch: int
-    roles: Sequence[tuple[str, Watched, str]]
+    roles: Sequence[tuple[str, WatchedModule, str]]
     measured: Measured
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[ReportLine]:
         for sign, place, role in self.roles:
-            yield Frame(sign, place, role, self.measured)
+            yield ReportLine(sign, place, role, self.measured)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,11 +76,11 @@ class Labelled:
     label: str
     measured: Measured
 
-    def frames(self) -> Iterator[Frame]:
-        yield Frame("=", None, self.label, self.measured)
+    def frames(self) -> Iterator[ReportLine]:
+        yield ReportLine("=", None, self.label, self.measured)
 
 
-Event = Call | Gradient | Labelled
+Event = ForwardCall | Gradient | Labelled
 """An entry of an interval; it is expanded into the frames of a report only if there is one."""
 
 
@@ -95,10 +95,10 @@ class GradientRoles:
     """
 
     batch: int
-    takers: list[tuple[Watched, str]] = field(default_factory=list)
-    makers: list[tuple[Watched, str]] = field(default_factory=list)
+    takers: list[tuple[WatchedModule, str]] = field(default_factory=list)
+    makers: list[tuple[WatchedModule, str]] = field(default_factory=list)
 
-    def frames(self) -> list[tuple[str, Watched, str]]:
+    def frames(self) -> list[tuple[str, WatchedModule, str]]:
         """Sign, module and role of each frame: inner modules end first, and begin last."""
         left = [("<", place, f"grad_{role}") for place, role in reversed(self.takers)]
         return left + [(">", place, f"grad_{role}") for place, role in reversed(self.makers)]
@@ -205,7 +205,7 @@ class Seen(NamedTuple):
     """
 
     batch: int
-    frame: Frame
+    frame: ReportLine
     values: Values
 
 

@@ -11,10 +11,10 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_in_words
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.overflow.detector_options import Options
+from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.extreme_slots import Measured
-from te_precision_callbacks.overflow.hooks import Watched
+from te_precision_callbacks.overflow.hooks import WatchedModule
 from te_precision_callbacks.overflow.interval import Interval, Labelled
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ class Pass:
     gradients: bool
     evaluates: bool
     batch: int = 0
-    open: list[tuple[Watched, list[tuple[str, Measured | None]]]] = field(default_factory=list)
+    open: list[tuple[WatchedModule, list[tuple[str, Measured | None]]]] = field(default_factory=list)
 
-    def close(self, place: Watched) -> list[tuple[str, Measured | None]] | None:
+    def close(self, place: WatchedModule) -> list[tuple[str, Measured | None]] | None:
         """The inputs of the call of a module that ends; None if no call of the module has begun."""
         if all(opened is not place for opened, _ in reversed(self.open)):
             return None
@@ -138,7 +138,7 @@ class Journal:
         notices: the messages that have been logged once.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: DetectorOptions) -> None:
         self.training = Interval(abs_min=options.abs_min)
         self.evaluation = Interval(abs_min=options.abs_min)
         self.batches = Batches(options.abort_after_batch)

@@ -13,7 +13,7 @@ from te_precision_callbacks.base.ranks import is_distributed, is_initialized, ow
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.ranks.tree import RanksLostError
 from te_precision_callbacks.overflow.analysis import Find, Reader, advice_on_weights, broken_parameters
-from te_precision_callbacks.overflow.detector_options import Options
+from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import (
     AbortAfterBatch,
     ActivationOverflowError,
@@ -52,7 +52,9 @@ class Looking:
         stepped_by: the class of the optimizer that stepped last.
     """
 
-    def __init__(self, roots: Sequence[tuple[str, torch.nn.Module]], options: Options, journal: Journal) -> None:
+    def __init__(
+        self, roots: Sequence[tuple[str, torch.nn.Module]], options: DetectorOptions, journal: Journal
+    ) -> None:
         self.reader = Reader(options)
         self.handles = contextlib.ExitStack()
         self.reports = 0

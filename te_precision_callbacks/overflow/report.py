@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from te_precision_callbacks.overflow.extreme_slots import Slot, Values
-from te_precision_callbacks.overflow.interval import Call, Event, Gradient, Seen
+from te_precision_callbacks.overflow.interval import Event, ForwardCall, Gradient, Seen
 
 _LARGE = 2.0**8
 """The magnitude from which on a weight that is larger than what enters its module is the reason for an overflow."""
@@ -37,7 +37,7 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Ma
             " skip every step from here on."
         )
         return f"The forward was finite: the gradient became inf or nan on its way back.{scaler}"
-    if isinstance(event, Call) and frame.sign == ">":
+    if isinstance(event, ForwardCall) and frame.sign == ">":
         return (
             "It entered the module from outside the watched modules: from the data, or from code between modules,"
             " which detect_overflow() can check."
@@ -45,7 +45,7 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Ma
     if isinstance(frame.measured, Slot) and culprit.values.extremes(frame.measured)[1] < math.inf:
         path = "" if frame.place is None else frame.place.path
         return f"There is only -inf: if the module makes -inf on purpose, allow it with allow_neg_inf=[{path!r}]."
-    if isinstance(event, Call) and weights:
+    if isinstance(event, ForwardCall) and weights:
         entered = max((amax(slot, culprit.values) for _, slot in event.inputs if isinstance(slot, Slot)), default=0.0)
         name, largest = max(weights.items(), key=lambda item: item[1])
         if max(entered, _LARGE) < largest < math.inf:

@@ -34,7 +34,7 @@ KEPT_DAYS = 90
 """Each environment has entries of its own, some 4 MB, also when it is long gone."""
 
 
-class Entry:
+class CachedCode:
     """The place of one module's code.
 
     Args:

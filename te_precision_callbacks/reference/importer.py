@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from te_precision_callbacks.reference.code_cache import Entry
+from te_precision_callbacks.reference.code_cache import CachedCode
 from te_precision_callbacks.reference.compiled_extension import COMPILED_MODULE
 from te_precision_callbacks.reference.cuda_on_cpu import no_attention
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
@@ -109,7 +109,7 @@ def _code_of(source: bytes, path: str, fullname: str, cuda_on_cpu: bool) -> Code
     """The code of a module, cached since nvdlfw_inspect executes all feature files again at each initialization."""
     if not is_concerned(source):
         return SourceFileLoader(fullname, path).get_code(fullname)
-    kept = Entry(source, path, "cuda on cpu" if cuda_on_cpu else "cuda on cuda")
+    kept = CachedCode(source, path, "cuda on cpu" if cuda_on_cpu else "cuda on cuda")
     code = kept.read()
     if code is None:
         tree = rewrite(ast.parse(source, path), cuda_on_cpu=cuda_on_cpu)

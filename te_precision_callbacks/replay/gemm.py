@@ -25,12 +25,12 @@ import torch
 
 from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.dumps.contents import Dump
-from te_precision_callbacks.dumps.header import Gemm
+from te_precision_callbacks.dumps.header import DumpedGemm
 from te_precision_callbacks.gemm_error.accumulators import accumulated, accumulator_of
 from te_precision_callbacks.gemm_error.codes import CodeCheck
 from te_precision_callbacks.gemm_error.factors import factor_of
 from te_precision_callbacks.gemm_error.judging import (
-    Call,
+    GemmCall,
     Judged,
     judged,
     probes,
@@ -59,7 +59,7 @@ _LEFT = 0.2
 """A factor that leaves less of an error than this accounts for it."""
 
 
-def replay_gemm(dump: Dump, gemm: Gemm) -> Replayed:
+def replay_gemm(dump: Dump, gemm: DumpedGemm) -> Replayed:
     """Replay a record of a GEMM.
 
     Args:
@@ -94,7 +94,7 @@ def replay_gemm(dump: Dump, gemm: Gemm) -> Replayed:
 class _Kernel:
     """What the kernel has made of the recorded codes and scales."""
 
-    def __init__(self, dump: Dump, gemm: Gemm, left: Recorded, right: Recorded) -> None:
+    def __init__(self, dump: Dump, gemm: DumpedGemm, left: Recorded, right: Recorded) -> None:
         self.gemm = gemm
         self.left, self.right = left.decoded(), right.decoded()
         self.accumulator = accumulator_of(
@@ -124,7 +124,7 @@ class _Kernel:
         expected = product(left, right, x, y, self.gemm.alpha)
         run = thin(factor_of(out, columnwise=False), x, y)
         sum_of = None if before is None else thin(factor_of(before.reshape(out.shape), columnwise=False), x, y)
-        call = Call(self.gemm.k, out.dtype, x, y, self.accumulator, bias, sum_of, self.gemm.beta)
+        call = GemmCall(self.gemm.k, out.dtype, x, y, self.accumulator, bias, sum_of, self.gemm.beta)
         return judged(run, expected, call)
 
     def _ratios(self, dtype: torch.dtype, added: torch.Tensor) -> torch.Tensor:

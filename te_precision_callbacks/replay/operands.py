@@ -12,10 +12,10 @@ from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E5M2
 from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
 from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR, Stored
-from te_precision_callbacks.base.numerics.recipes import Settings, round_blocks
+from te_precision_callbacks.base.numerics.recipes import QuantizerSettings, round_blocks
 from te_precision_callbacks.dumps.contents import Dump, operand_of
-from te_precision_callbacks.dumps.header import HIGH_PRECISION, Operand
-from te_precision_callbacks.gemm_error.codes import WINDOW_COLUMNS, WINDOW_ROWS, CodeCheck, Rules, check_codes
+from te_precision_callbacks.dumps.header import HIGH_PRECISION, DumpedOperand
+from te_precision_callbacks.gemm_error.codes import WINDOW_COLUMNS, WINDOW_ROWS, CodeCheck, RoundingRules, check_codes
 from te_precision_callbacks.gemm_error.factors import factor_of
 
 _RECIPE_OF_MODE = {
@@ -37,19 +37,19 @@ class Recorded:
         high: the tensor before quantization; None if it was not recorded, and if the operand is not quantized.
     """
 
-    described: Operand
+    described: DumpedOperand
     data: Stored | torch.Tensor
     high: torch.Tensor | None
 
     @classmethod
-    def of(cls, dump: Dump, side: str, described: Operand) -> Recorded:
+    def of(cls, dump: Dump, side: str, described: DumpedOperand) -> Recorded:
         """The operand "a" or "b" of a record."""
         return cls(described, operand_of(dump, side), dump.tensors.get(f"{side}.{HIGH_PRECISION}"))
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> RoundingRules:
         """How its quantizer rounds."""
-        return self.described.rounding or Rules(scales_follow=False)
+        return self.described.rounding or RoundingRules(scales_follow=False)
 
     def decoded(self) -> torch.Tensor:
         """What the codes and scales say: float64, [rows, k]."""
@@ -95,7 +95,7 @@ class Recorded:
         block = (max(part.block),) * 2 if rules.square else part.block
         if part.mode == PER_TENSOR:
             block = shape
-        settings = Settings(part.element_format == E5M2, rules.square, rules.power_of_two, rules.amax_epsilon)
+        settings = QuantizerSettings(part.element_format == E5M2, rules.square, rules.power_of_two, rules.amax_epsilon)
         amax = exact.abs().nan_to_num(0.0, 0.0).amax().reshape(1)
         source = torch.float32 if self.high is None else self.high.dtype
         in_blocks = blocks.in_blocks(exact.to(source), block, 0.0)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from te_precision_callbacks.dumps.header import Gemm, Header
+from te_precision_callbacks.dumps.header import DumpedGemm, Header
 
 Cause = Literal["kernel", "quantizer"]
 
@@ -58,7 +58,7 @@ class Replayed:
     """
 
     header: Header
-    gemm: Gemm
+    gemm: DumpedGemm
     lanes: tuple[Lane, ...]
     faults: tuple[Fault, ...]
     not_judged: tuple[str, ...]

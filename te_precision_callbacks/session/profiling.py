@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.autograd.profiler import record_function
 
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.config.idle import steps_that_observe
+from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.module_ranges import ModuleRanges
 from te_precision_callbacks.instrumentation.profiler import StepProfiler, export
-from te_precision_callbacks.options import ProfileChoice
+from te_precision_callbacks.options import ProfileChoice, read_profile
+from te_precision_callbacks.session.context import RunContext
+from te_precision_callbacks.session.delivery import RunFiles
+from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.speed.trace.range_names import iteration_range, unended_range
 
 logger = logging.getLogger(__name__)
@@ -31,40 +35,25 @@ class Profiling:
     are put, and its trace has them.
 
     Args:
-        choice: which iterations, on which ranks; None for none.
-        modules: the modules of the model, by name.
-        put_ranges: puts ranges around the GEMMs of Transformer Engine, or takes them away.
-        trace_file: the file of a trace, by its first and last iteration.
-        notices: the messages that the run has logged once.
-        report: receives failures.
-        observed: those of some iterations in which statistics are due.
-        tell: receives warnings, for the records of the run, where ``te-precision speed`` finds them.
+        context: shared state of the run.
+        model: gets ranges around its modules.
+        hooks: put ranges around the GEMMs of Transformer Engine.
+        files: name the file of the trace.
 
     Attributes:
         trace: the trace, once it is written.
     """
 
-    def __init__(
-        self,
-        choice: ProfileChoice | None,
-        modules: Callable[[], Iterable[tuple[str, torch.nn.Module]]],
-        put_ranges: Callable[[bool], None],
-        trace_file: Callable[[int, int], Path],
-        notices: Notices,
-        report: Callable[[str, str, BaseException], None],
-        tell: Callable[[str], None],
-        observed: Callable[[Iterable[int]], list[int]],
-    ) -> None:
+    def __init__(self, context: RunContext, model: ObservedModel, hooks: ForwardHooks, files: RunFiles) -> None:
+        choice = read_profile(context.options.profile)
         self.trace: Path | None = None
         self._choice = choice if choice is not None and (choice.on_all_ranks or own_rank() == 0) else None
         self._asked = self._choice
-        self._modules = modules
-        self._put_ranges = put_ranges
-        self._trace_file = trace_file
-        self._notices = notices
-        self._report = report
-        self._tell = tell
-        self._observed = observed
+        self._context = context
+        self._model = model
+        self._hooks = hooks
+        self._files = files
+        self._events: list[Event] = []
         self._is_first = True
         self._ranges = ModuleRanges()
         self._profiler: StepProfiler | None = None
@@ -112,8 +101,8 @@ class Profiling:
         self._leave()  # an iteration that a resume has made another one
         if not self._has_ranges:
             self._has_ranges = True
-            self._put_ranges(True)
-            self._ranges.put(self._modules())
+            self._hooks.put_ranges(wanted=True)
+            self._ranges.put(self._model.named_modules())
             self._profiler = self._profiler or StepProfiler()
             if not self._profiler.start():
                 self._say_other()
@@ -155,7 +144,7 @@ class Profiling:
             if self._has_ranges:
                 self._has_ranges = False
                 self._ranges.remove()
-                self._put_ranges(False)
+                self._hooks.put_ranges(wanted=False)
         finally:
             profile = None if profiler is None else profiler.stop()
         if profiler is not None and profiler.given_up:
@@ -164,7 +153,7 @@ class Profiling:
 
     def _write(self) -> None:
         profile, self._stopped = self._stopped, None
-        path = self._trace_file(self._ended[0], self._ended[-1])
+        path = self._files.trace_file(self._ended[0], self._ended[-1])
         export(profile, path)
         self.trace = path
         logger.info("The profile of iterations %d to %d: %s", self._ended[0], self._ended[-1], path)
@@ -192,11 +181,15 @@ class Profiling:
     def _say_observed(self, choice: ProfileChoice) -> None:
         """Warn of iterations whose times have those of statistics in them, and name others."""
         chosen = range(choice.first, choice.last + 1)
-        due = self._observed(chosen)
+
+        def observed(steps: range) -> list[int]:
+            return steps_that_observe(self._context.options.config, steps)
+
+        due = observed(chosen)
         if not due:
             return
         begins = range(choice.last + 1, choice.last + _SEARCHED)
-        free = next((begin for begin in begins if not self._observed(range(begin, begin + len(chosen)))), None)
+        free = next((begin for begin in begins if not observed(range(begin, begin + len(chosen)))), None)
         others = "others" if free is None else _iterations(free, free + len(chosen) - 1)
         named = f"iteration {due[0]}" if len(due) == 1 else f"{len(due)} iterations, {due[0]} the first,"
         self._warn(
@@ -205,7 +198,7 @@ class Profiling:
         )
 
     def _say_other(self) -> None:
-        if self._notices.first("profiler"):
+        if self._context.notices.first("profiler"):
             self._warn(
                 "profile=: another profiler of torch runs, so the session's own writes no trace: a process has one at a"
                 " time. The ranges around layers are in the trace of the other one. For a trace by the session, leave"
@@ -214,7 +207,12 @@ class Profiling:
 
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)
-        self._tell(text)
+        self._events.append(Event("profile", text, self._context.iteration, "warning"))
+
+    def take_events(self) -> list[Event]:
+        """The warnings since the last call, for the records of the run, where ``te-precision speed`` finds them."""
+        events, self._events = self._events, []
+        return events
 
     def _guarded(self, doing: str, do: Callable[[], None]) -> None:
         """What does not reach training if it fails; after a failure no profile is due any more."""
@@ -226,7 +224,7 @@ class Profiling:
             self._choice = self._asked = self._stopped = None
             if self._profiler is not None or self._running is not None or self._has_ranges:
                 self._guarded("ending", self._stop)
-            self._report(doing, "a profile", error)
+            self._context.failures.report(doing, "a profile", error)
 
 
 def _iterations(first: int, last: int) -> str:

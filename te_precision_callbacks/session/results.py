@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import copy
+import logging
+import multiprocessing
+import os
+import pickle
+import tempfile
+import uuid
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from te_precision_callbacks.base.spans import Iterations
+from te_precision_callbacks.base.spans import AnyIteration, Iterations
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.gemm_precision import Precision
 from te_precision_callbacks.coverage.history import CoverageHistory
@@ -15,10 +24,85 @@ from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.runs.fingerprints.changes import ResumeReport
-from te_precision_callbacks.session.layer_history import LayerHistory, Layers
-from te_precision_callbacks.sinks.step_records import Row
+from te_precision_callbacks.sinks.step_records import LayerInfo, Row
 from te_precision_callbacks.sinks.worst import RunStatistics, Worst
 from te_precision_callbacks.statistics.series import SeriesTable
+
+logger = logging.getLogger(__name__)
+
+
+class Layers(AnyIteration[LayerInfo]):
+    """Every layer of a model that can be observed, and what the config does with it.
+
+    session.layers              # now
+    session.layers(at=120)      # in iteration 120, with the span of iterations in which it did
+    """
+
+
+class LayerHistory:
+    """The layers of a run, by iteration. Few iterations change them, so each change keeps all layers.
+
+    Args:
+        iterations: those that have run.
+
+    Attributes:
+        changes: how often layers were put.
+    """
+
+    def __init__(self, iterations: Iterations) -> None:
+        self.changes = 0
+        self._iterations = iterations
+        self._since: list[int] = []
+        self._layers: list[tuple[LayerInfo, ...]] = []
+
+    @property
+    def now(self) -> Layers:
+        """The present ones."""
+        return Layers(self._layers[-1] if self._layers else (), self.at)
+
+    def put(self, iteration: int, layers: Iterable[LayerInfo]) -> None:
+        """Let layers be those of an iteration and of the following ones, until others are put."""
+        self.changes += 1
+        while self._since and self._since[-1] >= iteration:
+            del self._since[-1], self._layers[-1]
+        before = {info.name: info for info in self.now}
+        self._since.append(iteration)
+        self._layers.append(tuple(_since(iteration, info, before.get(info.name)) for info in layers))
+
+    def go_to(self, iteration: int) -> None:
+        """Let the present layers hold from another iteration on, with which a run goes on."""
+        if self._since:
+            layers = self.now
+            if self._since[-1] not in self._iterations:
+                del self._since[-1], self._layers[-1]
+            self.put(iteration, layers)
+
+    def spans(self) -> list[LayerInfo]:
+        """All layers that there were, each as often as it was another, with the iterations in which it was so."""
+        found: dict[tuple[str, int], LayerInfo] = {}
+        for number, layers in enumerate(self._layers):
+            later = list(zip(self._since[number + 1 :], self._layers[number + 1 :], strict=True))
+            for info in layers:
+                found.setdefault((info.name, info.since), replace(info, until=_until(info, later)))
+        return list(found.values())
+
+    def at(self, iteration: int) -> tuple[LayerInfo, ...]:
+        """The layers in an iteration. Raises IterationError where it has not run."""
+        self._iterations.require("layers", iteration)
+        number = bisect_right(self._since, iteration)
+        later = list(zip(self._since[number:], self._layers[number:], strict=True))
+        return tuple(replace(info, until=_until(info, later)) for info in self._layers[number - 1])
+
+
+def _since(iteration: int, info: LayerInfo, before: LayerInfo | None) -> LayerInfo:
+    """A layer with the iteration since which it is as it is."""
+    lasts = before is not None and replace(info, since=before.since) == before
+    return before if before is not None and lasts else replace(info, since=iteration)
+
+
+def _until(info: LayerInfo, later: Iterable[tuple[int, tuple[LayerInfo, ...]]]) -> int | None:
+    """The last iteration in which a layer was as it is, by the changes behind it."""
+    return next((since - 1 for since, layers in later if info not in layers), None)
 
 
 @dataclass
@@ -177,3 +261,65 @@ class Results:
         """The worst value so far, and its iteration, of each statistic that has a worse direction in the table of
         docs/statistics.md. Delayed scaling's first step is left out, see ``StepRecords.unscaled``."""
         return tuple(self._results.statistics.worst())
+
+
+class SessionOutcome(Results):
+    """The results of a session that ran in another process, with the same names as in ``InspectSession``; of rank 0.
+
+    Lightning's ``ddp_spawn`` and ``ddp_fork`` strategies fit in child processes, each with a copy of the callback. The
+    copy of rank 0 leaves the results of its session in a :class:`Mailbox`, where the callback reads them.
+    """
+
+    @property
+    def running(self) -> bool:
+        """Whether the session is running: never."""
+        return False
+
+    @classmethod
+    def of(cls, session: Results) -> SessionOutcome:
+        """The outcome of a session so far; it does not change when the session goes on."""
+        findings = copy.deepcopy(session._results)
+        findings.iteration = session.iteration
+        return cls(findings)
+
+
+class Mailbox:
+    """A file in which copies of an object, pickled or forked into child processes, leave it an outcome."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._path = Path(tempfile.gettempdir()) / f"te_precision_outcome_{uuid.uuid4().hex}.pickle"
+        weakref.finalize(self, _remove, self._path, self._owner)
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this process was started by the one that made the mailbox."""
+        parent = multiprocessing.parent_process()
+        return parent is not None and parent.pid == self._owner
+
+    def put(self, outcome: SessionOutcome) -> None:
+        """Leave an outcome; a failure is logged, since a fit has just ended."""
+        try:
+            written = self._path.with_suffix(".part")
+            written.write_bytes(pickle.dumps(outcome))
+            written.replace(self._path)
+        except Exception as error:
+            logger.warning(
+                "callback.session cannot be returned to the process that called fit(): %s."
+                " The files in log_dir have the same.",
+                error,
+            )
+
+    def take(self) -> SessionOutcome | None:
+        """The outcome that was left since the last call; None if there is none."""
+        try:
+            outcome: SessionOutcome = pickle.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        _remove(self._path, self._owner)
+        return outcome
+
+
+def _remove(path: Path, owner: int) -> None:
+    if os.getpid() == owner:  # not at the end of a forked child
+        path.unlink(missing_ok=True)

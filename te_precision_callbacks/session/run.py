@@ -19,42 +19,42 @@ from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
-from te_precision_callbacks.config.idle import never_due_in_words, steps_that_observe
+from te_precision_callbacks.config.idle import never_due_in_words
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
-from te_precision_callbacks.coverage.parallel import OptimizerSteps, Ranks, leads
+from te_precision_callbacks.coverage.parallel import Ranks, leads
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.instrumentation.answers import ToldOfForwards
 from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.refused_shapes import explain_checkpoint, explain_failure
+from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.updates import UpdateWatch
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.options import SessionOptions, read_profile
-from te_precision_callbacks.overflow.grad_scaler import LossScaling
-from te_precision_callbacks.session.chronicle import Chronicle
-from te_precision_callbacks.session.closing_lines import closing_lines, in_short, is_quiet
-from te_precision_callbacks.session.delivery import Delivery, Ending
-from te_precision_callbacks.session.endings import ProcessEnds, Terminated
-from te_precision_callbacks.session.forgotten import ForgottenSteps, is_in_evaluation
-from te_precision_callbacks.session.judgement import Judgement
-from te_precision_callbacks.session.live_diagnosis import LiveDiagnosis
-from te_precision_callbacks.session.log_and_records import LogAndRecords
-from te_precision_callbacks.session.loop import Loop
-from te_precision_callbacks.session.observed_model import ObservedModel
-from te_precision_callbacks.session.overflow_watch import OverflowWatch
-from te_precision_callbacks.session.parameter_checks import ParameterChecks
+from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
+from te_precision_callbacks.session.closing import ClosingReport
+from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
+from te_precision_callbacks.session.context import LoopFacts, RunContext
+from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event, resume_event
+from te_precision_callbacks.session.endings import ProcessEnds, Terminated, Uninterrupted
+from te_precision_callbacks.session.facts import RunFacts
+from te_precision_callbacks.session.judging import (
+    CheckedContract,
+    ContractCheck,
+    OverflowCheck,
+    ParameterChecks,
+    RuleChecks,
+)
+from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
-from te_precision_callbacks.session.results import Results, RunResults
-from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
-from te_precision_callbacks.session.resumed_loss import ResumedLoss
-from te_precision_callbacks.session.signals import Uninterrupted
-from te_precision_callbacks.session.sinks import Sinks
-from te_precision_callbacks.sinks.step_records import Event, RunInfo, Sink, StepRecords
+from te_precision_callbacks.session.results import RunResults
+from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss, versions
+from te_precision_callbacks.session.training_loop import LoopChecks, OptimizerHooks, has_gradients, is_in_evaluation
+from te_precision_callbacks.sinks.step_records import Event, RunInfo, Sink, StepRecords, end_of
 from te_precision_callbacks.sinks.writer_thread import all_within
 
 logger = logging.getLogger(__name__)
@@ -63,29 +63,27 @@ logger = logging.getLogger(__name__)
 class Run:
     """Observes a model from the start of a session to its stop, and undoes all changes then.
 
-    Besides :attr:`live`, :attr:`kept` and what ends the process, each attribute is a part that is made with the run and
-    never replaced. What a part remembers is in the part. The run only knows in which order the parts begin, step and
-    end, so it has one attribute for each of them.
+    The parts of a run receive the context, and the data of a step. They return data: a part never calls another part
+    back. The run calls them in order, in :meth:`attach`, :meth:`step` and :meth:`stop`.
 
     Args:
         options: the session's options.
         sinks: receivers of records, before those of the options.
         results: get the results.
         classify: decides the kind of a forward.
-        loop: the front door's facts about the training loop.
+        loop: the facts about the training loop.
         notices: the messages that have been logged once.
 
     Attributes:
         live: whether the run was started and not stopped.
         kept: whether the run was stopped, and has left the features that change precision in place, until
             :meth:`release`.
-        inspector: nvidia-dlfw-inspect.
+        context: shared state of all parts.
         hooks: the session's part in Transformer Engine's forwards.
         model: the layers and their plan.
         observation: the engine, and the recorder of dumps.
         overflow: activation overflow detection.
         resume_audit: the fingerprints for checkpoints, and the audit of a resume.
-        report: receives failures of observation.
     """
 
     def __init__(
@@ -94,110 +92,63 @@ class Run:
         sinks: Iterable[Sink],
         results: RunResults,
         classify: ForwardClassifier,
-        loop: Loop,
+        loop: LoopFacts,
         notices: Notices,
     ) -> None:
         self.live = self.kept = False
-        self._options = options
-        self._results = results
-        self._loop = loop
-        self._notices = notices
         self._process = os.getpid()
+        self._ends: ProcessEnds | None = None
+        self._reported: list[object] = []
         # Not by the ranks of the run, which would keep the model as long as the results.
         leading = functools.partial(leads, options.process_group, reduce=options.reduce)
-        self._failures = failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
-        self.report = failures.report
-        self.ranks = ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
-        self._ends: ProcessEnds | None = None
-        self.inspector = inspector = Inspector(
-            log_dir=results.log_dir,
-            feature_dirs=options.feature_dirs,
-            features=options.features,
-            process_group=options.process_group,
-            report=failures.report,
-            lose_folder=failures.lose_folder,
-            strict=options.strict,
+        failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
+        self.context = context = RunContext(
+            options,
+            loop,
+            results,
+            notices,
+            failures,
+            Ranks(options.process_group, reduce=options.reduce, report=failures.report),
+            Inspector(results.log_dir, options, failures),
         )
         classify.begin(abandoned=self._is_abandoned)
         self._classify = classify
-        told = ToldOfForwards(
-            many_forwards=lambda module: self._forgotten.note_forwards(str(module.name)),
-            refused=lambda module, refusal: self.model.note_refusal(module, refusal),
-            number=lambda name, value: self._delivery.take_scalar(name, value),
-        )
+        self._scalars = scalars = ScalarBuffer(failures)
         engine = StatisticsEngine(results.series, failures.report)
-        self.hooks = ForwardHooks(classify, failures, results.audit, told, engine, notices)
-        recorder = Recorder(
-            results.log_dir,
-            report=failures.report,
-            detects_overflow=ACTIVATION_OVERFLOW in options.debug,
-        )
-        self.model = model = ObservedModel(
-            options, inspector, self.hooks, engine, results, failures, notices, loop.front_door
-        )
-        self._forgotten = ForgottenSteps(
-            notices, loop, model.is_trained_by, model.parameters, lambda: inspector.iteration
-        )
-        self._written = LogAndRecords(options, results.log_dir, model.layers.given, ranks)
-        self.resume_audit = ResumeAudit(
-            model, results, self._written.records, failures, notices, loop.front_door, strict=options.strict
-        )
-        self._sinks = Sinks([*self._written.sinks, *sinks, *options.sinks], self._describe, failures)
+        detects_overflow = ACTIVATION_OVERFLOW in options.debug
+        recorder = Recorder(results.log_dir, report=failures.report, detects_overflow=detects_overflow)
         self.observation = Observation(engine, recorder)
-        self._diagnosis = LiveDiagnosis(
-            results.diagnosis, results.series, ranks, options.on_finding, self._sinks.tell, failures.report
-        )
-        self._updates = UpdateWatch(
-            lambda: bool(self.hooks.answers.watched.armed),
-            model.is_trained_by,
-            lambda name, value: self._delivery.take_scalar(name, value),
-            self._note_eps,
-            failures.report,
-        )
-        self._scaling = LossScaling(model.is_trained_by, self._note_scaling, failures.report)
-        self._optimizer_steps = OptimizerSteps(
-            self._forgotten.note, self.hooks.products.note_optimizer_step, self._updates.after_step, self._note_backward
-        )
-        self._delivery = Delivery(
-            inspector,
-            self.observation,
-            ranks,
-            self._optimizer_steps,
-            model.layers,
-            results,
-            self._sinks,
+        self.hooks = ForwardHooks(
+            classify,
             failures,
-            self.hooks.answers.notes.delayed_scaling,
-            self._diagnosis.judge,
-        )
-        self._chronicle = Chronicle(
-            options,
-            model,
-            results,
-            self._sinks,
-            self._written.records,
-            failures,
-            loop.front_door,
-            self._diagnosis,
-        )
-        self._parameters = ParameterChecks(
-            model, ranks, lambda: inspector.iteration, self._chronicle.tell, failures.report
-        )
-        failures.listen(self._say_failed)
-        self._judgement = Judgement(options, results, ranks, self._chronicle)
-        self.overflow = OverflowWatch(options, recorder, loop.was_left, self._step_in_words)
-        self._profiling = Profiling(
-            read_profile(options.profile),
-            model.named_modules,
-            lambda wanted: self.hooks.put_ranges(wanted=wanted),
-            self._written.trace_file,
+            results.audit,
+            scalars,
+            engine,
             notices,
-            failures.report,
-            lambda text: self._chronicle.tell(Event("profile", text, self.inspector.iteration, "warning")),
-            lambda steps: steps_that_observe(options.config, steps),
+            strict=options.strict,
+            trainer_steps=loop.trainer_steps,
         )
+        self.model = model = ObservedModel(context, self.hooks, engine)
+        self._loop_checks = LoopChecks(context, model)
+        self._optimizer_hooks = OptimizerHooks(self._before_optimizer_step, self._after_optimizer_step)
+        self._updates = UpdateWatch(model, scalars, failures)
+        self._scaled = ScaledOptimizers()
+        self._collector = StepCollector(
+            context, self.observation, scalars, model.layers, self.hooks.answers.notes.delayed_scaling
+        )
+        self._trainer_scalars = TrainerScalars(context)
+        self._rules = RuleChecks(context)
+        self._contract = ContractCheck(context)
+        self._parameters = ParameterChecks(context, model)
+        self.overflow = OverflowCheck(context)
+        self._files = RunFiles(context, model.layers.given)
+        self._facts = RunFacts(context, model)
+        self._sinks = Sinks(context, [*self._files.sinks, *sinks, *options.sinks])
+        self.resume_audit = ResumeAudit(context, model, self._files.records)
+        self._profiling = Profiling(context, model, self.hooks, self._files)
+        self._closing = ClosingReport(context, self._files)
 
-    # ------------------------------------------------------------------ its life
+    # ------------------------------------------------------------------ start and attach
 
     def start(self, ends: ProcessEnds) -> None:
         """Start nvidia-dlfw-inspect, and act in Transformer Engine's forwards.
@@ -210,268 +161,384 @@ class Run:
         """
         self.live = True
         self._ends = ends
-        self.inspector.start(
-            self.observation, self._delivery.take_scalar, self._before_script_ends, reduce=self._options.reduce
-        )
+        self.context.inspector.start(self.observation, self._scalars, self._before_script_ends)
         self.hooks.install()
-        self.inspector.iteration = self._options.start_step or 0
+        self.context.inspector.iteration = self.context.failures.iteration = self.context.options.start_step or 0
 
     def count_from(self, iteration: int) -> None:
-        """Gather for another iteration from now on."""
-        self.inspector.iteration = iteration
-        self._results.layers.go_to(iteration)
-        self._delivery.forget_logging_step()
+        """Collect for another iteration from now on."""
+        self.context.inspector.iteration = self.context.failures.iteration = iteration
+        self.context.results.layers.go_to(iteration)
+        self._collector.last_logging_step = None
         self.hooks.arm()
         if self.model.attached:
             self._profiling.begin(iteration)
 
     def attach(self, model: Model) -> None:
         """As ``InspectSession.attach``."""
-        ranks = self.ranks
+        context, ranks = self.context, self.context.ranks
         ranks.meet()
         with ranks.together("attaching a session", agree=ranks.several, error=SessionError):
             self.observation.engine.reduce_over(ranks.messages)
-            self.inspector.events.begin(in_full=self._written.in_full)
-            self._written.attach()
-            self.model.attach(model, ranks)
-            self._judgement.attach(self.model.all_names)
-            if self._options.config.is_default:
-                self._updates.begin()
-            self._parameters.begin()
-            self._optimizer_steps.begin()
-            self._scaling.begin()
-            self.overflow.attach(model, ranks.messages)
+            context.inspector.events.begin(in_full=self._files.in_full)
+            self._files.attach()
+            self.model.attach(model)
+            self._contract.attach(self.model.all_names)
+            self._parameters.begin(context.iteration)
+            self._optimizer_hooks.begin()
+            self._scaled.begin()
+            self.overflow.attach(model)
         ranks.settle()
-        self._profiling.begin(self.inspector.iteration)
+        self._profiling.begin(context.iteration)
 
-    def _step_in_words(self) -> str:
-        iteration = self.inspector.iteration
-        logged = "" if self._loop.front_door == "session" else f", step {iteration + self._loop.counts_from}"
-        return f"debug iteration {iteration}{logged}"
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.context.options.config.is_default:
+            self._updates.before_step(optimizer, is_due=bool(self.hooks.answers.watched.armed))
+        self._parameters.before_optimizer_step(optimizer, self.context.iteration)
 
-    def _note_eps(self, adds: bool) -> None:
-        self._results.adds_eps = adds or bool(self._results.adds_eps)
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._loop_checks.note(optimizer)
+        self.hooks.products.note_optimizer_step(optimizer)
+        self._updates.after_step(optimizer)
+        # A backward that was not seen has left gradients, of the optimizer's own parameters or of copies of the
+        # weights. They are read from the device only in a step in which no backward was seen.
+        audit = self.context.results.audit
+        if audit.lacks_backward and has_gradients(self.model.parameters()):
+            audit.note_backward()
 
-    def _note_scaling(self) -> None:
-        self._results.scales_loss = True
-
-    def _note_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that a backward has run, by the gradients that the model has where an optimizer steps: its own one, or
-        one of copies of the weights. Only of a step in which no backward was seen, they are read from the device."""
-        if self._results.audit.lacks_backward and _has_gradients(self.model.parameters()):
-            self._results.audit.note_backward()
+    # ------------------------------------------------------------------ a step
 
     def step(self, logging_step: int | None) -> StepRecords | None:
         """As ``InspectSession.step``."""
         try:
             if is_capturing():
-                self._say_captured()
+                self._warn_captured()
                 return None
-            return self._step(logging_step)
+            return self._end_step(logging_step)
         except ASKED_FOR:
             raise
         except Exception as error:  # of ours, which must not end the training; nor must the other ranks wait
-            self.ranks.leave(error)
-            self._failures.report("ending", f"iteration {self._iteration_at_its_end}", error)
+            self.context.ranks.leave(error)
+            self.context.failures.report("ending", f"iteration {self._iteration_at_its_end}", error)
             return None
+        finally:
+            self.context.failures.iteration = self.context.iteration
 
-    def _step(self, logging_step: int | None) -> StepRecords | None:
-        inspector, delivery = self.inspector, self._delivery
-        if self.overflow.detector is not None:
-            try:
-                self.overflow.detector.look()
-            except Exception as error:
-                self._chronicle.tell_error(error, inspector.iteration)
-                raise
+    def _end_step(self, logging_step: int | None) -> StepRecords | None:
+        """End a step on all ranks together; Ctrl-C may interrupt it anywhere."""
+        context, collector = self.context, self._collector
+        self._look_for_overflow()
         if self.is_forked:
-            if self._notices.first("forked"):
-                logger.warning(
-                    "step(): the session was started in the process that this one was forked from, which owns the logs."
-                    " Nothing is observed here. To observe this process, start a session after the fork."
-                )
+            self._warn_forked()
             return None
-        if inspector.ended:
-            self._say_ended()
+        if context.inspector.ended:
+            self._report_ended()
             return None
-        iteration = inspector.iteration
-        if logging_step is None:
-            logging_step = iteration + self._loop.counts_from
-        ending = Ending(iteration, logging_step)
+        iteration = context.iteration
+        ending = EndingStep(iteration, context.logging_step(iteration) if logging_step is None else logging_step)
         try:
-            with self.ranks.together(
+            with context.ranks.together(
                 "step()",
-                agree=self._options.strict and self.ranks.several,
+                agree=context.options.strict and context.ranks.several,
                 error=ObservationError,
                 on_all=(PrecisionContractError, PrecisionFindingError),
             ):
-                delivery.begin(ending)
-                self.resume_audit.end_step()
-                records = self._end_step(ending)
+                if collector.ending is not None:  # a step that was interrupted
+                    self._deliver(collector.ending)
+                collector.ending = ending
+                records = self._run_step(ending)
             self._look_for_ranks()
-            self._profiling.begin(inspector.iteration)
+            self._profiling.begin(context.iteration)
             return records
         except ASKED_FOR:
             raise
         except BaseException as error:  # the step counts, and the next call hands its remaining records to sinks
-            if isinstance(error, Exception) or delivery.ending is ending:  # else Ctrl-C came before the step had begun
+            if isinstance(error, Exception) or collector.ending is ending:  # else Ctrl-C came before it had begun
                 self._complete(ending)
             raise
 
-    def _complete(self, ending: Ending) -> None:
-        """Count a step that was not finished, with this rank's own numbers."""
-        if self._delivery.ending is not None:
-            self.inspector.iteration = ending.iteration + 1
-            self.hooks.arm()
-            self._delivery.read_local(ending)
-
-    def _look_for_ranks(self) -> None:
-        """Meet the ranks again if they are apart; all go on at the largest iteration."""
-        steps = -1
-        if not self.observation.engine.optimizers_differ:
-            steps = self._optimizer_steps()
-        iteration = self.ranks.look(self.inspector.iteration, steps)
-        if iteration is not None and iteration != self.inspector.iteration:
-            self.count_from(iteration)
-
-    def _end_step(self, ending: Ending) -> StepRecords | None:
-        self._profiling.end(ending.iteration)
-        self._forgotten.end_step(self.model.layers.modules, in_regions=self.hooks.has_entered_regions)
-        self.inspector.report_events()
-        self.model.say_refused()
-        self.model.note_order()
-        self.model.note_products()
-        self._chronicle.begin(self.ranks)
-        self._sinks.start()  # with the iteration at which the run begins
+    def _run_step(self, ending: EndingStep) -> StepRecords | None:
+        """A step in order: collect, reduce, judge, deliver, record."""
+        iteration = ending.iteration
+        # Collect what this rank has seen in the step.
+        self.resume_audit.end_step()
+        self._profiling.end(iteration)
+        self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
+        self.context.inspector.report_events()
+        self.model.end_step()
+        self._start_sinks()
         self._profiling.write()  # where the run is recorded, which is known now
-        self._judgement.begin_step(ending.iteration)
+        # Reduce the statistics over the ranks, and begin the next iteration.
+        self._contract.begin_step(iteration)
+        self._reduce(ending)
+        self.hooks.begin(self.context.iteration)
+        self.model.follow()
+        # Judge the facts, and the statistics where they are delivered.
+        self._send_pending(iteration)
+        self._judge_facts(iteration)
         try:
-            self._delivery.take(ending)
-            self.inspector.step()
+            records = self._deliver(ending)
+        finally:
+            self.overflow.mark_dumps(self.observation.recorder)
+            self.observation.recorder.end_step()
+        # Record the dumps and the results of checks over all ranks.
+        self._tell(*dump_events(self.observation.recorder.take_written()))
+        self._tell_checked(self._parameters.end_step(iteration))
+        self._tell_contract(self._contract.end_step(iteration))
+        self._rules.stop_if_wanted()
+        return records
+
+    def _look_for_overflow(self) -> None:
+        if self.overflow.detector is not None:
+            try:
+                self.overflow.detector.look()
+            except Exception as error:
+                self._tell_nonfinite(error)
+                raise
+
+    def _start_sinks(self) -> None:
+        """Begin the records and start the sinks in the first step, with the iteration at which the run begins."""
+        records = self._files.records
+        try:
+            self._files.begin()
+        finally:
+            if records is not None and self._files.records is None:
+                self._sinks.drop(records)
+        if self._sinks.wait_to_start:
+            self._sinks.start(self._describe())
+
+    def _reduce(self, ending: EndingStep) -> None:
+        """Collect the statistics of all ranks, or where that fails those of this rank, and count the iteration."""
+        inspector = self.context.inspector
+        try:
+            self._collector.reduce(ending, self._loop_checks.optimizer_steps)
+            inspector.step()
         except ObservationError:
             raise
         except Exception as error:
-            self.ranks.leave(error)
-            self._failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
-            self.inspector.iteration = ending.iteration + 1  # it may have failed before it counted
-            self._delivery.take_local(ending)
-        self.hooks.begin(self.inspector.iteration)
-        self.model.follow()
-        self._chronicle.tell_changes(ending.iteration)
+            self.context.ranks.leave(error)
+            self.context.failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
+            inspector.iteration = ending.iteration + 1  # it may have failed before it counted
+            self._collector.collect_local(ending)
+
+    def _judge_facts(self, iteration: int, *, at_last: bool = False) -> None:
+        """Gather, judge and record the facts of the run, if they have changed."""
+        results, records = self.context.results, self._files.records
         try:
-            records = self._delivery.hand_over(ending)
-        finally:
-            self.overflow.tell_recorder()
-            self.observation.recorder.end_step()
-        self._chronicle.tell_dumps(self.observation.recorder.take_written())
-        self._parameters.end_step(ending.iteration)
-        self._judgement.end_step(ending.iteration)
-        self._diagnosis.stop_if_wanted()
+            results.adds_eps = self._updates.adds_eps
+            results.scales_loss |= any(map(self.model.is_trained_by, self._scaled.take()))
+            if at_last and records is not None and results.iterations.last is not None:
+                records.last = results.iterations.last
+            if not self._facts.changed(at_last=at_last):
+                return
+            facts = self._facts.take()
+            if records is not None and records.writes_reduced:
+                self._tell(*self._facts.changes())
+                records.put_facts(facts)
+            self._send(self._rules.facts(facts, iteration))
+        except ASKED_FOR:
+            raise
+        except Exception as error:
+            self.context.failures.report("gathering the facts of", f"iteration {iteration}", error)
+
+    def _deliver(self, ending: EndingStep) -> StepRecords | None:
+        """Judge the statistics of a step, and hand its records to the sinks. This may be repeated after Ctrl-C."""
+        if self._sinks.wait_to_start:
+            self._sinks.start(self._describe())
+        records = self._collector.read(ending)
+        if records is not None:
+            records = self._judged(ending, records)
+        try:
+            if records is not None:
+                self._sinks.write(records)
+        except Exception:  # with strict=True
+            self._collector.finish(ending)
+            raise
+        self._collector.finish(ending)
         return records
+
+    def _judged(self, ending: EndingStep, records: StepRecords) -> StepRecords:
+        if not ending.is_judged:
+            try:
+                records, findings = self._rules.records(records)
+                self._send(findings)
+            except Exception as error:
+                ending.is_judged = True
+                if isinstance(error, ObservationError):
+                    raise
+                self.context.failures.report("judging", f"iteration {ending.iteration}", error)
+            ending.records, ending.is_judged = records, True
+        return records
+
+    def _look_for_ranks(self) -> None:
+        """Meet the ranks again if they are apart; all go on at the largest iteration."""
+        steps = -1 if self.observation.engine.optimizers_differ else self._loop_checks.optimizer_steps
+        iteration = self.context.ranks.look(self.context.iteration, steps)
+        if iteration is not None and iteration != self.context.iteration:
+            self.count_from(iteration)
+
+    def _complete(self, ending: EndingStep) -> None:
+        """Count a step that was not finished, with this rank's own numbers."""
+        if self._collector.ending is not None:
+            self.context.inspector.iteration = ending.iteration + 1
+            self.hooks.arm()
+            self._collector.read_local(ending)
+
+    @property
+    def _iteration_at_its_end(self) -> int:
+        """The iteration whose step has begun and is not handed over; else the current one."""
+        ending = self._collector.ending
+        return self.context.iteration if ending is None else ending.iteration
+
+    # ------------------------------------------------------------------ events
+
+    def _tell(self, *events: Event) -> None:
+        """Send events to the sinks and to the rules, and the findings of the rules to the sinks."""
+        for event in events:
+            self._sinks.tell(event)
+            self._send(self._rules.event(event))
+
+    def _send(self, findings: Iterable[Event]) -> None:
+        for finding in findings:
+            self._sinks.tell(finding)
+
+    def _send_pending(self, iteration: int, *, at_last: bool = False) -> None:
+        """Send what was kept for the end of a step: failures, warnings, a resume, and the trainer's scalars."""
+        for failed_at, text in self.context.failures.take():
+            self._tell(Event("observation_failed", text, failed_at, "error"))
+        self._tell(*self._profiling.take_events())
+        resume = self.context.results.resume
+        if resume is not None and self._is_new(resume):
+            self._tell(resume_event(resume, iteration))
+        for scalars in self._trainer_scalars.take(at_once=at_last):
+            self._sinks.tell(scalars)
+            self._send(self._rules.scalars(scalars))
+
+    def _tell_checked(self, checked: tuple[Event, bool] | None) -> None:
+        """Send the event of a check of parameters to the rules, and to the sinks if this rank records it."""
+        if checked is not None:
+            event, is_recorded = checked
+            if is_recorded:
+                self._tell(event)
+            else:
+                self._send(self._rules.event(event))
+
+    def _tell_contract(self, checked: CheckedContract) -> None:
+        if checked.event is not None:
+            self._tell(checked.event)
+        if checked.error is not None:
+            raise checked.error
+
+    def _tell_nonfinite(self, error: BaseException) -> None:
+        for event in nonfinite_event(error, self.context.iteration):
+            if self._is_new(error):
+                self._tell(event)
+
+    def _is_new(self, reported: object) -> bool:
+        """Whether something is reported for the first time."""
+        is_new = reported not in self._reported
+        if is_new:
+            self._reported.append(reported)
+        return is_new
+
+    # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
         """As ``InspectSession.flush``."""
-        return all_within(seconds, [*self._written.hurry(), self.inspector.events.hurry()])
+        return all_within(seconds, [*self._files.hurry(), self.context.inspector.events.hurry()])
 
     @property
     def last_logging_step(self) -> int | None:
         """The step under which the last iteration was logged; None before its end."""
-        return self._delivery.last_logging_step
+        return self._collector.last_logging_step
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         """As ``InspectSession.log``; the step under which they are logged, None in a forked process."""
         if self.is_forked:
             return None
-        iteration, last = self.inspector.iteration, self._delivery.last_logging_step
+        iteration, last = self.context.iteration, self._collector.last_logging_step
         if logging_step is None:
-            logging_step = iteration + self._loop.counts_from
+            logging_step = self.context.logging_step(iteration)
         elif logging_step == last and iteration:
             iteration -= 1
-        self._chronicle.log(iteration, logging_step, values)
+        self._trainer_scalars.add(iteration, logging_step, values)
         return logging_step
 
     def tell_of_checkpoint(self, file: str) -> None:
         """Report to the sinks that a checkpoint has taken the state; its file is empty if it is not known."""
-        iteration = self.inspector.iteration
-        self._results.diagnosis.note_checkpoint(iteration, file)
+        iteration = self.context.iteration
+        self.context.results.diagnosis.note_checkpoint(iteration, file)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
-        self._chronicle.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
+        self._tell(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 
     def restore_losses(self, losses: Sequence[float]) -> None:
         """Let the rules compare the first losses of a resumed run with those of its checkpoint."""
         if losses:
             text = f"The run was resumed after a training loss of {losses[-1]:.6g}."
-            before = max(self.inspector.iteration - 1, 0)
-            self._chronicle.tell(Event("losses_restored", text, before, data={"losses": losses}))
+            before = max(self.context.iteration - 1, 0)
+            self._tell(Event("losses_restored", text, before, data={"losses": losses}))
 
     def tell_of_loss(self, loss: ResumedLoss) -> None:
-        """Tell of the training loss before and after a resume, on one rank; it may lie on a device.
+        """Log the training loss before and after a resume, on one rank; it may lie on a device.
 
         A failure is logged and never raised, since the other ranks would go on without this one.
         """
         try:
             if own_rank() == 0:
-                loss.tell(self._results.resume)
+                loss.tell(self.context.results.resume)
         except Exception as error:
             try:
-                self._failures.report("comparing", "the loss before and after the resume", error)
+                self.context.failures.report("comparing", "the loss before and after the resume", error)
             except ObservationError as strict:
                 logger.warning("%s", strict)
 
-    def _say_failed(self, text: str) -> None:
-        self._chronicle.tell(Event("observation_failed", text, self._iteration_at_its_end, "error"))
-
-    @property
-    def _iteration_at_its_end(self) -> int:
-        """The iteration whose step has begun and is not handed over; else the current one."""
-        ending = self._delivery.ending
-        return self.inspector.iteration if ending is None else ending.iteration
+    # ------------------------------------------------------------------ stop
 
     def stop(self, error: BaseException | None, logging_step: int | None) -> None:
-        """Write the statistics gathered since the last step, and undo all changes.
+        """Write the statistics collected since the last step, and undo all changes.
 
         Args:
             error, logging_step: as in ``InspectSession.stop``.
         """
-        explain_failure(error or sys.exc_info()[1], self.model.layers.modules, self.model.layers.other_names)
-        explain_checkpoint(error or sys.exc_info()[1], self.model.layers.modules)
-        keeps = self._options.keep_precision and self._results.changes_precision
-        keeps = keeps and error is None and not self.inspector.ended
+        context, layers = self.context, self.model.layers
         ended_by = error or sys.exc_info()[1]
+        explain_failure(ended_by, layers.modules, layers.other_names)
+        explain_checkpoint(ended_by, layers.modules)
+        keeps = context.options.keep_precision and context.results.changes_precision
+        keeps = keeps and error is None and not context.inspector.ended
         termination = None if self._ends is None else self._ends.termination
+        attached, leads_all = self.model.attached, own_rank() == 0
+        summarizes = attached and leads_all
         with Uninterrupted(termination) as guard, without_collections(), ExitStack() as stack:
-            if ended_by is not None and not self._forgotten.has_trained:
-                self._results.audit.abandon()
-            # Callbacks in the stack run in reverse order, whatever fails.
-            stack.callback(self._failures.summarize)
-
-            def then(doing: str, of: str, call: Callable[[], None]) -> None:
-                stack.callback(self._try, doing, of, call)
-
-            then("leaving", "the other ranks", self.ranks.end)
-            then("closing", "the dumps", lambda: self._close_dumps(error, guard))
-            then("undoing", "what the session has changed", lambda: self._put_back(keeps=keeps))
-            then("printing", "the verdict", lambda: self._print_verdict(ended_by))
-            then("writing", "the summary", self._write_summary)
-            then("writing", "the report", lambda: self._tell_report(error, guard))
-            then("telling", "the coverage", self._tell_coverage)
-            then("checking", "the whole run", self._check_whole_run)
-            then("closing", "the sinks", lambda: self._close_sinks(error, guard))
-            then("telling", "what the run has not reached", lambda: self._say_never_due(ended_by))
-            if self.model.attached:
-                then("telling", "the end", lambda: self._tell_the_end(error))
-            elif ended_by is None:
+            if ended_by is not None and not self._loop_checks.has_trained:
+                context.results.audit.abandon()
+            if not attached and ended_by is None:
                 logger.warning(
                     "The session has ended without a model, so nothing was observed. Pass model=, or call attach(model)"
                     " before the training."
                 )
-            if ended_by is None:
-                then("stopping", "the run", self._diagnosis.stop_at_the_end)
-            then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
-            if self.model.attached and not self._hurries and not self.inspector.ended:
-                then("checking", "the parameters", self._check_at_the_end)
-            if self.model.attached:
-                then("handing over", "the last statistics", lambda: self._hand_over_rest(error, logging_step, guard))
-            then("ending", "the profile", lambda: self._profiling.close(self.inspector.iteration))
+            parts: list[tuple[str, str, bool, Callable[[], None]]] = [
+                ("ending", "the profile", True, lambda: self._profiling.close(context.iteration)),
+                ("handing over", "the last statistics", attached, lambda: self._hand_over(error, logging_step, guard)),
+                ("checking", "the parameters", attached, self._check_parameters),
+                ("judging", "the precision contract", True, lambda: self._check_contract(ended_by)),
+                ("stopping", "the run", ended_by is None, self._rules.stop_at_the_end),
+                ("telling", "the end", attached, lambda: self._tell_end(error)),
+                ("telling", "what the run has not reached", attached, lambda: self._warn_never_due(ended_by)),
+                ("closing", "the sinks", True, lambda: self._close_sinks(error, guard)),
+                ("checking", "the whole run", leads_all, self._check_whole_run),
+                ("telling", "the coverage", leads_all, self._closing.log_coverage),
+                ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks, guard)),
+                ("writing", "the summary", summarizes, self._closing.write_summary),
+                ("printing", "the verdict", summarizes, lambda: self._print_verdict(ended_by)),
+                ("undoing", "what the session has changed", True, lambda: self._put_back(keeps=keeps)),
+                ("closing", "the dumps", True, lambda: self._close_dumps(error, guard)),
+                ("leaving", "the other ranks", True, context.ranks.end),
+            ]
+            stack.callback(context.failures.summarize)
+            for doing, of, wanted, call in reversed(parts):  # a stack runs each one whatever fails before it
+                if wanted:
+                    stack.callback(self._try, doing, of, call)
 
     def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
         """Do a part of the end. What fails in it is reported, and not raised unless somebody has asked for that."""
@@ -481,19 +548,31 @@ class Run:
             raise
         except Exception as error:
             try:
-                self._failures.report(doing, of, error)
+                self.context.failures.report(doing, of, error)
             except Exception:  # with strict=True, where the run has ended already
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
-    def _hand_over_rest(self, error: BaseException | None, logging_step: int | None, guard: Uninterrupted) -> None:
+    def _hand_over(self, error: BaseException | None, logging_step: int | None, guard: Uninterrupted) -> None:
+        """Hand over the records of an interrupted step, and the statistics collected since the last step."""
+        collector, from_device = self._collector, self._asks_device
         self.model.say_refused()
-        self._forgotten.end()
-        if not self._written.in_full and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
+        self._loop_checks.end()
+        if not self._files.in_full and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
             # Nothing has failed on this rank, or all ranks stop.
-            self._sinks.pass_over(self._written.sinks)
-        self._delivery.hand_over_remainder(
-            logging_step, guard, counts_from=self._loop.counts_from, from_device=self._asks_device
-        )
+            self._sinks.pass_over(self._files.sinks)
+        try:
+            if collector.ending is not None:
+                collector.read_local(collector.ending, from_device=from_device)
+                with guard.interruptible():
+                    self._deliver(collector.ending)
+            ending = collector.remainder(logging_step)
+            collector.read_local(ending, from_device=from_device)
+            with guard.interruptible():
+                self._deliver(ending)
+        except ObservationError as failure:
+            logger.error(
+                "The statistics gathered since the last step could not be written, and are lost.", exc_info=failure
+            )
 
     @property
     def _hurries(self) -> bool:
@@ -506,42 +585,24 @@ class Run:
         for ever."""
         return not (self._hurries and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
-    def _check_at_the_end(self) -> None:
+    def _check_parameters(self) -> None:
         """Check the parameters as the last step has left them."""
-        last = self._results.iterations.last
-        if last is not None:
-            self._parameters.end(last)
+        last = self.context.results.iterations.last
+        if last is not None and not self._hurries and not self.context.inspector.ended:
+            self._tell_checked(self._parameters.end(last))
 
-    def _tell_the_end(self, error: BaseException | None) -> None:
-        """Hand the sinks the events that they do not have yet."""
-        iteration = self.inspector.iteration
-        with suppress(ObservationError):  # with strict=True; something else has ended the run already
-            if error is not None:
-                self._chronicle.tell_error(error, iteration)
-            self._chronicle.tell_dumps(self.observation.recorder.take_written())
-            self._chronicle.tell_changes(iteration, at_last=True, from_device=self._asks_device)
-            self._chronicle.tell_end(error, max(iteration - 1, 0))
-
-    def _note_unended(self) -> None:
-        """Note the products of a run without any step, as where a loop never calls ``step()``."""
-        results, before = self._results, self._results.coverage.changes
-        self.model.note_order()
-        self.model.note_products()
-        if results.coverage.changes != before:
-            results.audit.leave(self.inspector.iteration)
-
-    def _judge_at_the_end(self, error: BaseException | None) -> None:
-        """Judge the contract if that has not been done yet. An error that ends the run is not hidden."""
-        attached, has_stepped = self.model.attached, self._forgotten.has_stepped
-        has_step = has_stepped or error is None or self._forgotten.has_trained  # an error may have left half a step
-        if attached and has_step and not has_stepped and not self.inspector.ended:
+    def _check_contract(self, error: BaseException | None) -> None:
+        """Check the contract if that has not been done yet. An error that ends the run is not hidden."""
+        attached, ended, has_stepped = self.model.attached, self.context.inspector.ended, self._loop_checks.has_stepped
+        has_step = has_stepped or error is None or self._loop_checks.has_trained  # an error may have left half a step
+        if attached and has_step and not has_stepped and not ended:
             self._note_unended()
-        if not self._judgement.demands or self._hurries or (error is not None and not attached):
+        if not self._contract.demands or self._hurries or (error is not None and not attached):
             return
         why_not = "the model did not run forward and backward in training while the session was watching"
         if not attached:
             why_not = "the session has no model. Call attach(model) before the training"
-        elif self.inspector.ended:
+        elif ended:
             why_not = "the script has called debug_api.end_debug()"
         elif not has_step:
             why_not = "the run has ended in its first step, before the optimizer's"
@@ -550,60 +611,80 @@ class Run:
                 "the model is in evaluation mode, so its forwards count as evaluations. Call model.train() before the"
                 " training"
             )
-        iteration = self.inspector.iteration - has_stepped
-        self._judgement.end_run(iteration, why_not, has_step=has_step, raises=error is None)
+        iteration = self.context.iteration - has_stepped
+        self._tell_contract(self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None))
+
+    def _note_unended(self) -> None:
+        """Note the products of a run without any step, as where a loop never calls ``step()``."""
+        results, before = self.context.results, self.context.results.coverage.changes
+        self.model.note_order()
+        self.model.note_products()
+        if results.coverage.changes != before:
+            results.audit.leave(self.context.iteration)
+
+    def _tell_end(self, error: BaseException | None) -> None:
+        """Send the sinks the events that they do not have yet, and the rules the end of the run."""
+        iteration = self.context.iteration
+        with suppress(ObservationError):  # with strict=True; something else has ended the run already
+            if error is not None:
+                self._tell_nonfinite(error)
+            self._tell(*dump_events(self.observation.recorder.take_written()))
+            if not self._asks_device:
+                self._trainer_scalars.drop_from_device()
+            self._send_pending(iteration, at_last=True)
+            self._judge_facts(iteration, at_last=True)
+            self._rules.event(end_of(error, max(iteration - 1, 0)))
+
+    def _warn_never_due(self, error: BaseException | None) -> None:
+        """Warn of features whose steps the whole run has not reached."""
+        last = self.context.results.iterations.last
+        if own_rank() or error is not None or self._hurries or last is None:
+            return
+        if text := never_due_in_words(self.context.options.config, last):
+            logger.warning("%s", text)
+            self.context.results.never_due = text
+            self._tell(Event("never_due", text, last, "warning"))
+
+    def _print_verdict(self, ended_by: BaseException | None) -> None:
+        self._closing.print_verdict(ended_by, self._profiling.trace)
 
     def _check_whole_run(self) -> None:
-        """Check a resumed run with its earlier starts, as ``te-precision diagnose`` does."""
-        place = self._written.place
-        if own_rank() == 0 and not self._hurries and place is not None and place.segment:
-            from te_precision_callbacks.diagnosis.replay import diagnose
-            from te_precision_callbacks.runs import open_run
+        if not self._hurries:
+            self._closing.check_whole_run()
 
-            self._results.whole_run = diagnose(open_run(self._results.log_dir, run=place.run_id))
-
-    def _tell_coverage(self) -> None:
-        """Tell how much ran in low precision: in a line for the last step, and in others for steps that differ."""
-        if own_rank() == 0:
-            for text in self._judgement.end_coverage():
-                logger.info("%s.", text)
-                self.inspector.log(text)
-
-    def _say_never_due(self, error: BaseException | None) -> None:
-        """Warn of features whose steps the whole run has not reached."""
-        last = self._results.iterations.last
-        if own_rank() or not self.model.attached or error is not None or self._hurries or last is None:
-            return
-        if text := never_due_in_words(self._options.config, last):
-            logger.warning("%s", text)
-            self._results.never_due = text
-            self._chronicle.tell(Event("never_due", text, last, "warning"))
-
-    def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        """Name the command that makes a page of the recorded run, and write the page if that is wanted.
-
-        It takes its time, so a run that an error or a signal has ended only gets the command named.
-        """
-        if own_rank() == 0 and (run_id := self._written.tell_command()) and self._options.report and error is None:
+    def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
+        self._send_pending(self.context.iteration)
+        try:
             with guard.interruptible():
-                self._written.write_page(run_id, self._sinks)
+                self._sinks.close(error)
+        except KeyboardInterrupt:  # try the others once more: only a second Ctrl-C leaves a file open
+            with guard.interruptible():
+                self._sinks.close(error)
+            raise
+
+    def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
+        """Close the detector, whose last look may raise, and write all dumps; before a signal ends the process, those
+        that are on their way."""
+        try:
+            if self._asks_device:
+                self.overflow.close(error, self.observation.recorder)
+        finally:
+            with guard.interruptible():
+                self.observation.recorder.close(decides=self._asks_device)
 
     def _put_back(self, *, keeps: bool) -> None:
         """Undo everything that the run changed in the process; with ``keeps``, all but the features that stay."""
         with ExitStack() as then:
-            if keeps:
-                then.callback(self.hooks.keep)
-            else:
-                then.callback(self.release)
+            then.callback(self.hooks.keep if keeps else self.release)
             if self._ends is not None:
                 then.callback(self._ends.forget_exceptions)
-            then.callback(self._optimizer_steps.remove)
-            then.callback(self._updates.remove)
+            then.callback(self._optimizer_hooks.remove)
+            then.callback(self._updates.clear)
             then.callback(self._parameters.remove)
-            then.callback(self._scaling.remove)
+            then.callback(self._scaled.remove)
             then.callback(self.resume_audit.end)
             then.callback(self.model.release)
-            self._results.iteration = self._delivery.completed
+            self.context.results.iteration = self._collector.completed
             self.live, self.kept = False, keeps
 
     def release(self) -> None:
@@ -611,7 +692,7 @@ class Run:
         self.kept = False
         with ExitStack() as then:
             then.callback(self._classify.end)
-            then.callback(self.inspector.stop)
+            then.callback(self.context.inspector.stop)
             then.callback(self.hooks.remove)
             if self._ends is not None:
                 then.callback(self._ends.forget_exit)
@@ -625,98 +706,42 @@ class Run:
 
     def _is_abandoned(self) -> bool:
         """Whether forwards run as without a session."""
-        return self.inspector.ended or (self.live and (self.is_forked or self._loop.was_left()))
+        return self.context.inspector.ended or (self.live and (self.is_forked or self.context.loop.was_left()))
 
     def _before_script_ends(self) -> None:
-        """Take the statistics gathered since the last step before upstream ends; :meth:`stop` writes them."""
+        """Collect the statistics since the last step before upstream ends; :meth:`stop` writes them."""
         if self.live and not self.is_forked:
-            self._say_ended()
-            self._delivery.take_own()
+            self._report_ended()
+            self._collector.collect_own()
 
-    def _say_ended(self) -> None:
-        if self._notices.first("ended"):
+    def _report_ended(self) -> None:
+        if self.context.notices.first("ended"):
             logger.error(
                 "The script has called debug_api.end_debug() while the session was running, so nothing more is"
                 " observed. Training goes on. Leave initialize, step and end_debug to the session."
             )
 
-    def _say_captured(self) -> None:
-        if self._notices.first("captured step"):
+    def _warn_forked(self) -> None:
+        if self.context.notices.first("forked"):
+            logger.warning(
+                "step(): the session was started in the process that this one was forked from, which owns the logs."
+                " Nothing is observed here. To observe this process, start a session after the fork."
+            )
+
+    def _warn_captured(self) -> None:
+        if self.context.notices.first("captured step"):
             logger.warning(
                 "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not"
                 " call it. Call step() after each replay."
             )
 
-    # ------------------------------------------------------------------ what it writes
-
     def _describe(self) -> RunInfo:
         return RunInfo(
-            log_dir=self._results.log_dir,
+            log_dir=self.context.results.log_dir,
             rank=own_rank(),
             world_size=world_size(),
-            start_iteration=self.inspector.iteration,
-            layers=tuple(self._results.layers.now),
+            start_iteration=self.context.iteration,
+            layers=tuple(self.context.results.layers.now),
             versions=dict(versions()),
-            config=self._options.config.name,
+            config=self.context.options.config.name,
         )
-
-    def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        try:
-            with guard.interruptible():
-                self._sinks.close(error)
-        except KeyboardInterrupt:  # try the others once more: only a second Ctrl-C leaves a file open
-            with guard.interruptible():
-                self._sinks.close(error)
-            raise
-        finally:
-            self._failures.listen(None)
-
-    def _write_summary(self) -> None:
-        """Write the summary into the log folder, on one rank."""
-        if own_rank() == 0 and self.model.attached:
-            from te_precision_callbacks.session.summary import write_summary
-
-            self._results.iteration = self.inspector.iteration
-            write_summary(Results(self._results), self._judgement.coverage, self._judgement.other_steps)
-
-    def _print_verdict(self, error: BaseException | None) -> None:
-        """Print what came out of the run, on one rank."""
-        if own_rank() == 0 and self.model.attached and not is_quiet(self._options.quiet):
-            verdict, coverage = Results(self._results).findings, self._judgement.coverage
-            written = self._written
-            has_folder = not self._failures.has_lost_folder and self._results.log_dir.is_dir()
-            trace = self._profiling.trace if has_folder else None
-            lines = closing_lines(
-                verdict,
-                coverage,
-                self._results.log_dir if has_folder else None,
-                written.page,
-                other_steps=self._judgement.other_steps,
-                trace="" if trace is None else str(trace),
-                speed="" if trace is None else written.speed_command(trace),
-                ended_by="" if error is None else in_short(error),
-            )
-            sys.stderr.write("".join(f"{line}\n" for line in lines))
-
-    def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        """Close the detector, whose last look may raise, and write all dumps; before a signal ends the process, those
-        that are on their way."""
-        try:
-            if self._asks_device:
-                self.overflow.close(error)
-        finally:
-            with guard.interruptible():
-                self.observation.recorder.close(decides=self._asks_device)
-
-
-def _has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Whether a backward has given one of the parameters a gradient; ``zero_grad(set_to_none=False)`` leaves zeros.
-    Each device is waited for once."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if any(gradient.layout != torch.strided for gradient in gradients) or is_capturing():
-        return bool(gradients)
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # DTensor: this rank's part
-        found.setdefault(own.device, []).append(own.any())
-    return any(bool(torch.stack(flags).any()) for flags in found.values())

@@ -21,13 +21,12 @@ from te_precision_callbacks.instrumentation.upstream import import_transformer_e
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
-from te_precision_callbacks.session.backward_loss import BackwardLoss
+from te_precision_callbacks.session.context import LoopFacts
 from te_precision_callbacks.session.endings import ProcessEnds
-from te_precision_callbacks.session.loop import Loop
 from te_precision_callbacks.session.results import Results, RunResults
-from te_precision_callbacks.session.resume_audit import ResumeAudit
-from te_precision_callbacks.session.resumed_loss import ResumedLoss
+from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
+from te_precision_callbacks.session.training_loop import BackwardLoss
 from te_precision_callbacks.sinks.step_records import Sink, StepRecords
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class InspectSession(Results):
         self._resume_audit: ResumeAudit | None = None
         super().__init__(self._no_findings(None))
         self._notices = Notices()
-        self._loop = Loop()
+        self._loop = LoopFacts()
         self._resumed_loss = ResumedLoss()
         self._backward_loss: BackwardLoss | None = None
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
@@ -130,7 +129,7 @@ class InspectSession(Results):
     def iteration(self) -> int:
         """The current debug iteration, counted from 0. After the end: the first iteration that was not run."""
         run = self._run
-        return self._results.iteration if run is None or not run.live else run.inspector.iteration
+        return self._results.iteration if run is None or not run.live else run.context.iteration
 
     @iteration.setter
     def iteration(self, value: int) -> None:
@@ -239,7 +238,7 @@ class InspectSession(Results):
         self._results = self._no_findings(log_dir)
         self._results.started_at = _place_in_script()
         self._notices = Notices()
-        self._loop = Loop(trainer_steps, counts_from, front_door, counts_batches)
+        self._loop = LoopFacts(trainer_steps, counts_from, front_door, counts_batches)
         self._classify.eval_mode_counts = eval_mode_counts
         self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop, self._notices)
         self._resume_audit = run.resume_audit
@@ -340,9 +339,9 @@ class InspectSession(Results):
         :meth:`stop`: as ``loss``, the mean over the micro-batches of a step. After :meth:`log` has got a ``loss``, only
         that one is recorded.
         """
-        report = self._running("follow()").report
+        failures = self._running("follow()").context.failures
         if self._backward_loss is None:
-            self._backward_loss = BackwardLoss(owner, report)
+            self._backward_loss = BackwardLoss(owner, failures)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and undo everything that it changed. Does nothing if the session is not running.

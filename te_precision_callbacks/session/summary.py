@@ -37,7 +37,7 @@ from te_precision_callbacks.layers.folding import folded, form_of
 from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
-from te_precision_callbacks.sinks.worst import Column, RunStatistics, worst_first
+from te_precision_callbacks.sinks.worst import RunStatistics, StatisticColumn, worst_first
 from te_precision_callbacks.statistics.table import OF_GEMMS, Of, Worse
 
 __all__ = ["summary"]
@@ -360,7 +360,7 @@ class StatisticsTables:
     def _width(self, statistic: str) -> int:
         return max(map(len, [*self._cells[statistic].values(), *_header(statistic)]))
 
-    def _ranked(self, statistic: str, column: Column) -> tuple[list[int], list[int]]:
+    def _ranked(self, statistic: str, column: StatisticColumn) -> tuple[list[int], list[int]]:
         """The worst tensors by a statistic, and the first ones that have it. A statistic that is equal everywhere, such
         as no inf and nan at all, has no worst tensor."""
         most, values = _RANKED_PER_ROW * MOST_ROWS, self._values[statistic]
@@ -400,7 +400,7 @@ _RANKED_PER_ROW = 4
 tensor."""
 
 
-def _cells(column: Column, tensors: Sequence[int]) -> Iterator[tuple[int, str]]:
+def _cells(column: StatisticColumn, tensors: Sequence[int]) -> Iterator[tuple[int, str]]:
     """The texts of a column for some tensors."""
     for place in np.flatnonzero(np.isin(column.tensors, tensors)).tolist():
         text, worst = f"{column.last[place]:.3g}", f"{column.worst[place]:.3g}"

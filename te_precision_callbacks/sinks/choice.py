@@ -29,7 +29,7 @@ LATER_PLACES = 50
 PATIENCE = 3
 
 
-class _Logged:
+class _LoggedFamily:
     """The layers of one family that go to the loggers."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class SeriesChoice:
 
     def __init__(self) -> None:
         self.crowded = False
-        self._families: dict[Family, _Logged] = {}
+        self._families: dict[Family, _LoggedFamily] = {}
         self._count = 0
 
     def take(self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer]) -> None:
@@ -87,7 +87,7 @@ class SeriesChoice:
             self._take_worst([family for family in families if new[family]], telling)
         else:
             for family, layers in new.items():
-                self._families.setdefault(family, _Logged()).layers.update(layers)
+                self._families.setdefault(family, _LoggedFamily()).layers.update(layers)
 
     def logged(self, family: Family) -> Set[str]:
         """The layers whose series of a family go to the loggers."""
@@ -101,13 +101,13 @@ class SeriesChoice:
                 without_order.append(family)
                 continue
             ranked = list(worst_beside(PLACES, family, found[family], found))
-            logged = self._families.setdefault(family, _Logged())
+            logged = self._families.setdefault(family, _LoggedFamily())
             if len(logged.layers) < PLACES:
                 logged.fill(ranked)
             else:
                 logged.join(ranked, found[family], family)
         for family in without_order:
-            self._families.setdefault(family, _Logged()).fill(self._most_logged(family.tensor, found[family]))
+            self._families.setdefault(family, _LoggedFamily()).fill(self._most_logged(family.tensor, found[family]))
 
     def _most_logged(self, tensor: str, layers: Iterable[str]) -> list[str]:
         """Layers whose other statistics of the tensor are logged come first: a count or a histogram has no worst

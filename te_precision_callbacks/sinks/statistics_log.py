@@ -52,7 +52,7 @@ def format_value(value: float) -> str:
     return format(Decimal(text), "f") if "e" in text else text
 
 
-class _Step(NamedTuple):
+class _LoggedStep(NamedTuple):
     """What a step hands over to the thread.
 
     Attributes:
@@ -89,7 +89,7 @@ class StatisticsLog:
         self._named: SeriesTable | None = None
         self._named_as: Mapping[str, str] = {}
         self._names: list[str] = []
-        self._thread: WriterThread[_Step] | None = None
+        self._thread: WriterThread[_LoggedStep] | None = None
 
     def start(self, run: RunInfo) -> None:
         """Take the path of the file from the run."""
@@ -106,7 +106,7 @@ class StatisticsLog:
         self._raise_failure()
         count = sum(records.own) if self.own_only else len(records)
         if self._thread is not None and count:
-            self._thread.put(_Step(time_now(), self._names_in(records.table), records), count)
+            self._thread.put(_LoggedStep(time_now(), self._names_in(records.table), records), count)
 
     def hurry(self) -> Callable[[], bool]:
         """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
@@ -157,21 +157,21 @@ class _Writing:
     """
 
     def __init__(self, path: Path, limit: int, *, own_only: bool, mark: str) -> None:
-        self.thread: WriterThread[_Step] = WriterThread("statistics log", self, MOST_WAITING)
+        self.thread: WriterThread[_LoggedStep] = WriterThread("statistics log", self, MOST_WAITING)
         advice = "statistics_log='rank0, 4GiB' keeps more, 'rank0, unlimited' everything."
         self._file = LogFile(path, limit, advice, self.thread.note_progress)
         self._own_only = own_only
         self._mark = mark
         self._last: StepRecords | None = None
 
-    def take(self, job: _Step) -> bool:
+    def take(self, job: _LoggedStep) -> bool:
         """Write a step."""
         if job.records is not self._last:  # again, if Ctrl-C came when it was handed over
             self._last = job.records
             self._write_step(job)
         return True
 
-    def _write_step(self, step: _Step) -> None:
+    def _write_step(self, step: _LoggedStep) -> None:
         records, names = step.records, step.names
         numbers: Iterable[tuple[int, float]] = zip(records.series.tolist(), records.values, strict=True)
         left = iter(itertools.compress(numbers, records.own) if self._own_only else numbers)

@@ -78,7 +78,7 @@ class Worst(NamedTuple):
     iteration: int
 
 
-class Column(NamedTuple):
+class StatisticColumn(NamedTuple):
     """A statistic of all tensors that have it.
 
     Attributes:
@@ -158,7 +158,7 @@ class RunStatistics:
             row = row_of(self._table[number], float(self._of["worst"][number]))
             yield Worst(row, int(self._of["iteration"][number]))
 
-    def columns(self) -> dict[str, Column]:
+    def columns(self) -> dict[str, StatisticColumn]:
         """Statistic -> its column, without users' own numbers."""
         found: dict[str, tuple[Family, list[int]]] = {}
         for family, number in self._families.items():
@@ -167,10 +167,10 @@ class RunStatistics:
         columns = {name: self._column(family, numbers) for name, (family, numbers) in found.items()}
         return {name: column for name, column in columns.items() if len(column.tensors)}
 
-    def _column(self, family: Family, numbers: Sequence[int]) -> Column:
+    def _column(self, family: Family, numbers: Sequence[int]) -> StatisticColumn:
         of = self._of[self._of["has"] & np.isin(self._of["family"], numbers)]
         worst = np.where(of["iteration"] < 0, of["last"], of["worst"])
-        return Column(of["tensor"], of["last"], worst, of["iteration"], family)
+        return StatisticColumn(of["tensor"], of["last"], worst, of["iteration"], family)
 
     def _grow(self) -> None:
         """Make room for new series; where an interruption comes first, the next step does so."""

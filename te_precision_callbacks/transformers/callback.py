@@ -23,7 +23,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.session import InspectSession, SessionError, running_session
-from te_precision_callbacks.session.resumed_loss import loss_after_resume, losses_before
+from te_precision_callbacks.session.resume import loss_after_resume, losses_before
 from te_precision_callbacks.sinks import MetricSelection
 from te_precision_callbacks.transformers.closing import DebugCallback, close_with, refuse_data_parallel
 from te_precision_callbacks.transformers.log_history import HistorySummary

@@ -26,8 +26,7 @@ from tests.conftest import feature
 PACKAGE = Path(te_precision_callbacks.__file__).parent
 LOADS_AND_ATTACHES = (
     "config",
-    "session/named_layers.py",
-    "session/observed_model.py",
+    "session/model.py",
     "instrumentation/refusals.py",
     "instrumentation/upstream.py",
 )
@@ -81,15 +80,15 @@ def selected(**layers: Any) -> dict[str, Any]:
 GEMM = feature("LogTensorStats", ["all"], tensors=["activation", "fprop"], stats=["max"])
 REPLACED = feature("FakeQuant", ["all"], quant_format="FP8E4M3", tensors=["weight"], gemms=["fprop"])
 TWO_WAYS = {**STATS, "start_step": 4, "start_end_list": [[0, 2], [6, 8]]}
-ATTACH = "session/observed_model.py:attach"
+ATTACH = "session/model.py:attach"
 
 CASES = {
     "no section": Case({"s": WATCHED | {"enabled": False}}, two, ATTACH),
     "no feature": Case({"s": feature("LogTensorStats", ["all"], enabled=False)}, two, ATTACH),
     "steps beside a list of spans": Case({"s": feature("LogTensorStats", ["all"], **TWO_WAYS)}, two, ATTACH),
     "no layer": Case({"s": WATCHED}, plain, ATTACH),
-    "one name twice": Case({"s": WATCHED}, alike, "session/observed_model.py:_plan"),
-    "names of nvidia-dlfw-inspect": Case(selected(layer_numbers=[1]), blocks, "session/observed_model.py:_plan"),
+    "one name twice": Case({"s": WATCHED}, alike, "session/model.py:_plan"),
+    "names of nvidia-dlfw-inspect": Case(selected(layer_numbers=[1]), blocks, "session/model.py:_plan"),
     "a GEMM among tensors": Case({"s": GEMM}, two, "config/checking.py:_without_gemms"),
     "a key beside one that decides": Case(
         selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_what_is_ignored"
@@ -108,9 +107,9 @@ CASES = {
 }
 
 LATER = {
-    "session/named_layers.py:_name_by_number": "ranks that have different layers at one path",
-    "session/observed_model.py:_say_recomputed": "a checkpoint that computes a forward again outside of te.autocast",
-    "session/observed_model.py:follow": "a module that trains outside of the model",
+    "session/model.py:_name_by_number": "ranks that have different layers at one path",
+    "session/model.py:_say_recomputed": "a checkpoint that computes a forward again outside of te.autocast",
+    "session/model.py:follow": "a module that trains outside of the model",
 }
 """Warnings of these modules that only a training can give, and of what."""
 

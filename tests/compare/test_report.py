@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from te_precision_callbacks.views.compare import ComparedNumbers, Comparison, compare, write_comparison
-from te_precision_callbacks.views.compare.compared_numbers import Curve
+from te_precision_callbacks.views.compare.compared_numbers import ComparedSeries
 from te_precision_callbacks.views.compare.judging_scales import (
     COUNT,
     DECIBELS,
@@ -18,7 +18,7 @@ from te_precision_callbacks.views.compare.judging_scales import (
     MAGNITUDE,
     POWERS,
     SHARE,
-    Scale,
+    NoiseScale,
 )
 from te_precision_callbacks.views.report.subjects import REDUCED
 from tests.compare.recorded import Values, layers, record
@@ -187,7 +187,7 @@ def growing(seed: int) -> np.ndarray:
     return np.asarray((1 + 9 * np.exp(-np.arange(STEPS) / 6)) * np.exp(apart))
 
 
-def loss_curve(folder: Path, *losses: np.ndarray) -> tuple[Comparison, Curve]:
+def loss_curve(folder: Path, *losses: np.ndarray) -> tuple[Comparison, ComparedSeries]:
     """The loss in a comparison of two runs, with the others as the floor."""
     runs = [record(folder / str(n), values(0), scalars={"loss": each}) for n, each in enumerate(losses)]
     a, b, *noise = runs
@@ -252,7 +252,7 @@ def test_a_cell_is_the_largest_difference_of_its_steps_and_curves_are_thinned(tm
 
 
 @pytest.mark.parametrize("scale", [MAGNITUDE, LEVEL, SHARE, DECIBELS, POWERS, COUNT], ids=lambda scale: scale.name)
-def test_a_scale_leads_back(scale: Scale) -> None:
+def test_a_scale_leads_back(scale: NoiseScale) -> None:
     numbers = np.array([0.0, 1e-3, 1.0, 70.0, 3e5])
     if scale is not COUNT:
         numbers = np.append(numbers, -2.0)

@@ -12,9 +12,9 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.coverage.gemm_events import AttentionEvent
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.gemm_events import AttentionEvent
 from tests.capability import any_capability, stand_for
 
 LENGTH, BATCH, HEADS, SIZE = 128, 2, 4, 32

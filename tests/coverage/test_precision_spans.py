@@ -19,7 +19,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS, name_of_recipe
 from te_precision_callbacks.coverage.precision_history import Format as FormatOf
 from te_precision_callbacks.coverage.precision_history import GemmFact, PrecisionHistory
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.outcome import SessionOutcome
+from te_precision_callbacks.session.results import SessionOutcome
 from tests.conftest import feature, statistics
 from tests.instrumentation.gemm_spy import ROWS, Handed, Spy, wrong
 from tests.session.injecting_script import Injection

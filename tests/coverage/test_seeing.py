@@ -15,7 +15,7 @@ from transformer_engine.pytorch.cpp_extensions import gemm
 
 from te_precision_callbacks.coverage import operator_products as products_module
 from te_precision_callbacks.coverage.coverage import Coverage
-from te_precision_callbacks.coverage.micro_batches import Calls
+from te_precision_callbacks.coverage.micro_batches import ModelCalls
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.nodes import NodesOfProducts
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
@@ -299,12 +299,12 @@ FAILING: dict[str, tuple[Any, str]] = {
     "places": (OperatorProducts, "_seen_in"),
     "backward": (OperatorProducts, "_note_backward"),
     "follow": (OperatorProducts, "_follow"),
-    "begin": (Calls, "begin"),
-    "end": (Calls, "end"),
-    "begin backward": (Calls, "begin_backward"),
+    "begin": (ModelCalls, "begin"),
+    "end": (ModelCalls, "end"),
+    "begin backward": (ModelCalls, "begin_backward"),
     "nodes": (NodesOfProducts, "note"),
     "binding": (NodesOfProducts, "bind"),
-    "weights": (products_module.Weights, "read"),
+    "weights": (products_module.WeightMarks, "read"),
 }
 
 

@@ -24,7 +24,7 @@ from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.closing_lines import closing_lines
+from te_precision_callbacks.session.closing import closing_lines
 from te_precision_callbacks.sinks.metrics import MetricSelection
 from te_precision_callbacks.sinks.step_records import StepRecords
 from tests.conftest import Keeper, statistics
@@ -127,12 +127,13 @@ def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("error", "stopped", "outcome"),
+    ("error", "stopped"),
     [
-        (ValueError("a bad batch"), "ValueError: a bad batch", "failed"),
-        (KeyboardInterrupt(), "KeyboardInterrupt", "was interrupted"),
-        (SystemExit(3), "SystemExit: 3", "failed"),
-        (SIGTERMException(), "SIGTERMException", "failed"),
+        (ValueError("a bad batch"), "ValueError: a bad batch"),
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyboardInterrupt(), "Ctrl-C"),
+        (SystemExit(0), "sys.exit()"),
+        (SIGTERMException(), "SIGTERM"),
     ],
 )
 def test_what_has_ended_a_run_is_said_before_the_verdict(
@@ -141,8 +142,8 @@ def test_what_has_ended_a_run_is_said_before_the_verdict(
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
     stopped: str,
-    outcome: str,
 ) -> None:
+    """A user or a scheduler who ends a run is named, and the run has not failed."""
     monkeypatch.delenv("TE_PRECISION_QUIET")
     net = te.Linear(32, 32)
     with pytest.raises(type(error)), InspectSession(None, model=net, log_dir=tmp_path) as session:
@@ -151,10 +152,47 @@ def test_what_has_ended_a_run_is_said_before_the_verdict(
         raise error
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first == f"te-precision: stopped: {stopped}"
-    failed = outcome == "failed" and "SIGTERM" not in stopped
+    failed = ":" in stopped
     assert second.startswith("te-precision: Problems found: 1 error" if failed else "te-precision: Not enough checked")
     assert ("failed-run" in {finding.rule for finding in diagnose(tmp_path)}) == failed
-    assert outcome_in_words(open_run(tmp_path)) == [f"The run {outcome} with step 0 as the last one: {stopped}."]
+    assert outcome_in_words(open_run(tmp_path)) == [
+        f"The run failed with step 0 as the last one: {stopped}."
+        if failed
+        else f"The run was ended by {stopped} after step 0: the verdict is on the steps until then."
+    ]
+
+
+@pytest.mark.processes
+def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
+    """SIGTERM leaves all files of a stop; after SIGKILL there is no all-clear."""
+    from tests.forked import ranks
+
+    script = Path(__file__).with_name("ending_script.py")
+    ended, killed = ranks(script, [[number, str(tmp_path / number)] for number in ("TERM", "KILL")])
+    assert (ended.returncode, killed.returncode) == (-15, -9)
+    assert "te-precision: stopped: SIGTERM" in ended.stderr
+    first, *_ = outcome_in_words(open_run(tmp_path / "TERM"))
+    assert first.startswith("The run was ended by SIGTERM after step 24")
+    verdict = diagnose(tmp_path / "TERM")
+    assert verdict.healthy
+    assert verdict.summary in (tmp_path / "TERM" / "precision_summary.txt").read_text()
+    verdict = diagnose(tmp_path / "KILL")
+    assert verdict.state == "not enough checked"
+    assert "failed-run: the run was killed after step" in verdict.summary
+
+
+def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
+    """The first line says so, and not that the config lacks statistics."""
+    net = te.Linear(32, 32).eval()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for _ in range(10):
+            net(torch.ones(16, 32)).pow(2).mean().backward()
+            optimizer.step()
+            session.step()
+    for verdict in (session.findings, diagnose(tmp_path)):
+        assert "no layer was observed in training: call model.train() if the model is in" in verdict.summary
+        assert "config" not in verdict.summary
 
 
 def test_a_severity_stands_for_those_that_are_worse(tmp_path: Path) -> None:

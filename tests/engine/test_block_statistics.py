@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from te_precision_callbacks.base.numerics.recipes import Settings, round_blocks
+from te_precision_callbacks.base.numerics.recipes import QuantizerSettings, round_blocks
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.layers.watched import Watched
@@ -357,6 +357,6 @@ def test_the_bins_of_a_histogram_follow_from_its_name() -> None:
 
 def test_rounded_blocks_take_what_is_not_finite_as_zero() -> None:
     blocks = torch.tensor([[1.0, INF, NAN, -448.0]])
-    rounded = round_blocks("mxfp8", blocks, torch.tensor(448.0), Settings())
+    rounded = round_blocks("mxfp8", blocks, torch.tensor(448.0), QuantizerSettings())
     assert rounded.values.tolist() == [[1.0, 0.0, 0.0, -448.0]]
     assert rounded.factors.tolist() == [[1.0]]

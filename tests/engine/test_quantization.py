@@ -19,7 +19,7 @@ import torch
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
 from te_precision_callbacks.base.numerics.layouts import fp8_format, has_scale
 from te_precision_callbacks.base.numerics.recipes import RECIPES as SIMULATED
-from te_precision_callbacks.base.numerics.recipes import Settings, round_blocks, round_to_mxfp8
+from te_precision_callbacks.base.numerics.recipes import QuantizerSettings, round_blocks, round_to_mxfp8
 from te_precision_callbacks.base.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
@@ -56,7 +56,7 @@ def simulated(recipe: str, x: torch.Tensor, **options: bool) -> tuple[list[float
     """COMPARISON_SUMS, SCALE_SUMS and SCALE_MAXIMA of what simulate() makes of a tensor with elements."""
     amax = kernels.measure(x)[1][:2].amax()
     columnwise, tensor = options.pop("columnwise", False), "weight" if options.pop("weight", False) else "activation"
-    settings = default_settings(recipe, tensor, **options) if recipe in SIMULATED else Settings()
+    settings = default_settings(recipe, tensor, **options) if recipe in SIMULATED else QuantizerSettings()
     found = simulate(recipe, x, amax, {Of.QUANTIZED, Of.SCALES}, settings, columnwise=columnwise)
     (compared, _), (sums, maxima) = found[Of.QUANTIZED], found[Of.SCALES]
     assert compared is not None
@@ -146,7 +146,7 @@ def test_nothing_is_simulated(recipe: str) -> None:
         wanted = set(Of) - {Of.TENSOR, Of.EXPONENTS, Of.BLOCKS}
         if SIMULATED[recipe].side is None:
             wanted = {Of.QUANTIZED, Of.SCALES}
-        assert simulate(recipe, x, torch.tensor(-INF), wanted, Settings(), columnwise=True) == {}
+        assert simulate(recipe, x, torch.tensor(-INF), wanted, QuantizerSettings(), columnwise=True) == {}
 
 
 def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:
@@ -424,7 +424,7 @@ def test_simulated_current_scaling_is_the_real_one_bit_for_bit(dtype: torch.dtyp
     for seed in range(10):
         x = (normal(16, 48, seed=seed) * 10.0 ** (seed - 5)).to(dtype)
         real = quantizer("fp8_current_scaling", e5m2=e5m2)(x)
-        would_be = round_blocks("fp8_current_scaling", x, x.float().abs().max(), Settings(e5m2))
+        would_be = round_blocks("fp8_current_scaling", x, x.float().abs().max(), QuantizerSettings(e5m2))
         assert would_be.factors.item() == real._scale_inv.item()
         assert torch.equal(would_be.values, real.dequantize(dtype=torch.float32))
         own = read(real, columnwise=False)

@@ -17,10 +17,10 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.coverage.parallel import placements
 from te_precision_callbacks.engine.engine import Placement
 from te_precision_callbacks.instrumentation.parameters import is_due
 from te_precision_callbacks.layers.naming import Layer, NamedModule
+from te_precision_callbacks.session.model import placements
 from tests.conftest import feature
 from tests.engine import ranks_script
 from tests.engine.ranks_script import (

@@ -29,9 +29,9 @@ from te_precision_callbacks.engine.kernels.columns import (
     SCALE_MAXIMA,
     SCALE_SUMS,
     BlockPlaces,
+    ColumnPlaces,
     InBlocks,
     Pending,
-    Places,
 )
 from te_precision_callbacks.engine.quantization import read
 from te_precision_callbacks.layers.watched import Watched
@@ -202,7 +202,7 @@ def measured(add: Add, pending: Pending, *, begin: int = 3, without: Sequence[st
             at[name] = -1 if name in without else end
             end += 0 if name in without else len(names) + 1
         ends.append(end)
-    places = Places(*(at[name] for name in Places._fields))
+    places = ColumnPlaces(*(at[name] for name in ColumnPlaces._fields))
     of_blocks = BlockPlaces(*(at[name] for name in BlockPlaces._fields))
     sums = torch.zeros(ends[0], dtype=torch.float64)
     maxima = torch.full((ends[1],), NOTHING, dtype=torch.float64)
@@ -284,7 +284,7 @@ def test_a_form_beside_its_tensor(way: Add, form: Form) -> None:
     quantized = quantized_by(form, x)
     # Neither all that is compared nor nothing of it may be right by chance.
     x = torch.where(torch.arange(x.shape[-1]) % 5 > 0, x, x * 3)
-    found = measured(way, Pending(x, None, None, False, Places(), in_blocks(form, quantized, x.shape)))
+    found = measured(way, Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape)))
     right = expected(form, x, quantized)
     assert_same(found, right)
     assert 0 < right["compared"]["underflows"] < right["compared"]["compared"] or form.e5m2
@@ -319,7 +319,7 @@ def test_scales_at_their_ends(way: Add, form: Form, scales: Scales) -> None:
         stored, number = scales[at % len(scales)]
         blocks[place] = blocks[place]._replace(stored_scale=stored, factor=np.float32(number) * unit)
     quantized = quantized._replace(blocks=blocks)
-    found = measured(way, Pending(x, None, None, False, Places(), in_blocks(form, quantized, x.shape)))
+    found = measured(way, Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape)))
     assert_same(found, expected(form, x, quantized))
 
 
@@ -331,7 +331,9 @@ def test_scales_at_their_ends(way: Add, form: Form, scales: Scales) -> None:
 def test_other_dtypes(kernel: ModuleType, form: Form, dtype: torch.dtype) -> None:
     x = tensor_of(form).float().nan_to_num(1.0, 2.0, 3.0).clamp(-3e4, 3e4).to(dtype)
     quantized = quantized_by(form, x.float())
-    found = measured(by_kernel(kernel), Pending(x, None, None, False, Places(), in_blocks(form, quantized, x.shape)))
+    found = measured(
+        by_kernel(kernel), Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape))
+    )
     assert_same(found, expected(form, x.float(), quantized))
 
 
@@ -350,7 +352,9 @@ NUMBERS = {
 def test_unusual_numbers(kernel: ModuleType, form: Form, name: str) -> None:
     x = NUMBERS[name](spread(*shape_of(form), by=1)[:, :16])
     quantized = quantized_by(form, x)
-    found = measured(by_kernel(kernel), Pending(x, None, None, False, Places(), in_blocks(form, quantized, x.shape)))
+    found = measured(
+        by_kernel(kernel), Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape))
+    )
     assert_same(found, expected(form, x, quantized))
 
 
@@ -369,7 +373,7 @@ def test_views(kernel: ModuleType, form: Form, view: str) -> None:
     """Codes and scales lie along the tensor's neighbours, or across."""
     x = VIEWS[view](spread(80, 96))
     quantized = quantized_by(form, x)
-    pending = Pending(x, None, None, False, Places(), in_blocks(form, quantized, x.shape))
+    pending = Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape))
     assert_same(measured(by_kernel(kernel), pending), expected(form, x, quantized))
 
 
@@ -399,7 +403,7 @@ def test_an_amax_for_each_row_and_another_largest_scale(kernel: ModuleType) -> N
             stored = 0x7E if scales[row, place] >= 0x78 else int(scales[row, place])
             blocks.append(recipes.Block(where, unpacked[where], stored, factor))
     quantized = Quantized(recipes.FP4, blocks, (40, 64), np.float32(1))
-    pending = Pending(x, None, None, False, Places(), found)
+    pending = Pending(x, None, None, False, ColumnPlaces(), found)
     assert_same(measured(by_kernel(kernel), pending), expected(Form("nvfp4"), x, quantized))
 
 
@@ -411,7 +415,7 @@ def test_columns_that_nobody_wants_go_nowhere(kernel: ModuleType, alone: str) ->
     form = FORMS[1]
     x = tensor_of(form)[:, :20]
     quantized = quantized_by(form, x)
-    pending = Pending(x, None, None, False, Places(), in_blocks(form, quantized, x.shape))
+    pending = Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape))
     found = measured(by_kernel(kernel), pending, without=[name for name in (*SUMS, *EXTREMES) if name != alone])
     assert found.keys() == {alone}
     assert_same(found, expected(form, x, quantized))
@@ -424,7 +428,7 @@ def test_two_tensors_are_added(kernel: ModuleType) -> None:
     pending = []
     for x in tensors:
         quantized = quantized_by(form, x)
-        pending.append(Pending(x, None, None, False, Places(), in_blocks(form, quantized, x.shape)))
+        pending.append(Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape)))
 
     def twice(given: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
         for one in pending:
@@ -444,7 +448,7 @@ def test_nothing_is_measured(way: Add) -> None:
     quantized = quantized_by(FORMS[0], torch.ones(1, 32))._replace(blocks=[], shape=(0, 32))
     found = in_blocks(FORMS[0], quantized, (0, 32))
     sums, maxima = torch.zeros(3000, dtype=torch.float64), torch.zeros(30, dtype=torch.float64)
-    places, of_blocks = Places(0, 0, 6, 11, 3), BlockPlaces(20, 30, 40, 50, 2100, 10, 15, 20, 25)
+    places, of_blocks = ColumnPlaces(0, 0, 6, 11, 3), BlockPlaces(20, 30, 40, 50, 2100, 10, 15, 20, 25)
     way([Pending(torch.zeros(0, 32), None, None, False, places, found, of_blocks)], sums, maxima)
     assert not sums.any()
     assert not maxima.any()
@@ -460,9 +464,9 @@ def test_wrong_arguments(kernel: ModuleType) -> None:
         (x.to("meta"), ValueError, "in_blocks: is on cpu.*meta"),
     ):
         with pytest.raises(error, match=message):
-            kernel.add(Pending(values, None, None, False, Places(moments=0), found), *vectors)
+            kernel.add(Pending(values, None, None, False, ColumnPlaces(moments=0), found), *vectors)
     with pytest.raises(ValueError, match="in_blocks: must be given"):
-        kernel.add(Pending(x, None, None, False, Places(moments=0)), *vectors)
+        kernel.add(Pending(x, None, None, False, ColumnPlaces(moments=0)), *vectors)
 
 
 @np.errstate(over="ignore")
@@ -480,7 +484,7 @@ def test_where_the_bins_of_scales_begin(kernel: ModuleType) -> None:
         for block, scale in zip(quantized.blocks, scales.numpy(), strict=True)
     ]
     quantized = quantized._replace(blocks=blocks)
-    pending = Pending(x, None, None, False, Places(), in_blocks(form, quantized, x.shape))
+    pending = Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape))
     assert_same(measured(by_kernel(kernel), pending), expected(form, x, quantized))
 
 
@@ -579,7 +583,7 @@ def test_what_a_tensor_costs(monkeypatch: pytest.MonkeyPatch, form: Form) -> Non
     vars(module).update(launches)
     x = torch.ones(256, 512, dtype=torch.bfloat16)
     found = in_blocks(form, quantized_by(form, x), x.shape)
-    pending = Pending(x, None, None, False, Places(0, 0, 6, 11, 3), found)
+    pending = Pending(x, None, None, False, ColumnPlaces(0, 0, 6, 11, 3), found)
     vectors = torch.zeros(99, dtype=torch.float64), torch.zeros(99, dtype=torch.float64)
     with Costs() as kernels_costs:
         module.add(pending, *vectors)
@@ -637,6 +641,6 @@ def compiled_for(form: Form, capability: int, *, without: Sequence[str] = ()) ->
     launches = {name: Launch() for name in functions}
     vars(module).update(launches)
     x = torch.ones(128, 256, dtype=torch.bfloat16)
-    pending = Pending(x, None, None, False, Places(), in_blocks(form, quantized_by(form, x), x.shape))
+    pending = Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized_by(form, x), x.shape))
     measured(by_kernel(module), pending, without=without)
     return {name: compiled_launch(capability, functions[name], launches[name]) for name in functions}

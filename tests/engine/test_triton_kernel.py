@@ -28,8 +28,8 @@ from te_precision_callbacks.engine.kernels.columns import (
     MOMENT_SUMS,
     SCALE_MAXIMA,
     SCALE_SUMS,
+    ColumnPlaces,
     Pending,
-    Places,
     layout,
     measured_by,
 )
@@ -47,7 +47,9 @@ INF, NAN = math.inf, math.nan
 WIDE = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 BYTES = torch.arange(256, dtype=torch.uint8)
-WIDTHS = Places(len(MOMENT_SUMS), len(MAXIMA), len(COMPARISON_SUMS), len(SCALE_SUMS), len(SCALE_MAXIMA), EXPONENT_BINS)
+WIDTHS = ColumnPlaces(
+    len(MOMENT_SUMS), len(MAXIMA), len(COMPARISON_SUMS), len(SCALE_SUMS), len(SCALE_MAXIMA), EXPONENT_BINS
+)
 BITS = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
 
 Measure = Callable[..., dict[str, Any]]
@@ -544,7 +546,7 @@ def pending_of(
 ) -> Pending:
     """A tensor whose columns go to places from ``at`` on."""
     places, _, _ = layout(codes=codes, histogram=histogram)
-    moved = Places(*(place + at if place >= 0 else -1 for place in places))
+    moved = ColumnPlaces(*(place + at if place >= 0 else -1 for place in places))
     made = quantized(values, 0.0123, e5m2=e5m2) if codes else (None, None)
     return Pending(values, *made, e5m2, moved)
 
@@ -574,13 +576,13 @@ def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType,
     assert torch.equal(together[1], by_hand[1])
 
 
-@pytest.mark.parametrize("field", Places._fields)
+@pytest.mark.parametrize("field", ColumnPlaces._fields)
 def test_columns_that_nobody_wants_go_nowhere(kernel: ModuleType, field: str) -> None:
     whole = pending_of(normal(16, 16), 0, codes=True, histogram=field == "exponents")
     of_whole = measured_by(kernel.add, whole.values, whole.codes, whole.scale_inv, histogram=field == "exponents")
     begin, width = getattr(whole.places, field), getattr(WIDTHS, field)
     found, expected = vectors(300), vectors(300)
-    kernel.add([whole._replace(places=Places(**{field: 7}))], *found)
+    kernel.add([whole._replace(places=ColumnPlaces(**{field: 7}))], *found)
     if field in ("maxima", "scale_maxima"):
         kept = expected[1][7 : 7 + width]
         torch.maximum(kept, of_whole[1][begin : begin + width], out=kept)
@@ -663,8 +665,8 @@ def compiled(
 
     def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
         (one,) = pending
-        apart = Places(*(1000 if place >= 0 else -1 for place in one.places))
-        places = [Places(*map(operator.add, one.places, (n * step for step in apart))) for n in range(together)]
+        apart = ColumnPlaces(*(1000 if place >= 0 else -1 for place in one.places))
+        places = [ColumnPlaces(*map(operator.add, one.places, (n * step for step in apart))) for n in range(together)]
         module.add([one._replace(places=of_tensor) for of_tensor in places], sums, maxima)
 
     measured_by(add, values, *arguments, **options)

@@ -10,7 +10,7 @@ import torch
 from te_precision_callbacks.config.keys import PROBES
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, accumulated
 from te_precision_callbacks.gemm_error.factors import PIECE_BYTES, Factor, factor_of
-from te_precision_callbacks.gemm_error.judging import Call, Judged, bound, judged, probes, product, seed_of, thin
+from te_precision_callbacks.gemm_error.judging import GemmCall, Judged, bound, judged, probes, product, seed_of, thin
 from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def judge(gemm: Gemm, out: torch.Tensor, seed: int = 0, **more: object) -> Judge
     x, y = probes(m, PROBES, seed, CPU), probes(n, PROBES, seed + 1, CPU)
     expected = product(gemm.left, gemm.right, x, y)
     run = thin(factor_of(out, columnwise=False), x, y)
-    return judged(run, expected, Call(k, out.dtype, x, y, **more))  # type: ignore[arg-type]
+    return judged(run, expected, GemmCall(k, out.dtype, x, y, **more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -137,10 +137,10 @@ def test_the_tolerance_is_of_the_accumulator(accumulator: object, mean: float) -
     assert isinstance(accumulator, type(FLOAT32))
     out = accumulated(left, right, accumulator).float()
     run = thin(factor_of(out, columnwise=False), x, y)
-    own = judged(run, expected, Call(2048, torch.float32, x, y, accumulator))
+    own = judged(run, expected, GemmCall(2048, torch.float32, x, y, accumulator))
     assert own.ratio < 1
     if accumulator is not FLOAT32:
-        assert judged(run, expected, Call(2048, torch.float32, x, y, FLOAT32)).ratio > 1
+        assert judged(run, expected, GemmCall(2048, torch.float32, x, y, FLOAT32)).ratio > 1
 
 
 def test_what_is_added_to_the_product() -> None:
@@ -153,12 +153,12 @@ def test_what_is_added_to_the_product() -> None:
         before = size * torch.randn(SIZES["n"], SIZES["m"], generator=torch.Generator().manual_seed(2))
         run = thin(factor_of(gemm.out + bias + before, columnwise=False), x, y)
         of_before = thin(factor_of(before, columnwise=False), x, y)
-        found = judged(run, expected, Call(SIZES["k"], torch.float32, x, y, bias=bias, before=of_before))
+        found = judged(run, expected, GemmCall(SIZES["k"], torch.float32, x, y, bias=bias, before=of_before))
         assert found.counts == counts
         assert found.ratio < 1
     zero = torch.zeros(SIZES["n"], SIZES["m"])
     run = thin(factor_of(zero, columnwise=False), x, y)
-    found = judged(run, expected._replace(right=expected.right * 0, left=expected.left * 0), Call(192, BF16, x, y))
+    found = judged(run, expected._replace(right=expected.right * 0, left=expected.left * 0), GemmCall(192, BF16, x, y))
     assert found.ratio == 0
     assert found.gain_dot == 0
 

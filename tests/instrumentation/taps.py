@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.coverage.gemm_events import GemmEvent
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.gemm_events import GemmEvent
 from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 from tests.instrumentation.gemm_spy import GEMM_OF, at_the_entries
 

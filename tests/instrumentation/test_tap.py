@@ -18,11 +18,11 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 from transformer_engine.pytorch.cpp_extensions import gemm as gemm_module
 from transformer_engine.pytorch.module import linear as linear_module
 
-from te_precision_callbacks.coverage.gemm_events import OUTSIDE, GemmEvent
 from te_precision_callbacks.instrumentation import tap as tap_module
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.conftest import feature, statistics
 from tests.instrumentation.gemm_spy import CHECKPOINTS, HOPPER, INSIDE, MODULES, RECIPES, ROWS, can_run

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from te_precision_callbacks.base.numerics.blocks import as_matrix, from_blocks, in_blocks
-from te_precision_callbacks.base.numerics.recipes import RECIPES, Settings, round_blocks, round_to_mxfp8
+from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, round_blocks, round_to_mxfp8
 from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy
 
@@ -15,7 +15,7 @@ FINITE = ("random", "spread", "denormal", "huge", "zero", "negative zero")
 
 
 def numbers(
-    values: spec.Array, block: tuple[int, int], settings: Settings, dtype: torch.dtype, recipe: str
+    values: spec.Array, block: tuple[int, int], settings: QuantizerSettings, dtype: torch.dtype, recipe: str
 ) -> spec.Array:
     """What the definition makes of a matrix: float32."""
     fmt = spec.E5M2 if settings.e5m2 else spec.E4M3
@@ -44,7 +44,7 @@ def numbers(
 def test_fp8_in_every_setting(
     recipe: str, e5m2: bool, power_of_two: bool, epsilon: float, square: bool, dtype: torch.dtype
 ) -> None:
-    settings = Settings(e5m2, square, power_of_two, epsilon)
+    settings = QuantizerSettings(e5m2, square, power_of_two, epsilon)
     for seed, kind in enumerate(FINITE):
         x = spec.example(kind, (96, 160), dtype, seed)
         block = RECIPES[recipe].block(settings) or (96, 160)
@@ -65,7 +65,9 @@ def test_nvfp4(dtype: torch.dtype, square: bool) -> None:
             factors = nvfp4_numpy.e4m3_numbers(scales) * amax * np.float32(1 / (6 * 448))
             expected = torch.from_numpy(nvfp4_numpy.e2m1_numbers(codes) * factors.repeat(16, 1))
         block = (16 if square else 1, 16)
-        rounded = round_blocks("nvfp4", in_blocks(x, block), torch.tensor(float(amax)), Settings(square=square))
+        rounded = round_blocks(
+            "nvfp4", in_blocks(x, block), torch.tensor(float(amax)), QuantizerSettings(square=square)
+        )
         found = from_blocks(rounded.values, block, (96, 160))
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 

@@ -11,7 +11,7 @@ from types import CodeType
 import pytest
 
 from te_precision_callbacks.reference import code_cache
-from te_precision_callbacks.reference.code_cache import KEPT_DAYS, Entry
+from te_precision_callbacks.reference.code_cache import KEPT_DAYS, CachedCode
 from te_precision_callbacks.reference.importer import RewritingLoader
 
 SOURCE = b"cuda = 1\n"
@@ -26,21 +26,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_kept_is_read() -> None:
-    assert Entry(SOURCE, "linear.py", "how").read() is None
-    Entry(SOURCE, "linear.py", "how").write(CODE)
-    found = Entry(SOURCE, "linear.py", "how").read()
+    assert CachedCode(SOURCE, "linear.py", "how").read() is None
+    CachedCode(SOURCE, "linear.py", "how").write(CODE)
+    found = CachedCode(SOURCE, "linear.py", "how").read()
     assert found == CODE
     for other in (
-        Entry(b"cuda = 2\n", "linear.py", "how"),
-        Entry(SOURCE, "b.py", "how"),
-        Entry(SOURCE, "linear.py", ""),
+        CachedCode(b"cuda = 2\n", "linear.py", "how"),
+        CachedCode(SOURCE, "b.py", "how"),
+        CachedCode(SOURCE, "linear.py", ""),
     ):
         assert other.read() is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00", b"N", b"no code at all"])
 def test_a_damaged_entry_is_none(folder: Path, damage: bytes) -> None:
-    entry = Entry(SOURCE, "linear.py", "how")
+    entry = CachedCode(SOURCE, "linear.py", "how")
     entry.write(CODE)
     (file,) = folder.iterdir()
     file.write_bytes(damage)
@@ -51,7 +51,7 @@ def test_a_damaged_entry_is_none(folder: Path, damage: bytes) -> None:
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.parent.write_text("a file")
-    entry = Entry(SOURCE, "linear.py", "how")
+    entry = CachedCode(SOURCE, "linear.py", "how")
     entry.write(CODE)
     assert entry.read() is None
     folder.parent.unlink()
@@ -66,7 +66,7 @@ def test_what_is_long_unused_is_removed_once_a_process(folder: Path) -> None:
         (folder / name).touch()
         os.utime(folder / name, (time.time() - days * 86_400,) * 2)
     for how in ("first", "second"):
-        Entry(SOURCE, "linear.py", how).write(CODE)
+        CachedCode(SOURCE, "linear.py", how).write(CODE)
     assert {path.name.partition("-")[0] for path in folder.iterdir()} == {"recent", "linear"}
     assert code_cache._remove_old.cache_info().hits >= 1
 

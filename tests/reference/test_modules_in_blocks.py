@@ -126,7 +126,7 @@ def changing() -> Iterator[Callable[[tuple[int, int]], None]]:
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[Write]:
     """Every write of quantized data, in order."""
     recorded: list[Write] = []
-    for scaling in (float8_block.BlockScaling, mxfp8.BlockScaling):
+    for scaling in (float8_block.Float8BlockCasting, mxfp8.Mxfp8Casting):
 
         def recording(
             self: Any, quantizer: Any, source: torch.Tensor, out: Any, *rest: Any, write: Any = scaling.write, **kw: Any

@@ -144,7 +144,7 @@ def blackwell() -> Iterator[None]:
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[Write]:
     """Every write of NVFP4 data, in order."""
     recorded: list[Write] = []
-    original = nvfp4.BlockScaling.write
+    original = nvfp4.Nvfp4Casting.write
 
     def write(self: Any, quantizer: Any, source: Any, out: Any, noop: Any = None, amax: Any = None) -> None:
         original(self, quantizer, source, out, noop, amax)
@@ -157,7 +157,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[Write]:
         swizzled = bool(out._with_gemm_swizzled_scales)
         recorded.append(Write(quantizer, source.clone(), amax is not None, **kept, swizzled=swizzled))
 
-    monkeypatch.setattr(nvfp4.BlockScaling, "write", write)
+    monkeypatch.setattr(nvfp4.Nvfp4Casting, "write", write)
     return recorded
 
 

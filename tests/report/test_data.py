@@ -30,7 +30,7 @@ from te_precision_callbacks.views.report.format_limits import (
 )
 from te_precision_callbacks.views.report.histograms import histograms
 from te_precision_callbacks.views.report.overview import ALL_RANKS, Columns, overviews, pieces
-from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, Scale, narrowed
+from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale, narrowed
 from te_precision_callbacks.views.report.subjects import FamilySeries, Subjects, layer_name
 from tests.conftest import feature
 from tests.report.runs import drifting, empty
@@ -105,7 +105,7 @@ def test_what_is_not_finite_is_the_worst_and_survives() -> None:
     assert overview.worst_rows(2) == [(0, REDUCED), (1, REDUCED)]
     cells = overview.cells[REDUCED]
     assert math.isnan(cells[0, 0])
-    scale = Scale.of(cells)
+    scale = PackedScale.of(cells)
     levels = scale.bytes(cells, overview.present[REDUCED])
     assert (levels[0, 0], levels[1, 0]) == (NAN, INF)
     data = PageData.of(run, 10**7)
@@ -155,7 +155,7 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     ],
 )
 def test_a_level_is_near(values: np.ndarray, kind: str) -> None:  # type: ignore[type-arg]
-    scale = Scale.of(values, centred=kind == "asinh")
+    scale = PackedScale.of(values, centred=kind == "asinh")
     assert scale.kind == kind
     levels = scale.bytes(values, np.ones(values.shape, bool))
     assert levels.min() >= 1
@@ -170,7 +170,7 @@ def test_a_level_is_near(values: np.ndarray, kind: str) -> None:  # type: ignore
 
 def test_zero_has_a_byte_of_its_own_on_a_logarithmic_scale() -> None:
     values = np.array([0.0, 1e-9, 1.0])
-    scale = Scale.of(values)
+    scale = PackedScale.of(values)
     assert scale.bytes(values, np.array([True, True, True])).tolist() == [ZERO, 1, LEVELS]
     assert scale.bytes(values, np.array([False, True, True]))[0] == 0
 

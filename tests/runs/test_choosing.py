@@ -131,7 +131,7 @@ def test_plain_logs_have_no_runs_to_choose_from(tmp_path: Path) -> None:
 
 
 def test_the_command_that_a_session_names_can_be_pasted(ids: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    from te_precision_callbacks.session.log_and_records import tell_command
+    from te_precision_callbacks.session.delivery import tell_command
 
     with caplog.at_level("INFO"):
         tell_command(Path(FOLDER), ids[0])

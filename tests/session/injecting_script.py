@@ -39,7 +39,7 @@ from te_precision_callbacks.base.ranks import messages, tree
 from te_precision_callbacks.coverage import parallel
 from te_precision_callbacks.engine import reduction
 from te_precision_callbacks.session import InspectSession, run, session
-from te_precision_callbacks.session.observed_model import ObservedModel
+from te_precision_callbacks.session.model import ObservedModel
 from tests.conftest import Keeper, statistics
 
 logger = logging.getLogger("te_precision_callbacks.injecting")
@@ -194,8 +194,8 @@ def one(folder: Path, where: str, victim: int, place: Place | None) -> tuple[dic
             for number in range(4 if where == "step 2" else 2):
                 error = running.step(own if where == f"step {number}" else None)
                 errors["step"] = errors.get("step") or error
-            errors["apart"] = "" if running.session._run.ranks.are_together else "apart"
-        failures = running.session._run._failures._count
+            errors["apart"] = "" if running.session._run.context.ranks.are_together else "apart"
+        failures = running.session._run.context.failures._count
     finally:
         running.session.stop()
     right = everywhere("" if running.right else "wrong")
@@ -240,7 +240,7 @@ def slow(folder: Path) -> list[bool]:
         for _ in range(2):
             time.sleep(dist.get_rank() == 1)
             running.step()
-            together.append(running.session._run.ranks.are_together)
+            together.append(running.session._run.context.ranks.are_together)
     running.session.stop()
     return together
 

@@ -123,14 +123,14 @@ def resumed(
 ) -> str:
     """The findings, a line each, and behind them what was logged."""
     model, told = net(recipe, sharded=sharded, quantized=quantized), Told()
-    logging.getLogger("te_precision_callbacks.session.resume_audit").addHandler(told)
+    logging.getLogger("te_precision_callbacks.session.resume").addHandler(told)
     with InspectSession(statistics(), model=model, log_dir=checkpoint / "log") as session:
         session.load_fingerprint(checkpoint)
         model.load_state_dict(state, strict=False)
         if then is not None:
             then(model)
         train(model, session, recipe, 2)
-    logging.getLogger("te_precision_callbacks.session.resume_audit").removeHandler(told)
+    logging.getLogger("te_precision_callbacks.session.resume").removeHandler(told)
     assert session.resume_report is not None
     return "\n".join([*map(str, session.resume_report.findings), "logged:", *told.messages])
 

@@ -17,7 +17,7 @@ from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks.base.errors import FeatureError, OptionError
 from te_precision_callbacks.runs import sink
-from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, sinks
+from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, delivery
 from te_precision_callbacks.sinks import StepRecords, statistics_log, writer_thread
 from tests.conftest import Keeper, feature, statistics
 from tests.reference.processes import python
@@ -90,7 +90,7 @@ def test_a_slow_sink_is_named_once(
 ) -> None:
     """It takes 0.11 s a step: a fifth of the time where the rest takes 0.44 s, and less than a tenth at 1.1 s."""
     clock = Clock()
-    monkeypatch.setattr(sinks, "time", clock)
+    monkeypatch.setattr(delivery, "time", clock)
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper, SlowSink(clock)]) as session:
         for step in range(20):
@@ -459,7 +459,7 @@ def test_what_one_rank_alone_does_is_not_raised(
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("te_precision_callbacks.session.resumed_loss.ResumedLoss.tell", fail)
+    monkeypatch.setattr("te_precision_callbacks.session.resume.ResumedLoss.tell", fail)
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=tmp_path, strict=True) as session:
         net(torch.ones(16, 32)).sum().backward()

@@ -129,7 +129,7 @@ def test_ctrl_c_in_any_line_of_the_end_leaves_nothing_patched(tmp_path: Path, en
                 session.step()
         interrupted = lines(session.step if ended_by == "step" else session.stop)
         run = session._run
-        begun = session.iteration == 2 or (run is not None and run._delivery.ending is not None)
+        begun = session.iteration == 2 or (run is not None and run._collector.ending is not None)
         if session.running:
             session.stop()
         assert global_state() == before, f"line {at}"

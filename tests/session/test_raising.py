@@ -29,7 +29,8 @@ from te_precision_callbacks.instrumentation import failures
 from te_precision_callbacks.overflow import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
 from te_precision_callbacks.runs.errors import SeveralRunsError
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.observed_model import ObservedModel
+from te_precision_callbacks.session.closing import ClosingReport
+from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.run import Run
 from tests.conftest import Keeper, statistics
 
@@ -224,13 +225,14 @@ def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pyt
 @pytest.mark.parametrize(
     "part",
     [
-        "_hand_over_rest",
-        "_tell_the_end",
+        "_hand_over",
+        "_tell_end",
+        "_warn_never_due",
         "_close_sinks",
-        "_tell_coverage",
-        "_say_never_due",
-        "_tell_report",
-        "_write_summary",
+        "log_coverage",
+        "write_page",
+        "write_summary",
+        "print_verdict",
         "_put_back",
         "_close_dumps",
     ],
@@ -242,13 +244,14 @@ def test_stop_raises_no_failure_of_its_own(
     session = InspectSession(statistics(), model=net, log_dir=tmp_path, records="off", strict=strict).start()
     net(torch.ones(16, 16)).sum().backward()
     session.step()
-    called = getattr(Run, part)
+    owner = Run if part.startswith("_") else ClosingReport
+    called = getattr(owner, part)
 
     def fails(*arguments: Any, **keywords: Any) -> None:
         called(*arguments, **keywords)
         raise MemoryError("no room")
 
-    with mock.patch.object(Run, part, fails):
+    with mock.patch.object(owner, part, fails):
         session.stop()
     assert not session.running
     assert "MemoryError: no room" in caplog.text

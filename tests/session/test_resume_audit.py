@@ -99,7 +99,7 @@ def findings(report: ResumeReport | None) -> list[str]:
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the audit has warned of."""
-    records = [record for record in caplog.records if record.name.endswith("resume_audit")]
+    records = [record for record in caplog.records if record.name.endswith("session.resume")]
     return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
@@ -389,7 +389,7 @@ def test_a_failure_of_the_audit_does_not_end_training(
     for place in ("compare", "with_layers"):
         caplog.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(f"te_precision_callbacks.session.resume_audit.{place}", fail)
+            patch.setattr(f"te_precision_callbacks.session.resume.{place}", fail)
             assert resumed(tmp_path, state, DELAYED) is None
             assert "Precision debugging failed on rank 0: auditing the resume: ZeroDivisionError: no" in caplog.text
             with pytest.raises(ObservationError, match="auditing the resume"):

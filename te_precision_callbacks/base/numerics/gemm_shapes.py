@@ -68,7 +68,7 @@ def layer_sizes(gemm: str, rows: int, columns: int, summed: int) -> tuple[int, i
 
 
 @dataclass(frozen=True)
-class Rule:
+class ShapeRule:
     """A rule that a size of a GEMM must be a multiple of a number.
 
     Attributes:
@@ -122,7 +122,7 @@ def takes_any_layout(capability: tuple[int, int]) -> bool:
 
 def rules(
     scaling: str | None, capability: tuple[int, int], *, result_bytes: int = 2, b_in_rows: bool = True
-) -> tuple[Rule, ...]:
+) -> tuple[ShapeRule, ...]:
     """The rules for the sizes of a GEMM.
 
     Args:
@@ -132,24 +132,24 @@ def rules(
         result_bytes: bytes of an element of the result: 2 for bfloat16, 4 for float32.
         b_in_rows: whether operand B, if it is in FP8 blocks, has 1D blocks, as activations and gradients have.
     """
-    result = Rule("m", max(1, ROW_BYTES // result_bytes), _CUBLAS)
+    result = ShapeRule("m", max(1, ROW_BYTES // result_bytes), _CUBLAS)
     if scaling == PER_TENSOR:
         if takes_any_layout(capability):
-            return Rule("lda", ROW_BYTES, _GEMM), Rule("ldb", ROW_BYTES, _GEMM), result
-        return Rule("k", ROW_BYTES, _GEMM), result
+            return ShapeRule("lda", ROW_BYTES, _GEMM), ShapeRule("ldb", ROW_BYTES, _GEMM), result
+        return ShapeRule("k", ROW_BYTES, _GEMM), result
     if scaling in (BLOCK_1D, BLOCK_2D):
         if capability >= (10, 0):  # multiplied as MXFP8, with A transposed
-            return Rule("k", ROW_BYTES, _CUBLAS), result
+            return ShapeRule("k", ROW_BYTES, _CUBLAS), result
         return (
-            Rule("k", ROW_BYTES, _GEMM),
-            Rule("m", 8, _BLOCK_GEMM),
-            *((Rule("n", 8, _BLOCK_GEMM),) if b_in_rows else ()),
+            ShapeRule("k", ROW_BYTES, _GEMM),
+            ShapeRule("m", 8, _BLOCK_GEMM),
+            *((ShapeRule("n", 8, _BLOCK_GEMM),) if b_in_rows else ()),
         )
     if scaling == MXFP8:
-        return tuple(Rule(size, 32, "MXFP8's blocks, in both directions") for size in ("m", "n", "k"))
+        return tuple(ShapeRule(size, 32, "MXFP8's blocks, in both directions") for size in ("m", "n", "k"))
     if scaling == NVFP4:
         blocks = "NVFP4's blocks, in both directions"
-        return Rule("k", 2 * ROW_BYTES, _CUBLAS), Rule("m", 16, blocks), Rule("n", 16, blocks)
+        return ShapeRule("k", 2 * ROW_BYTES, _CUBLAS), ShapeRule("m", 16, blocks), ShapeRule("n", 16, blocks)
     return ()
 
 

@@ -40,7 +40,7 @@ _ELEMENTS_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
-class Rules:
+class Nvfp4Rules:
     """How one matrix is quantized.
 
     Attributes:
@@ -60,7 +60,7 @@ class Rules:
     nan_spreads: bool = False
 
 
-def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the rows of a matrix.
 
     Args:
@@ -88,14 +88,14 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Rules) -> tuple[t
     return codes, scales
 
 
-def _one_scale(rows: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+def _one_scale(rows: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules) -> tuple[torch.Tensor, torch.Tensor]:
     scales = E4M3.encode(nvfp4_block_scales(_block_amax(rows, rules), encode_scale))
     random = torch.rand(rows.shape, dtype=torch.float32, device=rows.device) if rules.stochastic else None
     return encoded(rows, _multiplier(scales, encode_scale, rules), (1, BLOCK), E2M1, random), scales
 
 
 def _better_of_two_scales(
-    rows: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Rules
+    rows: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """4over6: each block's largest element becomes 6, or 4 if that makes the block's error smaller."""
     blocks = rows.float().view(len(rows), -1, BLOCK)
@@ -110,7 +110,7 @@ def _better_of_two_scales(
 
 
 def _candidate(
-    blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Rules
+    blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes under one choice of scales, and the error of each block: float32, summed in the kernel's order."""
     codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules).unsqueeze(-1))
@@ -137,12 +137,12 @@ def _candidate(
     return codes, total
 
 
-def _multiplier(scale_codes: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _multiplier(scale_codes: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules) -> torch.Tensor:
     """The multiplier of each block's elements: [rows, blocks]."""
     return nvfp4_multiplier(E4M3.decode(scale_codes), encode_scale, nan_spreads=rules.nan_spreads)
 
 
-def _block_amax(rows: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _block_amax(rows: torch.Tensor, rules: Nvfp4Rules) -> torch.Tensor:
     """The largest magnitude of each block: float32, [rows, blocks]; the same for all rows of a square block."""
     side = BLOCK if rules.square else 1
     amaxes = block_amaxes(rows, (side, BLOCK), nan_spreads=rules.nan_spreads)

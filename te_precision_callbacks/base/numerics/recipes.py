@@ -38,7 +38,7 @@ FLOAT32_SCALES = (E8M0.min_subnormal, E8M0.max)
 or to the largest power of two below it."""
 
 
-class Settings(NamedTuple):
+class QuantizerSettings(NamedTuple):
     """The settings that a quantizer may choose within its recipe.
 
     Attributes:
@@ -89,17 +89,17 @@ class Recipe:
     """
 
     side: int | None
-    rounded: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Settings, float], Rounded]
+    rounded: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, QuantizerSettings, float], Rounded]
     limits: tuple[float, float] = (0.0, math.inf)
     square_weights: bool = False
     hybrid: bool = False
     power_of_two: bool = False
 
-    def block(self, settings: Settings) -> tuple[int, int] | None:
+    def block(self, settings: QuantizerSettings) -> tuple[int, int] | None:
         """Rows and columns of a block; None for the whole tensor."""
         return None if self.side is None else (self.side if settings.square else 1, self.side)
 
-    def defaults(self, tensor: str, *, e5m2: bool | None = None) -> Settings:
+    def defaults(self, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:
         """The recipe's defaults for a tensor.
 
         Args:
@@ -107,24 +107,26 @@ class Recipe:
                 NVFP4.
             e5m2: whether an FP8 recipe casts to E5M2, not to E4M3; None for the recipe's default.
         """
-        return Settings(
+        return QuantizerSettings(
             e5m2=(self.hybrid and tensor == "gradient") if e5m2 is None else e5m2,
             square=self.square_weights and tensor == "weight",
             power_of_two=self.power_of_two,
         )
 
 
-def _current(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
+def _current(
+    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings, cap: float
+) -> Rounded:
     return _with_float32_scale(x, tensor_amax.reshape(1, 1), settings, FLOAT32_MAX)
 
 
 def _block_fp8(
-    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float
+    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings, cap: float
 ) -> Rounded:
     return _with_float32_scale(x, amax, settings, cap)
 
 
-def _with_float32_scale(x: torch.Tensor, amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
+def _with_float32_scale(x: torch.Tensor, amax: torch.Tensor, settings: QuantizerSettings, cap: float) -> Rounded:
     scale = fp8_scale(
         amax,
         settings.fp8.max,
@@ -136,12 +138,16 @@ def _with_float32_scale(x: torch.Tensor, amax: torch.Tensor, settings: Settings,
     return Rounded(settings.fp8.round(x * scale) * scale_inv, scale_inv, scale_inv)
 
 
-def _mxfp8(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
+def _mxfp8(
+    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings, cap: float
+) -> Rounded:
     scale_inv = mxfp8_scale_inv(amax, settings.fp8)
     return Rounded(settings.fp8.round(x * torch.reciprocal(scale_inv)) * scale_inv, scale_inv, scale_inv)
 
 
-def _nvfp4(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
+def _nvfp4(
+    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings, cap: float
+) -> Rounded:
     encode = nvfp4_encode_scale(tensor_amax)
     scales = E4M3.round(nvfp4_block_scales(amax, encode))
     factors = nvfp4_factors(scales, tensor_amax)
@@ -157,7 +163,7 @@ RECIPES: dict[str, Recipe] = {
 """The recipes whose result follows from the tensor alone, by their names in statistics."""
 
 
-def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings) -> Rounded:
+def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings) -> Rounded:
     """Blocks as a recipe would quantize them.
 
     Args:
@@ -190,5 +196,5 @@ def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> tor
     matrix, block = as_matrix(values).to(torch.float32), (32, 1) if columnwise else (1, 32)
     blocks = in_blocks(matrix, block, 0.0)
     amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(1, keepdim=True)
-    rounded = _mxfp8(blocks, amax, amax, Settings(e5m2), FLOAT32_MAX)
+    rounded = _mxfp8(blocks, amax, amax, QuantizerSettings(e5m2), FLOAT32_MAX)
     return from_blocks(rounded.values, block, (matrix.shape[0], matrix.shape[1])).reshape(values.shape)

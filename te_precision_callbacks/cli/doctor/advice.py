@@ -21,7 +21,7 @@ _ORDER: tuple[Severity, ...] = ("stops a run", "changes a run", "misleads")
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """Something that is wrong.
 
     Attributes:
@@ -35,7 +35,7 @@ class Finding:
     remedy: str
 
 
-def findings(examination: Examination) -> tuple[Finding, ...]:
+def findings(examination: Examination) -> tuple[DoctorFinding, ...]:
     """What is wrong, the most serious first."""
     engine, torch, folder = examination.transformer_engine, examination.torch, examination.log_folder
     packages = () if isinstance(examination.packages, Failed) else examination.packages
@@ -48,36 +48,36 @@ def findings(examination: Examination) -> tuple[Finding, ...]:
     if not isinstance(torch, Failed):
         found += _of_torch(torch)
     for problem in examination.environment.problems:
-        found.append(Finding("stops a run" if problem.stops else "misleads", problem.what, problem.remedy))
+        found.append(DoctorFinding("stops a run" if problem.stops else "misleads", problem.what, problem.remedy))
     if not isinstance(folder, Failed):
         found += _of_folder(folder)
     return tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity)))
 
 
-def _failed(examination: Examination) -> Iterator[Finding]:
+def _failed(examination: Examination) -> Iterator[DoctorFinding]:
     for field in fields(examination):
         part = getattr(examination, field.name)
         if isinstance(part, Failed):
             what = f"{field.name.replace('_', ' ')} could not be examined: {part.failure}"
-            yield Finding("changes a run", what, "Repair this first, and run doctor again.")
+            yield DoctorFinding("changes a run", what, "Repair this first, and run doctor again.")
 
 
 def _of_packages(
     packages: tuple[Package, ...], engine: TransformerEngine | Failed, compiled_build: str
-) -> Iterator[Finding]:
+) -> Iterator[DoctorFinding]:
     backend = "none" if isinstance(engine, Failed) else engine.backend
     for package in packages:
         remedy = compiled_build if package.name == _ENGINE and backend == "compiled" else package.remedy
         if package.state == "outside":
             what = f"{package.name} {package.version} is installed; the versions that work are {package.wanted}"
-            yield Finding("changes a run", what, f"Do: {remedy}")
+            yield DoctorFinding("changes a run", what, f"Do: {remedy}")
         elif package.state == "missing" and not package.extra:
-            yield Finding("stops a run", f"{package.name} is not installed", f"Do: {remedy}")
+            yield DoctorFinding("stops a run", f"{package.name} is not installed", f"Do: {remedy}")
 
 
-def _of_engine(engine: TransformerEngine, compiled_build: str, *, with_gpu: bool) -> Iterator[Finding]:
+def _of_engine(engine: TransformerEngine, compiled_build: str, *, with_gpu: bool) -> Iterator[DoctorFinding]:
     if engine.backend == "none":
-        yield Finding(
+        yield DoctorFinding(
             "stops a run",
             "neither the compiled Transformer Engine nor the reference backend can be used. Compiled:"
             f" {engine.why_not_compiled}. Reference backend: {engine.why_no_reference}",
@@ -85,7 +85,7 @@ def _of_engine(engine: TransformerEngine, compiled_build: str, *, with_gpu: bool
             " detection needs neither.",
         )
     elif engine.backend == "reference" and (with_gpu or len(engine.installed) > 1):
-        yield Finding(
+        yield DoctorFinding(
             "changes a run",
             f"the compiled Transformer Engine cannot be imported: {engine.why_not_compiled}. The reference backend runs"
             " instead where a script or te-precision run installs it, and is slow",
@@ -94,41 +94,43 @@ def _of_engine(engine: TransformerEngine, compiled_build: str, *, with_gpu: bool
     for recipes in (recipes for recipes in engine.recipes if recipes.chosen):
         if recipes.failure:
             what = f"Transformer Engine cannot be asked for its recipes ({recipes.place}): {recipes.failure}"
-            yield Finding("stops a run", what, "A variable with a bad value can be the reason: see the other findings.")
+            yield DoctorFinding(
+                "stops a run", what, "A variable with a bad value can be the reason: see the other findings."
+            )
         elif recipes.why_no_default:
-            yield Finding(
+            yield DoctorFinding(
                 "stops a run",
                 f"te.autocast() without a recipe raises an exception ({recipes.place}): {recipes.why_no_default}",
                 "Give te.autocast() a recipe, or change the variable that the exception names.",
             )
         elif len(recipes.refusals) == len(RECIPES):
             reasons = "; ".join(dict.fromkeys(recipes.refusals.values()))
-            yield Finding("changes a run", f"no FP8 recipe runs on this GPU: {reasons}", "Use another GPU.")
+            yield DoctorFinding("changes a run", f"no FP8 recipe runs on this GPU: {reasons}", "Use another GPU.")
 
 
-def _of_torch(torch: Torch) -> Iterator[Finding]:
+def _of_torch(torch: Torch) -> Iterator[DoctorFinding]:
     for warning in torch.warnings:
-        yield Finding("changes a run", f"torch warns: {warning}", "Until this is solved, torch may see no GPU.")
+        yield DoctorFinding("changes a run", f"torch warns: {warning}", "Until this is solved, torch may see no GPU.")
     if torch.driver is not None and not torch.gpus and torch.visible_devices not in ("", "-1"):
-        yield Finding(
+        yield DoctorFinding(
             "changes a run",
             f"there is an NVIDIA driver ({torch.driver}), but torch sees no GPU",
             "Check CUDA_VISIBLE_DEVICES, and that torch is a build for CUDA (torch.version.cuda).",
         )
 
 
-def _of_folder(folder: LogFolder) -> Iterator[Finding]:
+def _of_folder(folder: LogFolder) -> Iterator[DoctorFinding]:
     where = f"the log folder {folder.path}"
     if folder.why_not_writable:
-        yield Finding(
+        yield DoctorFinding(
             "stops a run", f"{where} cannot be written to: {folder.why_not_writable}", "Give another one: log_dir=."
         )
     if folder.why_full:
-        yield Finding(
+        yield DoctorFinding(
             "changes a run", f"{where}: {folder.why_full}. Tensors are not dumped", "Make room, or use another disk."
         )
     if folder.why_no_locks:
-        yield Finding(
+        yield DoctorFinding(
             "changes a run",
             f"{where} is without file locks: {folder.why_no_locks}. Processes that start together write into one file",
             "Give each of them its own log_dir, or use another file system.",

@@ -21,7 +21,7 @@ from te_precision_callbacks.base.terminal import Json
 if TYPE_CHECKING:
     from te_precision_callbacks.base.environment import Environment
     from te_precision_callbacks.base.torch_facts import Torch
-    from te_precision_callbacks.cli.doctor.advice import Finding
+    from te_precision_callbacks.cli.doctor.advice import DoctorFinding
     from te_precision_callbacks.cli.doctor.examination import Examination
     from te_precision_callbacks.cli.doctor.log_folder import LogFolder
     from te_precision_callbacks.cli.doctor.packages import Package
@@ -56,7 +56,7 @@ _INDENT = 3
 """The indent of the lines of a finding below its number."""
 
 
-def _show(examination: Examination, found: tuple[Finding, ...]) -> None:
+def _show(examination: Examination, found: tuple[DoctorFinding, ...]) -> None:
     from te_precision_callbacks.cli.doctor.examination import Failed
 
     terminal.show_text(f"te-precision doctor on {examination.platform}")

@@ -21,7 +21,7 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.cli.manual.features import Feature
+    from te_precision_callbacks.cli.manual.features import FeatureEntry
     from te_precision_callbacks.cli.manual.statistics import Explained
 
 _INDENT = 2
@@ -83,7 +83,7 @@ def statistics_command(
         _explain_statistic(found[0])
 
 
-def _list_features(found: tuple[Feature, ...]) -> None:
+def _list_features(found: tuple[FeatureEntry, ...]) -> None:
     for place in dict.fromkeys(feature.place for feature in found):
         terminal.show_text(f"In {place}")
         table = terminal.table("feature", "does")
@@ -95,7 +95,7 @@ def _list_features(found: tuple[Feature, ...]) -> None:
     terminal.show_text("te-precision features NAME explains a feature.")
 
 
-def _explain_feature(feature: Feature) -> None:
+def _explain_feature(feature: FeatureEntry) -> None:
     terminal.show_text(f"{feature.name}, in {feature.place}")
     for paragraph in feature.paragraphs:
         typer.echo()

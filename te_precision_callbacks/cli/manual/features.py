@@ -55,7 +55,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Feature:
+class FeatureEntry:
     """A feature that a config may name.
 
     Attributes:
@@ -77,7 +77,7 @@ class Feature:
     example: str = ""
 
     @classmethod
-    def of_schema(cls, model: type[FeatureSchema]) -> Feature:
+    def of_schema(cls, model: type[FeatureSchema]) -> FeatureEntry:
         """A feature of this project."""
         texts = (inspect.getdoc(model) or "").split("\n\n")
         fields = model.model_fields
@@ -92,7 +92,7 @@ class Feature:
         )
 
     @classmethod
-    def unchecked(cls, name: str, namespace: str) -> Feature:
+    def unchecked(cls, name: str, namespace: str) -> FeatureEntry:
         """A feature of another package, of which the name is all that is known."""
         return cls(name, namespace, ("Not a feature of this project: its keys are not checked.",))
 
@@ -102,7 +102,7 @@ class Feature:
         return "the section" if self.namespace == BASE else f"{self.namespace}:"
 
 
-def features() -> tuple[Feature, ...]:
+def features() -> tuple[FeatureEntry, ...]:
     """All features that a config may name, but a user's own and those of upstream's tests; this project's first."""
     return tuple(
         _feature(name, namespace)
@@ -112,7 +112,7 @@ def features() -> tuple[Feature, ...]:
     )
 
 
-def find(name: str) -> tuple[Feature, ...]:
+def find(name: str) -> tuple[FeatureEntry, ...]:
     """The features of a name, whatever its case.
 
     Raises:
@@ -146,9 +146,9 @@ def default_of(field: FieldInfo) -> Any:
     return None if default == [] else default
 
 
-def _feature(name: str, namespace: str) -> Feature:
+def _feature(name: str, namespace: str) -> FeatureEntry:
     model = schema_of(name) if namespace == NAMESPACE else None
-    return Feature.unchecked(name, namespace) if model is None else Feature.of_schema(model)
+    return FeatureEntry.unchecked(name, namespace) if model is None else FeatureEntry.of_schema(model)
 
 
 def _gemms(model: type[FeatureSchema]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 
-from te_precision_callbacks.cli.manual.features import Feature, Key
+from te_precision_callbacks.cli.manual.features import FeatureEntry, Key
 from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.config.selection import SELECTORS
 
@@ -16,7 +16,7 @@ def _default(key: Key) -> str:
     return "must be given" if key.required else "" if key.default is None else str(key.default)
 
 
-def _section(feature: Feature) -> str:
+def _section(feature: FeatureEntry) -> str:
     rows = "\n".join(
         f"| `{key.name}` | {key.places} | {key.values} | {_default(key)} | {key.meaning} |" for key in feature.keys
     )
@@ -125,7 +125,7 @@ executed when a session starts; with folders, an unknown name is refused at that
 
 def as_markdown() -> str:
     """docs/features.md."""
-    return "\n".join([_INTRODUCTION, *(_section(Feature.of_schema(model)) for model in FEATURES.values())])
+    return "\n".join([_INTRODUCTION, *(_section(FeatureEntry.of_schema(model)) for model in FEATURES.values())])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, NAMESPACE
 from te_precision_callbacks.config.fields import JsonSchema
 from te_precision_callbacks.config.known import known_features
-from te_precision_callbacks.config.levels import GemmChoice, ObservingFeature, levels
+from te_precision_callbacks.config.levels import GemmChoice, ObservingFeatureSchema, levels
 from te_precision_callbacks.config.loading import LAYER_NAMES
 from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.config.selection import (
@@ -153,7 +153,7 @@ def _in_any_case(name: str) -> str:
     return re.sub("[a-zA-Z]", lambda letter: f"[{letter[0].upper()}{letter[0].lower()}]", re.escape(name))
 
 
-_CHOSEN_BY: Mapping[str, type[BaseModel]] = {"tensors": ObservingFeature, "gemms": GemmChoice}
+_CHOSEN_BY: Mapping[str, type[BaseModel]] = {"tensors": ObservingFeatureSchema, "gemms": GemmChoice}
 """Key -> the kind of feature that must have the key or its struct; others may have one of the two."""
 
 

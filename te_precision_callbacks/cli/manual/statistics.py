@@ -38,7 +38,7 @@ from te_precision_callbacks.statistics.table import BLOCKWISE, GEMM_STATISTICS, 
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeEntry:
     """How a recipe quantizes, in words.
 
     Attributes:
@@ -59,7 +59,7 @@ class Recipe:
 
 
 _RECIPES = {
-    row.name: Recipe(
+    row.name: RecipeEntry(
         row.name,
         row.shares,
         row.factor,
@@ -119,7 +119,7 @@ class Explained:
     is_histogram: bool
     collected_by: dict[str, tuple[str, ...]]
     is_of_own_recipe: bool
-    recipe: Recipe | None
+    recipe: RecipeEntry | None
     element_format: str | None
     direction: str | None
     read_by: dict[str, str]

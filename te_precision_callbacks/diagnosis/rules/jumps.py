@@ -130,7 +130,7 @@ class _Curve:
         rise = min(value for _, value in list(self._recent)[-LASTS:]) - level
         spread = max(spread, *self._spreads)
         progress = statistics.median(self._start) - level
-        gained = progress if progress > SPREADS * spread else level
+        gained = progress if progress > SPREADS * spread else level if self._least > 0 else 0.0
         return (LASTS, level) if gained > 0 and rise >= max(SPREADS * spread, LOST * gained) else None
 
     def _add_level(self, loss: float) -> None:

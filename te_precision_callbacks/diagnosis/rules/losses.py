@@ -241,7 +241,8 @@ def lost_norm(
 
 
 def _in_words(share: float) -> str:
-    return "an unknown part" if np.isnan(share) else f"at most {100 * np.sqrt(share):.2g} %"
+    percent = 100 * np.sqrt(share)
+    return "an unknown part" if np.isnan(share) else "most" if percent >= 99.5 else f"at most {percent:.2g} %"
 
 
 def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:

@@ -28,9 +28,9 @@ from te_precision_callbacks.engine.kernels.columns import (
     NOTHING,
     SCALE_MAXIMA,
     SCALE_SUMS,
+    ColumnPlaces,
     Layout,
     Pending,
-    Places,
     layout,
     measured_by,
 )
@@ -43,9 +43,9 @@ __all__ = [
     "NOTHING",
     "SCALE_MAXIMA",
     "SCALE_SUMS",
+    "ColumnPlaces",
     "Layout",
     "Pending",
-    "Places",
     "add",
     "layout",
     "measure",
@@ -103,7 +103,7 @@ def _pass_of(one: Pending) -> Pass:
 def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
     """Measure blocks in plain torch, and the whole tensors as if they had none."""
     for one in pending:
-        whole = Places(one.places.moments, one.places.maxima, exponents=one.places.exponents)
+        whole = ColumnPlaces(one.places.moments, one.places.maxima, exponents=one.places.exponents)
         if max(whole) >= 0:
             add([Pending(one.values, None, None, False, whole)], sums, maxima)
         eager_blocks.add(one, sums, maxima)

@@ -58,7 +58,7 @@ NOTHING = -math.inf
 """The neutral value of a maximum."""
 
 
-class Places(NamedTuple):
+class ColumnPlaces(NamedTuple):
     """Where the columns of a measurement begin in a vector of sums and in one of maxima; -1: they are not wanted.
 
     Attributes:
@@ -75,7 +75,7 @@ class Places(NamedTuple):
 
 
 class BlockPlaces(NamedTuple):
-    """As :class:`Places`, of what only a tensor that is quantized in blocks has.
+    """As :class:`ColumnPlaces`, of what only a tensor that is quantized in blocks has.
 
     Attributes:
         limits, losses, ranges: LIMIT_SUMS, LOSS_SUMS and RANGE_SUMS.
@@ -156,7 +156,7 @@ class Pending(NamedTuple):
     codes: torch.Tensor | None
     scale_inv: torch.Tensor | None
     e5m2: bool
-    places: Places
+    places: ColumnPlaces
     in_blocks: InBlocks | None = None
     of_blocks: BlockPlaces = BlockPlaces()
 
@@ -169,7 +169,7 @@ class Layout(NamedTuple):
         sums, maxima: how many columns they have.
     """
 
-    places: Places
+    places: ColumnPlaces
     sums: int
     maxima: int
 
@@ -183,7 +183,7 @@ def layout(*, codes: bool, histogram: bool) -> Layout:
     compared = len(MOMENT_SUMS)
     scales = compared + len(COMPARISON_SUMS)
     exponents = scales + len(SCALE_SUMS) if codes else compared
-    places = Places(moments=0, maxima=0, exponents=exponents if histogram else -1)
+    places = ColumnPlaces(moments=0, maxima=0, exponents=exponents if histogram else -1)
     if codes:
         places = places._replace(compared=compared, scales=scales, scale_maxima=len(MAXIMA))
     maxima = len(MAXIMA) + (len(SCALE_MAXIMA) if codes else 0)

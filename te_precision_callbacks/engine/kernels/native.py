@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import Pending, Places
+from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending
 from te_precision_callbacks.engine.kernels.cpp import DTYPES, CppPass
 
 ONE_PASS = CppPass(
@@ -22,7 +22,7 @@ ONE_PASS = CppPass(
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
         *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-        *[ctypes.c_int64] * len(Places._fields),
+        *[ctypes.c_int64] * len(ColumnPlaces._fields),
     ),
     pays_from=2**29,
     what="Statistics on the CPU are computed by plain torch operations",

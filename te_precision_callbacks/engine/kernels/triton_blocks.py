@@ -36,9 +36,9 @@ from te_precision_callbacks.engine.kernels.columns import (
     SCALE_MAXIMA,
     SCALE_SUMS,
     BlockPlaces,
+    ColumnPlaces,
     InBlocks,
     Pending,
-    Places,
 )
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
@@ -77,7 +77,7 @@ _PER_THREAD = _TILE_ROWS * _TILE_COLUMNS // THREADS
 _BINS_TOGETHER = 1024
 
 _NUMBERS = ["tiles", "tiles_across", "tile_stride"]
-_PLACES = ["programs", *(f"{name}_at" for name in (*Places._fields, *BlockPlaces._fields))]
+_PLACES = ["programs", *(f"{name}_at" for name in (*ColumnPlaces._fields, *BlockPlaces._fields))]
 _jit_of_matrices: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_NUMBERS)
 _jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_PLACES)
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import Pending, Places, layout
+from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending, layout
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     CODE_FORMATS,
@@ -62,7 +62,7 @@ _MOST_TOGETHER = 4
 _BEGINS = ["begin1", "begin2", "begin3"]
 _NUMBERS = [
     *(f"end{tensor}" for tensor in range(_MOST_TOGETHER)),
-    *(f"{name}{tensor}" for tensor in range(_MOST_TOGETHER) for name in Places._fields),
+    *(f"{name}{tensor}" for tensor in range(_MOST_TOGETHER) for name in ColumnPlaces._fields),
 ]
 
 _jit_of_tensors: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_BEGINS)
@@ -112,7 +112,7 @@ def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
     return groups
 
 
-def _meet(places: Places, others: Places) -> bool:
+def _meet(places: ColumnPlaces, others: ColumnPlaces) -> bool:
     """Whether two results go to the same place."""
     return any(place == other >= 0 for place, other in zip(places, others, strict=True))
 

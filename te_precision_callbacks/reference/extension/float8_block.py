@@ -47,7 +47,7 @@ BLOCK = 128
 """Elements, and with 2D blocks rows too, that share a scale."""
 
 
-class BlockScaling(Casting):
+class Float8BlockCasting(Casting):
     """Quantizing to FP8 in blocks."""
 
     modes = (BLOCK_1D, BLOCK_2D)

@@ -48,7 +48,7 @@ _ELEMENTS_AT_ONCE = 1 << 20
 """Elements that are quantized at once: all intermediate results fit into a cache."""
 
 
-class BlockScaling(Casting):
+class Mxfp8Casting(Casting):
     """Quantizing to MXFP8."""
 
     modes = (MXFP8,)

@@ -37,7 +37,7 @@ from te_precision_callbacks.base.numerics.layouts import (
     packed,
     unpacked,
 )
-from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Rules, quantized
+from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantized
 from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
@@ -55,7 +55,7 @@ from te_precision_callbacks.reference.extension.swizzling import as_stored
 from te_precision_callbacks.reference.target import capability
 
 
-class BlockScaling(Casting):
+class Nvfp4Casting(Casting):
     """NVFP4 with all options of its quantizer."""
 
     modes = (NVFP4,)
@@ -171,9 +171,9 @@ class BlockScaling(Casting):
             _store(out, "columnwise", *quantized(transposed, out._amax_columnwise, rules))
 
 
-def _rules(quantizer: Any, matrix: torch.Tensor) -> Rules:
+def _rules(quantizer: Any, matrix: torch.Tensor) -> Nvfp4Rules:
     fused = _is_fused(quantizer, matrix.shape)
-    return Rules(
+    return Nvfp4Rules(
         # The fused kernel has no square blocks.
         square=quantizer.with_2d_quantization and not fused,
         stochastic=quantizer.stochastic_rounding,

@@ -19,9 +19,9 @@ from te_precision_callbacks.reference.extension.casting import Casting, Quantize
 _CASTINGS: dict[str, Casting] = {
     "fp8_delayed_scaling": float8.DelayedScaling(),
     "fp8_current_scaling": float8.CurrentScaling(),
-    "fp8_block_scaling": float8_block.BlockScaling(),
-    "mxfp8": mxfp8.BlockScaling(),
-    "nvfp4": nvfp4.BlockScaling(),
+    "fp8_block_scaling": float8_block.Float8BlockCasting(),
+    "mxfp8": mxfp8.Mxfp8Casting(),
+    "nvfp4": nvfp4.Nvfp4Casting(),
 }
 
 

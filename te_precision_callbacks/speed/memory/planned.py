@@ -138,7 +138,7 @@ def plan_memory(
     """
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of one forward on one rank.")
-    return _Planner(model, modules, recipe, tokens, recipes or {}, calls, cached=cached).planned()
+    return _MemoryPlanner(model, modules, recipe, tokens, recipes or {}, calls, cached=cached).planned()
 
 
 def memory_of_run(model: Model, modules: Sequence[NamedModule], products: Iterable[Product]) -> Memory:
@@ -207,7 +207,7 @@ class _Linear:
         return bool(self.quantizers)
 
 
-class _Planner:
+class _MemoryPlanner:
     """Arguments are those of :func:`plan_memory`."""
 
     def __init__(

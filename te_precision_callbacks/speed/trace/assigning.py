@@ -13,13 +13,13 @@ from te_precision_callbacks.base.vocabulary import LOW_PRECISION
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.errors import TraceError
-from te_precision_callbacks.speed.trace.calls import Call
+from te_precision_callbacks.speed.trace.calls import HostCall
 from te_precision_callbacks.speed.trace.contexts import Contexts, Pass
 from te_precision_callbacks.speed.trace.range_names import module_of, read_layer
 from te_precision_callbacks.speed.trace.reading import NOTHING, Trace
 
 
-def assign(calls: Sequence[Call], contexts: Contexts, products: Iterable[Product]) -> None:
+def assign(calls: Sequence[HostCall], contexts: Contexts, products: Iterable[Product]) -> None:
     """Set the layer, the GEMM and the product of each call.
 
     Args:
@@ -31,7 +31,7 @@ def assign(calls: Sequence[Call], contexts: Contexts, products: Iterable[Product
     by_layer: dict[tuple[str, bool], list[Product]] = defaultdict(list)
     for product in run:
         by_layer[product.layer, product.backward].append(product)
-    experts: dict[tuple[str, str, Pass], list[Call]] = defaultdict(list)
+    experts: dict[tuple[str, str, Pass], list[HostCall]] = defaultdict(list)
     matches: Counter[tuple[str, bool, tuple[str, ...]]] = Counter()
     forward_gemms: dict[int, set[str]] = defaultdict(set)
     for backward in (False, True):
@@ -56,7 +56,9 @@ def assign(calls: Sequence[Call], contexts: Contexts, products: Iterable[Product
         _set_experts(together, [product for product in run if product.gemm == gemm and is_part(product.layer, module)])
 
 
-def _set_product(call: Call, of_layer: Sequence[Product], matches: Counter[tuple[str, bool, tuple[str, ...]]]) -> None:
+def _set_product(
+    call: HostCall, of_layer: Sequence[Product], matches: Counter[tuple[str, bool, tuple[str, ...]]]
+) -> None:
     """Set the product of a call of a known layer, and the GEMM if no range gives it: by the sizes of its operands."""
     if call.is_attention:
         call.product = next(iter(of_layer), None)
@@ -77,7 +79,7 @@ def is_part(layer: str, module: str) -> bool:
     return layer.rpartition(".")[0] == module
 
 
-def _set_experts(calls: Sequence[Call], experts: Sequence[Product]) -> None:
+def _set_experts(calls: Sequence[HostCall], experts: Sequence[Product]) -> None:
     """Give each GEMM of a module its expert: they run one after the other, unless one kernel runs all of them."""
     if not experts:
         return
@@ -98,7 +100,7 @@ def _known_layer(layer: str, known: Mapping[tuple[str, bool], object], *, backwa
     return layer
 
 
-def layers_of_units(calls: Sequence[Call], contexts: Contexts) -> Mapping[int, str]:
+def layers_of_units(calls: Sequence[HostCall], contexts: Contexts) -> Mapping[int, str]:
     """The layer of each unit, for its other work: that of its GEMMs, or of the forward that has made its node; the
     module where they are of several layers."""
     layers: dict[int, dict[str, None]] = defaultdict(dict)
@@ -131,7 +133,7 @@ def quantized_gemms(trace: Trace, contexts: Contexts) -> QuantizedGemms:
     )
 
 
-def is_low(call: Call, trace: Trace, quantized: QuantizedGemms) -> bool | None:
+def is_low(call: HostCall, trace: Trace, quantized: QuantizedGemms) -> bool | None:
     """Whether a trace says that a GEMM is in low precision; None where it does not say it."""
     known, context = call.work[0].known, call.work[0].context
     if known is not None and known.format:
@@ -165,7 +167,7 @@ def require_own_layers(trace: Trace, run: Sequence[Product]) -> None:
         )
 
 
-def require_own_gemms(trace: Trace, calls: Iterable[Call], quantized: QuantizedGemms, *, is_own: bool) -> list[str]:
+def require_own_gemms(trace: Trace, calls: Iterable[HostCall], quantized: QuantizedGemms, *, is_own: bool) -> list[str]:
     """Refuse a trace most of whose GEMMs contradict the products of the run.
 
     Args:
@@ -198,12 +200,12 @@ def require_own_gemms(trace: Trace, calls: Iterable[Call], quantized: QuantizedG
     return wrong
 
 
-def _has_other_format(call: Call, trace: Trace, quantized: QuantizedGemms) -> bool:
+def _has_other_format(call: HostCall, trace: Trace, quantized: QuantizedGemms) -> bool:
     low = is_low(call, trace, quantized)
     return low is not None and call.product is not None and low != call.product.is_low
 
 
-def _has_other_shape(call: Call) -> bool:
+def _has_other_shape(call: HostCall) -> bool:
     """Whether the weight has another shape; the number of tokens may differ between steps."""
     if call.sizes is None or call.product is None:
         return False

@@ -10,7 +10,7 @@ import numpy as np
 
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed.trace.contexts import Context, Contexts, Pass
-from te_precision_callbacks.speed.trace.kinds import Known, of_kernel, of_operator
+from te_precision_callbacks.speed.trace.kinds import NamedKernel, of_kernel, of_operator
 from te_precision_callbacks.speed.trace.reading import NOTHING, HostKind, Shapes, Trace, column
 
 _OUTSIDE = Context()
@@ -43,7 +43,7 @@ class Work:
     us: float
     launched: float
     launched_at: int
-    known: Known | None
+    known: NamedKernel | None
     context: Context
     captured: bool = False
 
@@ -76,7 +76,7 @@ def _of_device(trace: Trace, contexts: Contexts) -> Iterable[Work]:
         yield Work(name, begin, end, end - begin, launched, call, known, context, captured)
 
 
-def _with_operator(known: Known | None, trace: Trace, context: Context) -> Known | None:
+def _with_operator(known: NamedKernel | None, trace: Trace, context: Context) -> NamedKernel | None:
     """What is known of a kernel by the operator that launched it, where its own name does not say it."""
     if context.operator == NOTHING:
         return known
@@ -99,7 +99,7 @@ def _of_host(trace: Trace, contexts: Contexts) -> Iterable[Work]:
     for place in range(len(host)):
         if is_operator[place]:
             name = names[host.name[place]]
-            known = of_operator(name) or Known("host")
+            known = of_operator(name) or NamedKernel("host")
             begin = host.begin[place]
             yield Work(name, begin, host.end[place], max(0.0, own[place]), begin, place, known, contexts.of[place])
 
@@ -123,7 +123,7 @@ Sizes = tuple[int, frozenset[int]]
 
 
 @dataclass(slots=True)
-class Call:
+class HostCall:
     """A GEMM, a convolution, or attention in one kernel, as the host called it.
 
     Attributes:
@@ -151,11 +151,11 @@ class Call:
         return known is not None and known.kind == "attention"
 
 
-def calls_of(work: Iterable[Work], trace: Trace, contexts: Contexts) -> list[Call]:
+def calls_of(work: Iterable[Work], trace: Trace, contexts: Contexts) -> list[HostCall]:
     """The calls of products, in the order in which the host made them."""
-    found: list[Call] = []
-    by_operator: dict[int, Call] = {}
-    last_of_unit: dict[int, Call] = {}
+    found: list[HostCall] = []
+    by_operator: dict[int, HostCall] = {}
+    last_of_unit: dict[int, HostCall] = {}
     for each in work:
         if each.known is None or each.known.kind not in _LIKE_GEMMS:
             continue
@@ -168,7 +168,7 @@ def calls_of(work: Iterable[Work], trace: Trace, contexts: Contexts) -> list[Cal
         if before is not None:
             before.work.append(each)
             continue
-        call = Call(
+        call = HostCall(
             [each],
             context.of_pass,
             context.unit,

@@ -36,7 +36,7 @@ that is none of torch's does between others, mostly Python.
 KINDS: tuple[KernelKind, ...] = KernelKind.__args__  # type: ignore[attr-defined]
 
 
-class Known(NamedTuple):
+class NamedKernel(NamedTuple):
     """What is known of a name.
 
     Attributes:
@@ -310,25 +310,25 @@ _OPERATORS: tuple[_Row, ...] = (
 """The operators of torch, for the profile of a CPU, and for kernels whose names say nothing."""
 
 
-def _compiled(rows: tuple[_Row, ...]) -> tuple[tuple[re.Pattern[str], Known], ...]:
-    return tuple((re.compile(row.pattern), Known(row.kind, row.format)) for row in rows)
+def _compiled(rows: tuple[_Row, ...]) -> tuple[tuple[re.Pattern[str], NamedKernel], ...]:
+    return tuple((re.compile(row.pattern), NamedKernel(row.kind, row.format)) for row in rows)
 
 
 _COMPILED_KERNELS, _COMPILED_OPERATORS = _compiled(_KERNELS), _compiled(_OPERATORS)
 
 
-def _first(rows: tuple[tuple[re.Pattern[str], Known], ...], name: str) -> Known | None:
+def _first(rows: tuple[tuple[re.Pattern[str], NamedKernel], ...], name: str) -> NamedKernel | None:
     return next((known for pattern, known in rows if pattern.search(name)), None)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def of_kernel(name: str) -> Known | None:
+def of_kernel(name: str) -> NamedKernel | None:
     """What a kernel, copy or fill of a device does; None if nobody knows its name."""
     return _first(_COMPILED_KERNELS, name)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def of_operator(name: str) -> Known | None:
+def of_operator(name: str) -> NamedKernel | None:
     """What an operator of torch does; None of one that calls others, and of one that nobody knows."""
     return _first(_COMPILED_OPERATORS, name)
 

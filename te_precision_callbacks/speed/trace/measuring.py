@@ -22,7 +22,7 @@ from te_precision_callbacks.speed.trace.assigning import (
     require_own_gemms,
     require_own_layers,
 )
-from te_precision_callbacks.speed.trace.calls import Call, Work, calls_of, union, work_of
+from te_precision_callbacks.speed.trace.calls import HostCall, Work, calls_of, union, work_of
 from te_precision_callbacks.speed.trace.contexts import Pass, contexts_of
 from te_precision_callbacks.speed.trace.kinds import KernelKind, format_of_types
 from te_precision_callbacks.speed.trace.reading import NOTHING, Trace
@@ -226,7 +226,7 @@ _Key = tuple[str, str, Pass, KernelKind | None, str]
 def _rows(
     trace: Trace,
     work: Sequence[Work],
-    calls: Sequence[Call],
+    calls: Sequence[HostCall],
     units: Mapping[int, str],
     steps: int,
     quantized: QuantizedGemms,
@@ -256,7 +256,7 @@ def _rows(
 _OF_AN_OPTIMIZER = frozenset({"elementwise", "reduction", "norm", "host"})
 
 
-def _format(trace: Trace, each: Work, call: Call, quantized: QuantizedGemms) -> str:
+def _format(trace: Trace, each: Work, call: HostCall, quantized: QuantizedGemms) -> str:
     """The format of a product's operands: by the kernel's name, by the types of its operands, or by the run."""
     if each.known is not None and each.known.format:
         return each.known.format
@@ -273,7 +273,7 @@ def _format(trace: Trace, each: Work, call: Call, quantized: QuantizedGemms) -> 
     return (format_of_types(trace.operands[number].types) if number != NOTHING else "") or by_run
 
 
-def _is_in_bytes(trace: Trace, call: Call, quantized: QuantizedGemms) -> bool:
+def _is_in_bytes(trace: Trace, call: HostCall, quantized: QuantizedGemms) -> bool:
     """Whether a GEMM that fits no product of a run has quantized operands, of a format that the trace does not name."""
     known = call.work[0].known
     return call.product is None and not (known and known.format) and bool(is_low(call, trace, quantized))
@@ -282,7 +282,7 @@ def _is_in_bytes(trace: Trace, call: Call, quantized: QuantizedGemms) -> bool:
 def _notes(
     trace: Trace,
     work: Sequence[Work],
-    calls: Sequence[Call],
+    calls: Sequence[HostCall],
     run: Sequence[Product],
     iterations: tuple[int, ...],
     quantized: QuantizedGemms,

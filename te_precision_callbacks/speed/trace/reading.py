@@ -41,7 +41,7 @@ class HostKind(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Operands:
+class OperatorInputs:
     """The operands that an operator was given.
 
     Attributes:
@@ -123,7 +123,7 @@ class Trace:
     device: str = ""
     rank: int | None = None
     names: list[str] = field(default_factory=list)
-    operands: list[Operands] = field(default_factory=list)
+    operands: list[OperatorInputs] = field(default_factory=list)
     host: HostEvents = field(default_factory=HostEvents)
     on_device: DeviceEvents = field(default_factory=DeviceEvents)
     forward_of: dict[tuple[int, float], tuple[int, float]] = field(default_factory=dict)
@@ -277,7 +277,7 @@ class _Taker:
             number = self._operands[key] = len(self._operands)
             types = facts.get("Input type")
             self._trace.operands.append(
-                Operands(
+                OperatorInputs(
                     tuple(tuple(size for size in one if isinstance(size, int)) for one in shapes if _is_list(one)),
                     tuple(map(str, types)) if isinstance(types, list) else (),
                 )

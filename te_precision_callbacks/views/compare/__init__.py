@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from te_precision_callbacks.views.compare.result import (
         Comparison,
         ComparisonError,
-        Departure,
         FactDifference,
         FirstUnequal,
         Floor,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         LostLoss,
         Pairing,
         Parting,
+        StatisticDeparture,
         Yardstick,
     )
 
@@ -36,7 +36,6 @@ __all__ = [
     "ComparedNumbers",
     "Comparison",
     "ComparisonError",
-    "Departure",
     "FactDifference",
     "FirstUnequal",
     "Floor",
@@ -45,6 +44,7 @@ __all__ = [
     "LostLoss",
     "Pairing",
     "Parting",
+    "StatisticDeparture",
     "Yardstick",
     "compare",
     "write_comparison",

@@ -38,7 +38,7 @@ _MOST_POINTS = 1000
 _MOST_CURVES = 1500
 
 
-class Curve(NamedTuple):
+class ComparedSeries(NamedTuple):
     """Both sides of a series.
 
     Attributes:
@@ -67,7 +67,7 @@ class Curve(NamedTuple):
 
 
 @dataclass
-class Grid:
+class DifferenceGrid:
     """How far apart the sides are in a statistic of a tensor, layer by step.
 
     Attributes:
@@ -113,8 +113,8 @@ class ComparedNumbers:
     columns: Columns
 
     def __init__(self) -> None:
-        self._curves: list[Curve] = []
-        self._grids: dict[Family, Grid] = {}
+        self._curves: list[ComparedSeries] = []
+        self._grids: dict[Family, DifferenceGrid] = {}
         self._places: dict[Family, dict[Subject, tuple[int, int]]] = {}
 
     def taking(self, a: Side, b: Side, paired: Sequence[Subject]) -> Callable[[Compared], None]:
@@ -143,16 +143,16 @@ class ComparedNumbers:
             self._places[key] = {
                 each: (_rank(each), int(row)) for each, row in zip(subjects, np.searchsorted(rows, layers), strict=True)
             }
-            self._grids[key] = Grid(*key, "", rows, np.nan)
+            self._grids[key] = DifferenceGrid(*key, "", rows, np.nan)
         return self._take
 
     @property
-    def grids(self) -> list[Grid]:
+    def grids(self) -> list[DifferenceGrid]:
         """Those that have numbers."""
         return [grid for grid in self._grids.values() if grid.cells]
 
     @property
-    def curves(self) -> list[Curve]:
+    def curves(self) -> list[ComparedSeries]:
         """Those that depart, the strongest first, then the others; no more than there is room for."""
         return sorted(self._curves, key=_interest)
 
@@ -210,12 +210,12 @@ class ComparedNumbers:
             )
             departs = number in begin_of
             found = (part.subjects[number], departs, strength, every, part.iterations[at])
-            self._curves.append(Curve(*found, a, b, low, high, below, above))
+            self._curves.append(ComparedSeries(*found, a, b, low, high, below, above))
             if len(self._curves) >= 2 * _MOST_CURVES:
                 self._curves = self.curves[:_MOST_CURVES]
 
 
-def _interest(curve: Curve) -> tuple[bool, float]:
+def _interest(curve: ComparedSeries) -> tuple[bool, float]:
     return not curve.departs, -curve.strength
 
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, Curve, Grid
+from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, ComparedSeries, DifferenceGrid
 from te_precision_callbacks.views.compare.loss import loss_curves
 from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
-from te_precision_callbacks.views.compare.result import Comparison, Departure, Parting
+from te_precision_callbacks.views.compare.result import Comparison, Parting, StatisticDeparture
 from te_precision_callbacks.views.compare.wording import (
     difference,
     first_lines,
@@ -34,8 +34,8 @@ from te_precision_callbacks.views.compare.wording import (
 )
 from te_precision_callbacks.views.report.data import finding_on_page
 from te_precision_callbacks.views.report.overview import Columns
-from te_precision_callbacks.views.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
-from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, Frame, output_path, write_bytes
+from te_precision_callbacks.views.report.packing import LEVELS, Packed, PackedScale, narrowed, steps_between
+from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
 from te_precision_callbacks.views.report.subjects import layer_name
 
 _SCRIPTS = ("findings", "comparison")
@@ -64,7 +64,7 @@ def write_comparison(
         MissingExtraError: plotly is not installed.
     """
     found = output_path(path)
-    frame = Frame(_SCRIPTS)
+    frame = PageTemplate(_SCRIPTS)
     packed = Packed(most - frame.size - FOR_FACTS)
     told = _told(result, numbers, packed)
     return write_bytes(found, frame.filled(f"{result.a} and {result.b}", told, packed.texts).encode())
@@ -124,7 +124,7 @@ def _parting(parting: Parting, layer_of: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _departure(departure: Departure) -> dict[str, Any]:
+def _departure(departure: StatisticDeparture) -> dict[str, Any]:
     return {
         "statistic": visible(departure.statistic),
         "gemm": departure.gemm,
@@ -143,7 +143,7 @@ def _place(scope: str, layer: str, layer_of: dict[str, int]) -> dict[str, Any]:
     return {"layer": layer_of[layer_name(scope, layer)] if layer else -1}
 
 
-def _curve(curve: Curve, layer_of: dict[str, int], packed: Packed) -> dict[str, Any] | None:
+def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> dict[str, Any] | None:
     """The curve for the page; None if there is no room for it."""
     columns = (curve.a, curve.b, curve.low, curve.high, curve.below, curve.above)
     arrays = packed.try_put(steps_between(curve.iterations), *(narrowed(column) for column in columns))
@@ -175,14 +175,14 @@ def _families(numbers: ComparedNumbers, packed: Packed) -> tuple[list[dict[str, 
     return found, [f"{len(missing)} heat maps have no room in this page, such as {some}."] if missing else []
 
 
-def _family(grid: Grid, columns: Columns, packed: Packed) -> dict[str, Any] | None:
+def _family(grid: DifferenceGrid, columns: Columns, packed: Packed) -> dict[str, Any] | None:
     """The heat map of a statistic for the page; None if there is no room for it."""
     used = np.flatnonzero(np.any([~np.isnan(cells).all(0) for cells in grid.cells.values()], 0))
     own = columns.take(used)
     sizes = np.abs(np.concatenate([cells[np.isfinite(cells)] for cells in grid.cells.values()]))
     # Beyond what counts the colours are logarithmic: one wild layer hides nothing in the others.
     largest = float(max(sizes.max(initial=0.0), grid.bound))
-    scale = Scale("asinh", -largest, largest, grid.bound, centred=True)
+    scale = PackedScale("asinh", -largest, largest, grid.bound, centred=True)
     of_rank = {rank: cells[:, used] for rank, cells in grid.cells.items()}
     arrays = packed.try_put(
         grid.layers.astype(np.int32),

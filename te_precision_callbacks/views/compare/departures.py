@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.views.compare.judging_scales import LEVEL, NO_NUMBER, Scale, scale_of
+from te_precision_callbacks.views.compare.judging_scales import LEVEL, NO_NUMBER, NoiseScale, scale_of
 from te_precision_callbacks.views.compare.result import FirstUnequal
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Numbers, Side, family
 from te_precision_callbacks.views.compare.spread import BEYOND_NOISE, Noise, Spread, bounds, grouped_quantile, measure
@@ -273,7 +273,7 @@ class _Scales:
         self.families = len(families)
         self.family: Ints = np.array([families[family(each)] for each in subjects], np.int64)
         scales = [scale_of(tensor, statistic) for tensor, _, statistic in families]
-        self._kinds: dict[str, Scale] = {scale.name: scale for scale in scales}
+        self._kinds: dict[str, NoiseScale] = {scale.name: scale for scale in scales}
         names = list(self._kinds)
         self._kind = np.array([names.index(scale.name) for scale in scales])[self.family]
         self.least = np.array([scale.least for scale in scales])
@@ -283,18 +283,18 @@ class _Scales:
 
     def places(self, series: Ints, values: Floats) -> Floats:
         """Where values of these series are on their scales."""
-        return self._each(Scale.places, series, values)
+        return self._each(NoiseScale.places, series, values)
 
     def values(self, series: Ints, places: Floats) -> Floats:
         """The values of these series at places on their scales."""
-        return self._each(Scale.values, series, places)
+        return self._each(NoiseScale.values, series, places)
 
     def apart_by_factors(self, factors: Floats) -> Floats:
         """[series]: how far a factor moves each on its scale."""
         units = np.array([scale.of_a_factor for scale in self._kinds.values()])[self._kind]
         return np.asarray(units * np.abs(np.log2(factors)))
 
-    def _each(self, apply: Callable[[Scale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:
+    def _each(self, apply: Callable[[NoiseScale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:
         found = np.empty(len(numbers))
         kinds = self._kind[series]
         for number, scale in enumerate(self._kinds.values()):

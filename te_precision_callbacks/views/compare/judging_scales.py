@@ -31,7 +31,7 @@ NO_NUMBER = 1000.0
 
 
 @dataclass(frozen=True)
-class Scale:
+class NoiseScale:
     """A scale.
 
     Attributes:
@@ -84,9 +84,9 @@ def _same(values: Values, magnitudes: Values) -> Values:
     return values
 
 
-MAGNITUDE = Scale("magnitude", "powers of two", 0.01, 1.0, 1.0, _powers, _from_powers)
-SQUARE = Scale("square", "powers of two", 0.01, 2.0, 2.0, _powers, _from_powers)
-LEVEL = Scale(
+MAGNITUDE = NoiseScale("magnitude", "powers of two", 0.01, 1.0, 1.0, _powers, _from_powers)
+SQUARE = NoiseScale("square", "powers of two", 0.01, 2.0, 2.0, _powers, _from_powers)
+LEVEL = NoiseScale(
     "level",
     "of its size",
     0.02,
@@ -95,10 +95,10 @@ LEVEL = Scale(
     lambda values, sizes: np.arcsinh(values / sizes),
     lambda places, sizes: sizes * np.sinh(places),
 )
-SHARE = Scale("share", "points", 0.02, 5.0, 0.0, _same, _same)
-DECIBELS = Scale("decibels", "dB", 0.1, 3.0, 0.0, _same, _same)
-POWERS = Scale("powers", "powers of two", 0.05, 12.0, 0.0, _same, _same)
-COUNT = Scale(
+SHARE = NoiseScale("share", "points", 0.02, 5.0, 0.0, _same, _same)
+DECIBELS = NoiseScale("decibels", "dB", 0.1, 3.0, 0.0, _same, _same)
+POWERS = NoiseScale("powers", "powers of two", 0.05, 12.0, 0.0, _same, _same)
+COUNT = NoiseScale(
     "count",
     "powers of two",
     0.01,
@@ -118,7 +118,7 @@ _BY_UNIT = {
 }
 
 
-def scale_of(tensor: str, statistic: str) -> Scale:
+def scale_of(tensor: str, statistic: str) -> NoiseScale:
     """The scale of a statistic.
 
     Args:

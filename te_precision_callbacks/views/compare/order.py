@@ -19,7 +19,7 @@ _IN_BACKWARD = {"gradient": 0, "dgrad": 1, "wgrad": 2}
 FORWARD, BACKWARD, AFTERWARDS = 0, 1, 2
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """Where in a step a number belongs; places compare as they follow each other.
 
     Attributes:
@@ -64,16 +64,16 @@ class Order:
                 if subject.layer:
                     self._forward.setdefault((subject.scope, subject.layer), behind + len(self._forward))
 
-    def place(self, subject: Subject) -> Place:
+    def place(self, subject: Subject) -> StepPlace:
         """Where a subject belongs."""
         layer = (subject.scope, subject.layer)
         stage = _stage(subject.scope)
         if subject.tensor in _IN_FORWARD:
-            return Place(FORWARD, stage, self._forward.get(layer, math.inf), _IN_FORWARD[subject.tensor])
+            return StepPlace(FORWARD, stage, self._forward.get(layer, math.inf), _IN_FORWARD[subject.tensor])
         if subject.tensor in _IN_BACKWARD:
             backward = self._backward.get(layer, -self._forward.get(layer, -math.inf))
-            return Place(BACKWARD, -stage, backward, _IN_BACKWARD[subject.tensor])
-        return Place(AFTERWARDS, 0, self._forward.get(layer, math.inf), 0)
+            return StepPlace(BACKWARD, -stage, backward, _IN_BACKWARD[subject.tensor])
+        return StepPlace(AFTERWARDS, 0, self._forward.get(layer, math.inf), 0)
 
 
 def _stage(scope: str) -> int:

@@ -19,7 +19,7 @@ from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.departures import Found
 from te_precision_callbacks.views.compare.judging_scales import MAGNITUDE, scale_of
 from te_precision_callbacks.views.compare.order import Order
-from te_precision_callbacks.views.compare.result import Departure, Parting
+from te_precision_callbacks.views.compare.result import Parting, StatisticDeparture
 
 _SHARE = 0.75
 """A tensor that has departed by this share of another one's difference accounts for it."""
@@ -95,8 +95,8 @@ def _parting(group: Sequence[Found], source: Found | None) -> Parting:
     )
 
 
-def _departure(found: Found) -> Departure:
-    return Departure(
+def _departure(found: Found) -> StatisticDeparture:
+    return StatisticDeparture(
         statistic=found.subject.statistic,
         gemm=found.subject.gemm,
         iteration=found.iteration,
@@ -117,7 +117,7 @@ def _is_factor_below_zero(found: Found) -> bool:
     return scale_of(found.subject.tensor, found.subject.statistic) is MAGNITUDE and found.a < 0 and found.b < 0
 
 
-class _Line(NamedTuple):
+class _StatisticLine(NamedTuple):
     """The differences of one statistic along the forward or the backward, in the order of the step.
 
     Attributes:
@@ -140,7 +140,7 @@ class _Sources:
     def __init__(self, tensors: Mapping[_Key, Sequence[Found]], order: Order) -> None:
         self._by_key = tensors
         self._turns: dict[str, dict[tuple[str, str], int]] = {}
-        self._lines: dict[tuple[str, int | None, str], _Line] = {}
+        self._lines: dict[tuple[str, int | None, str], _StatisticLine] = {}
         for line in _ALONG:
             subjects = {
                 (scope, layer): order.place(group[0].subject._replace(tensor=line))
@@ -154,7 +154,7 @@ class _Sources:
                     if each.subject.tensor in _MADE_OF[line]:
                         found.setdefault((each.subject.rank, each.subject.statistic), []).append(each)
             for (rank, statistic), those in found.items():
-                self._lines[line, rank, statistic] = _Line(
+                self._lines[line, rank, statistic] = _StatisticLine(
                     np.array([turns[each.subject[:2]] for each in those]),
                     those,
                     np.array([each.since for each in those]),

@@ -31,7 +31,7 @@ class FactDifference:
 
 
 @dataclass(frozen=True)
-class Departure:
+class StatisticDeparture:
     """A statistic that departs, and stays away.
 
     Attributes:
@@ -89,12 +89,12 @@ class Parting:
     rank: int | None
     iteration: int
     since: int
-    departures: tuple[Departure, ...]
+    departures: tuple[StatisticDeparture, ...]
     origin: Origin
     source: str
 
     @property
-    def strongest(self) -> Departure:
+    def strongest(self) -> StatisticDeparture:
         """The statistic that is farthest beyond its bound."""
         return self.departures[0]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.views.compare.judging_scales import NO_NUMBER, ZERO_BELOW
-from te_precision_callbacks.views.compare.result import Comparison, Departure, LossComparison, Pairing, Parting
+from te_precision_callbacks.views.compare.result import Comparison, LossComparison, Pairing, Parting, StatisticDeparture
 
 MOST_NAMES = 3
 """The names that a sentence lists."""
@@ -146,7 +146,7 @@ def origin(parting: Parting) -> str:
     return parting.origin if not parting.source else f"inherited from {parting.source}"
 
 
-def difference(departure: Departure) -> str:
+def difference(departure: StatisticDeparture) -> str:
     """A difference with its unit."""
     value = departure.difference
     if abs(value) > NO_NUMBER:
@@ -160,12 +160,12 @@ def difference(departure: Departure) -> str:
     return f"{value:+.3g} {departure.unit}"
 
 
-def _beyond(departure: Departure) -> str:
+def _beyond(departure: StatisticDeparture) -> str:
     multiple = times(departure)
     return f", {multiple} its ordinary spread" if multiple and departure.spread is not None else ""
 
 
-def times(departure: Departure) -> str:
+def times(departure: StatisticDeparture) -> str:
     """How many times its ordinary spread a difference is; without a noise floor, how many times what counts. Empty for
     a difference with inf or nan, which is no multiple of anything."""
     if abs(departure.difference) > NO_NUMBER:

@@ -44,7 +44,7 @@ from te_precision_callbacks.views.report.format_limits import (
 )
 from te_precision_callbacks.views.report.histograms import PERCENTS, histograms
 from te_precision_callbacks.views.report.overview import Columns, Overview, overviews, pieces
-from te_precision_callbacks.views.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
+from te_precision_callbacks.views.report.packing import LEVELS, Packed, PackedScale, narrowed, steps_between
 from te_precision_callbacks.views.report.speed import speed_facts
 from te_precision_callbacks.views.report.subjects import (
     FamilySeries,
@@ -290,7 +290,7 @@ class _FamilyOnPage:
         row = None if family.request is None else family.request.statistic
         shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
         signed = family.is_signed
-        scale = Scale.of(shown, centred=signed)
+        scale = PackedScale.of(shown, centred=signed)
         self.told: dict[str, Any] = {
             "tensor": visible(family.tensor),
             "statistic": visible(family.statistic),

@@ -25,7 +25,7 @@ _MOST_LAYERS = 3
 
 
 @dataclass(frozen=True)
-class Curve:
+class TrainerCurve:
     """A number that the trainer logs.
 
     Attributes:
@@ -40,13 +40,13 @@ class Curve:
     total: int
 
 
-def scalars(run: RecordedRun) -> list[Curve]:
+def scalars(run: RecordedRun) -> list[TrainerCurve]:
     """The trainer's own numbers: the loss first, those of how fast the machine is last."""
     found = []
     for name in sorted(loss_first(run.curves), key=lambda name: name not in run.metrics):
         iterations, values = run.curves[name]
         shown = _thinned(values, _MOST_POINTS)
-        found.append(Curve(name, iterations[shown], values[shown], len(values)))
+        found.append(TrainerCurve(name, iterations[shown], values[shown], len(values)))
     return found
 
 

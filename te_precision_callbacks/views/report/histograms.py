@@ -24,7 +24,7 @@ PERCENTS = (1, 50, 99)
 
 
 @dataclass(frozen=True)
-class Histogram:
+class TensorHistogram:
     """The histograms of a tensor of a layer, added up over the steps of each column.
 
     Attributes:
@@ -57,7 +57,7 @@ class Histogram:
 
 def histograms(
     run: RecordedRun, of: FamilySeries, columns: Columns, wanted: Collection[int] | None = None
-) -> Iterator[Histogram]:
+) -> Iterator[TensorHistogram]:
     """The histograms of a family, layer by layer.
 
     Args:
@@ -92,7 +92,7 @@ def histograms(
             counts = counts[used]
             filled = np.flatnonzero(counts.any(0))
             low, high = (int(filled[0]), int(filled[-1]) + 1) if filled.size else (0, 1)
-            yield Histogram(
+            yield TensorHistogram(
                 int(of.series[place]),
                 int(of.layer[place]),
                 int(of.rank[place]),

@@ -37,7 +37,7 @@ _FAR = 1e-2
 
 
 @dataclass(frozen=True)
-class Scale:
+class PackedScale:
     """A scale that places finite numbers between two limits.
 
     Attributes:
@@ -55,7 +55,7 @@ class Scale:
     centred: bool = False
 
     @classmethod
-    def of(cls, values: Floats, *, centred: bool = False) -> Scale:
+    def of(cls, values: Floats, *, centred: bool = False) -> PackedScale:
         """The scale for some numbers: linear, unless they span several orders of magnitude.
 
         Args:

@@ -35,7 +35,7 @@ FOR_FACTS = 1_200_000
 """What is kept for the facts of a run, which come beside its numbers."""
 
 
-class Frame:
+class PageTemplate:
     """A page without its data.
 
     Attributes:
@@ -92,7 +92,7 @@ def page(run: RecordedRun, *, most: int = MOST_BYTES, device: Device | None = No
         ReportError: the run has no numbers.
         MissingExtraError: plotly is not installed.
     """
-    frame = Frame(_OF_A_RUN)
+    frame = PageTemplate(_OF_A_RUN)
     data = PageData.of(run, most - frame.size - FOR_FACTS, device)
     return frame.filled(data.told["run"]["name"], data.told, data.arrays)
 

@@ -38,7 +38,7 @@ class ReportError(PrecisionDebugError, ValueError):
 
 
 @dataclass(frozen=True)
-class Layer:
+class ReportLayer:
     """A layer of the run.
 
     Attributes:
@@ -145,7 +145,7 @@ def folder_name(run: RecordedRun) -> str:
     return (above.parent if above.name == FOLDER else above).name or run.run_id
 
 
-def _layers(run: RecordedRun, of_series: list[str]) -> list[Layer]:
+def _layers(run: RecordedRun, of_series: list[str]) -> list[ReportLayer]:
     columns = (run.layers[name].to_pylist() for name in ("scope", "layer", "exec_fwd"))
     placed = ((layer_name(scope, layer), place) for scope, layer, place in zip(*columns, strict=True))
     places = by_place((*placed, *((name, None) for name in of_series)))
@@ -153,7 +153,8 @@ def _layers(run: RecordedRun, of_series: list[str]) -> list[Layer]:
     blocks = {name: visible(_block(name)) for name in places}
     short, short_blocks = ShortNames(shown.values()), ShortNames(blocks.values())
     return [
-        Layer(name, _block(name), short.of(shown[name], SHORT), short_blocks.of(blocks[name], SHORT)) for name in places
+        ReportLayer(name, _block(name), short.of(shown[name], SHORT), short_blocks.of(blocks[name], SHORT))
+        for name in places
     ]
 
 

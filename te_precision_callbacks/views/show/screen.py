@@ -15,7 +15,7 @@ from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.layers.folding import ShortNames, folded
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.views.show.sparklines import sparkline
-from te_precision_callbacks.views.show.view import Event, RunView, WorstSeries
+from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries
 from te_precision_callbacks.views.verdicts import MOST_FINDINGS, more_findings, not_judged_in_words
 
 _LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
@@ -86,7 +86,7 @@ def finding_in_words(finding: Finding) -> str:
     return visible(f"{finding.severity}  {finding}")
 
 
-def event_in_words(event: Event) -> str:
+def event_in_words(event: ShownEvent) -> str:
     """An event as a line."""
     at = "" if event.iteration is None else f"step {event.iteration}"
     named = () if event.ranks == (0,) else event.ranks  # rank 0 speaks for the run
@@ -202,5 +202,5 @@ def _name(series: WorstSeries) -> tuple[str, str]:
     return visible(series.layer), visible(rest)
 
 
-def _event(event: Event) -> Paragraph:
+def _event(event: ShownEvent) -> Paragraph:
     return Paragraph(event_in_words(event), _SEVERITY.get(event.severity, ""))

@@ -79,7 +79,7 @@ class WorstSeries:
 
 
 @dataclass(frozen=True)
-class Event:
+class ShownEvent:
     """Something that happened, as in the store's table of events, on one rank or on several alike."""
 
     iteration: int | None
@@ -140,7 +140,7 @@ class RunView:
     scalars: dict[str, Curve]
     worst: dict[str, tuple[WorstSeries, ...]]
     more_statistics: tuple[str, ...]
-    events: tuple[Event, ...]
+    events: tuple[ShownEvent, ...]
     notes: tuple[str, ...]
     unread: tuple[str, ...]
     lacks: str
@@ -356,9 +356,9 @@ def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) ->
         )
 
 
-def _events(run: RecordedRun) -> Iterable[Event]:
+def _events(run: RecordedRun) -> Iterable[ShownEvent]:
     for row in run.events_of_ranks()[-MOST_EVENTS:]:
-        yield Event(
+        yield ShownEvent(
             row["iteration"],
             tuple(row["ranks"]),
             row["kind"] or "",

@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.session import InspectSession, run_facts
+from te_precision_callbacks.session import InspectSession, facts
 from tests.capability import any_capability, stand_for
 from tests.check.running import BF16
 from tests.conftest import statistics
@@ -61,7 +61,7 @@ def test_a_failure_is_told_once_and_the_run_goes_on(
     def fails(*_: Any) -> None:
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(run_facts, "memory_of_run", fails)
+    monkeypatch.setattr(facts, "memory_of_run", fails)
     run = train(tmp_path)
     assert len(run.memory) == 0
     assert len(run.gemms) > 0

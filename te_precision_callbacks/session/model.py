@@ -1,17 +1,18 @@
-"""The model of a run: its named layers, and what the config does with each layer."""
+"""The model of a run: its layers, their names on all ranks, and what the config does with each layer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
-from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.differences import FlatConfig, flat_config
 from te_precision_callbacks.config.dumping import check_conditions
@@ -19,24 +20,34 @@ from te_precision_callbacks.config.idle import idle_in_words
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
-from te_precision_callbacks.coverage.history import LayerFacts, kept_by_sections
-from te_precision_callbacks.coverage.parallel import Ranks, placements
+from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
+from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.precision_audit import backward_override
-from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.fused import NotFused, choose, paths_in_words
-from te_precision_callbacks.instrumentation.refusals import DebugRefusal, RefusedLayers
-from te_precision_callbacks.instrumentation.upstream import Inspector
+from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import in_sentence
-from te_precision_callbacks.layers.naming import Model, compiled_call, named_roots
+from te_precision_callbacks.layers.naming import (
+    Layer,
+    Model,
+    ModuleTree,
+    NamedModule,
+    NamedOperation,
+    by_given_name,
+    compiled_call,
+    different_at_one_path,
+    module_names,
+    named_attention,
+    named_operations,
+    named_roots,
+    named_te_modules,
+)
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.hooks import watched_modules
-from te_precision_callbacks.session.model_changes import ModelChanges
-from te_precision_callbacks.session.named_layers import NamedLayers
-from te_precision_callbacks.session.results import RunResults
+from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.step_records import LayerInfo
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -48,6 +59,176 @@ _FOR_TRAINER = (
     "transformer_engine.pytorch.checkpoint). With use_reentrant=False alone torch raises a CheckpointError."
 )
 """What makes a checkpoint of the Hugging Face Trainer compute again in low precision."""
+
+
+_MLP_MODES = {"fc1": "column", "fc2": "row"}
+"""The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
+
+
+def placements(
+    modules: Iterable[NamedModule], reduced_over: torch.distributed.ProcessGroup | None
+) -> dict[str, Placement]:
+    """Layer name -> placement, for the layers that have a tensor-parallel group of several ranks.
+
+    Read from Transformer Engine 2.20.2: the attributes ``tp_group``, ``tp_size``, ``parallel_mode`` and
+    ``sequence_parallel`` of the modules in ``pytorch/module``. Other differences are unknown: layers that differ from
+    rank to rank under one name count as copies, unless they have numbers (``Layer.by_number``), or ``process_group``
+    keeps them apart.
+
+    Args:
+        modules: the modules of this rank.
+        reduced_over: the group over which statistics are reduced; None for all ranks.
+    """
+    found: dict[str, Placement] = {}
+    ranks_of = torch.distributed.get_process_group_ranks
+    for named in modules:
+        module: Any = named.module
+        group = getattr(module, "tp_group", None)
+        if getattr(module, "tp_size", 1) < 2 or group is None:
+            continue
+        rank = torch.distributed.get_rank(group)
+        lower = ranks_of(group)[:rank]
+        first = not lower if reduced_over is None else set(lower).isdisjoint(ranks_of(reduced_over))
+        # GroupedLinear communicates nothing, and shows the input of its GEMMs, which was gathered before the layer.
+        gathers = getattr(module, "num_gemms", None) is None
+        sequence_parallel = gathers and bool(getattr(module, "sequence_parallel", False))
+        for layer in named.layers:
+            mode = getattr(module, "parallel_mode", None)
+            if hasattr(module, "set_parallel_mode"):
+                mode = _MLP_MODES.get(layer.name.rpartition(".")[2])
+            found[layer.name] = Placement(rank, first, mode, sequence_parallel)
+    return found
+
+
+class NamedLayers:
+    """Finds the layers of a model, and names them alike on all ranks.
+
+    Args:
+        options: the session's options.
+
+    Attributes:
+        modules: the Transformer Engine modules of this rank.
+        operations: the operations of ``te.ops`` with GEMMs.
+        names: the names of the layers of the modules.
+        of_all: the layers of all ranks that reduce together.
+        given: layer -> the name that the script gave to it and to no other layer.
+    """
+
+    def __init__(self, options: SessionOptions) -> None:
+        self.modules: tuple[NamedModule, ...] = ()
+        self.operations: Sequence[NamedOperation] = ()
+        self.names: frozenset[str] = frozenset()
+        self._attentions: Mapping[int, str] = {}
+        self.of_all: tuple[Layer, ...] = ()
+        self.given: dict[str, str] = {}
+        self._options = options
+        self._by_number = False
+
+    @property
+    def own(self) -> list[Layer]:
+        """The layers of this rank."""
+        return [layer for module in self.modules for layer in module.layers]
+
+    @property
+    def other_names(self) -> dict[int, str]:
+        """The names of attention and operations of ``te.ops`` of this rank, by the id of the module."""
+        operations = {id(found.module): found.layers[0] for found in self.operations if found.layers}
+        return {**self._attentions, **operations}
+
+    @property
+    def of_other_ranks(self) -> list[Layer]:
+        """The layers that other ranks alone have."""
+        return [layer for layer in self.of_all if layer.name not in self.names]
+
+    def attach(self, model: Model, ranks: Ranks) -> None:
+        """Name the layers of a model; on all ranks.
+
+        Raises:
+            SessionError: it is no model.
+        """
+        if named_roots(model) is None:
+            raise SessionError(f"The model must be a torch.nn.Module, or a list or mapping of them, not {model!r}.")
+        self._find(model)
+        layers = ranks.pool(self.own, "layers")
+        if alike := different_at_one_path(layers):
+            self._name_by_number(alike)
+            self._find(model)
+            layers = ranks.pool(self.own, "numbered layers")
+        self._take(layers)
+
+    def follow(self, model: Model) -> None:
+        """Name the layers of a model that has changed, without the other ranks."""
+        self._find(model)
+        self._take([*dict.fromkeys([*self.of_all, *self.own])])
+
+    def _find(self, model: Model) -> None:
+        names, scope = self._options.layer_names or "path", self._options.scope
+        self.modules = named_te_modules(model, names, by_number=self._by_number, scope=scope)
+        self.operations = named_operations(model, by_number=self._by_number, scope=scope)
+        self._attentions = named_attention(model, self.paths(model))
+        self.names = frozenset(layer.name for layer in self.own)
+
+    def _name_by_number(self, alike: Mapping[str, Sequence[str]]) -> None:
+        """Name layers by their number in the whole model, since different layers would share a name."""
+        self._by_number = True
+        if own_rank() == 0:
+            name, numbered = next(iter(alike.items()))
+            logger.warning(
+                "Ranks have different layers at one path, as in pipeline and expert parallelism: %r, for example, is"
+                " %s. Layers are therefore named by the layer_number of their block, counted from 0; experts by the"
+                " first and the last of their numbers; layers without a number by their stage and their rank among the"
+                " experts.",
+                name,
+                " or ".join(map(repr, numbered)),
+            )
+
+    def _take(self, layers: Sequence[Layer]) -> None:
+        self.of_all = tuple(layers)
+        named = by_given_name(layers)
+        self.given.clear()
+        self.given.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
+
+    def paths(self, model: Model) -> dict[int, str]:
+        """The id of each module of a model -> its name."""
+        return module_names(model, by_number=self._by_number, scope=self._options.scope)
+
+
+class ModelChanges:
+    """Compares the modules of a model with those of before, as a whole only if something suggests a change.
+
+    Args:
+        unwatched: the modules that train, and are not watched.
+    """
+
+    def __init__(self, unwatched: Collection[torch.nn.Module]) -> None:
+        self._unwatched = unwatched
+        self._known_outside = 0
+        self._tree: ModuleTree | None = None
+        self._registrations: RemovableHandle | None = None
+
+    def watch(self, model: Model) -> None:
+        """Compare with what a model has now."""
+        self._tree = ModuleTree(model)
+        if self._registrations is None:
+            self._registrations = register_module_module_registration_hook(self._note_registration)
+
+    def release(self) -> None:
+        """No longer follow what is registered in modules."""
+        if self._registrations is not None:
+            self._registrations.remove()
+            self._registrations = None
+
+    def _note_registration(self, module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        if self._tree is not None:
+            self._tree.note_registration(module)
+
+    def found(self) -> bool:
+        """Whether the model has other modules."""
+        outside, self._known_outside = self._known_outside, len(self._unwatched)
+        tree = self._tree
+        if tree is None or not (tree.seems_changed() or self._known_outside != outside):
+            return False
+        return tree.changed()
 
 
 class _Planned(NamedTuple):
@@ -70,54 +251,34 @@ class ObservedModel:
     """Plans the config on the layers of a model, has the modules watched, and follows changes of the model.
 
     Args:
-        options: the session's options.
-        inspector: gets the names and the plan.
+        context: shared state of the run.
         hooks: get the modules.
         engine: gets the split of layers over ranks.
-        results: get the facts about each layer.
-        failures: get errors.
-        notices: the messages that the run has logged once.
-        front_door: what has started the session.
 
     Attributes:
         layers: the layers and their names.
         attached: whether there is a model.
+        model: the model that is watched; an empty sequence before the attach.
         flat_config: the config with its registered features; empty before the attach.
         overrides: layer -> the features that can change the precision of its GEMMs, if it has any.
     """
 
-    def __init__(
-        self,
-        options: SessionOptions,
-        inspector: Inspector,
-        hooks: ForwardHooks,
-        engine: StatisticsEngine,
-        results: RunResults,
-        failures: ObservationFailures,
-        notices: Notices,
-        front_door: str,
-    ) -> None:
-        self.layers = NamedLayers(options)
+    def __init__(self, context: RunContext, hooks: ForwardHooks, engine: StatisticsEngine) -> None:
+        self.layers = NamedLayers(context.options)
         self.attached = False
         self.flat_config: FlatConfig = {}
         self.overrides: Mapping[str, tuple[str, ...]] = {}
-        self._options = options
-        self._inspector = inspector
+        self.model: Model = ()
+        self._context = context
+        self._options = context.options
+        self._inspector = context.inspector
         self._hooks = hooks
         self._engine = engine
-        self._results = results
-        results.not_measured = hooks.gemm_errors.not_measured
-        self._failures = failures
-        self._notices = notices
-        self._front_door = front_door
-        self._refused = RefusedLayers(strict=options.strict)
+        self._results = context.results
+        self._results.not_measured = hooks.gemm_errors.not_measured
+        self._notices = context.notices
+        self._refused = hooks.answers.refused
         self._changes = ModelChanges(hooks.answers.unwatched)
-        self._model: Model = ()
-
-    @property
-    def model(self) -> Model:
-        """The model that is watched; an empty sequence before the attach."""
-        return self._model
 
     @property
     def unmeasured(self) -> str:
@@ -126,14 +287,14 @@ class ObservedModel:
 
     # ------------------------------------------------------------------ a model that is given
 
-    def attach(self, model: Model, ranks: Ranks) -> None:
+    def attach(self, model: Model) -> None:
         """Name and watch a model, instead of the model that was watched before; on all ranks, inside of
         :meth:`Ranks.together`.
 
         Raises:
             ConfigError, SessionError: as in ``InspectSession.attach``.
         """
-        options, inspector = self._options, self._inspector
+        options, inspector, ranks = self._options, self._inspector, self._context.ranks
         inspector.forget_names()
         self.layers.attach(model, ranks)
         planned = self._plan(model)
@@ -147,8 +308,8 @@ class ObservedModel:
         for text in idle_in_words(options.config, planned.sections):
             logger.warning("%s", text)
         if not self.layers.of_all:
-            logger.warning("%s", without_layers(goes_on, self._front_door))
-        self._model = model
+            logger.warning("%s", without_layers(goes_on, self._context.loop.front_door))
+        self.model = model
         self._observe(planned)
         self._changes.watch(model)
         self._count_products()
@@ -213,14 +374,14 @@ class ObservedModel:
             before = {id(module.module): module.name for module in self.layers.modules}
             try:
                 self._inspector.forget_names()
-                self.layers.follow(self._model)
-                self._observe(self._plan(self._model))
+                self.layers.follow(self.model)
+                self._observe(self._plan(self.model))
                 self._count_products()
             except ObservationError:
                 raise
             except Exception as error:
-                self._failures.report("following", "the changed model", error)
-            self._changes.watch(self._model)
+                self._context.failures.report("following", "the changed model", error)
+            self._changes.watch(self.model)
             self._say_changed(before)
         elif self._hooks.answers.unwatched and self._notices.first("unwatched"):
             logger.warning(
@@ -235,11 +396,11 @@ class ObservedModel:
     @property
     def roots(self) -> list[torch.nn.Module]:
         """The models that were attached."""
-        return [root for _, root in named_roots(self._model) or ()]
+        return [root for _, root in named_roots(self.model) or ()]
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules of the model into which hooks reach, by name; without the model itself."""
-        names, roots = self.layers.paths(self._model), tuple(named_roots(self._model) or ())
+        names, roots = self.layers.paths(self.model), tuple(named_roots(self.model) or ())
         whole = {id(root) for _, root in roots}
         for _, module in watched_modules(roots):
             if id(module) in names and id(module) not in whole and compiled_call(module) is None:
@@ -248,7 +409,7 @@ class ObservedModel:
     def holds(self, *modules: torch.nn.Module | None) -> bool:
         """Whether one of these is a module of the model, of Transformer Engine or not."""
         asked = {id(module) for module in modules}
-        return any(id(module) in asked for _, root in named_roots(self._model) or () for module in root.modules())
+        return any(id(module) in asked for root in self.roots for module in root.modules())
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of the model."""
@@ -256,7 +417,7 @@ class ObservedModel:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
         """The parameters of the model, each once, with the names of their modules before their own, and the modules."""
-        names, seen = self.layers.paths(self._model), set[int]()
+        names, seen = self.layers.paths(self.model), set[int]()
         for root in self.roots:
             for module in root.modules():
                 for own, parameter in module._parameters.items():
@@ -269,6 +430,12 @@ class ObservedModel:
         """Whether an optimizer steps a parameter of the model."""
         own = set(map(id, self.parameters()))
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def end_step(self) -> None:
+        """Note what a step has shown: refused layers, the order of layers, and matrix products."""
+        self.say_refused()
+        self.note_order()
+        self.note_products()
 
     def note_order(self) -> None:
         """Note in which order layers ran for the first time, if any has since the last call."""
@@ -283,11 +450,11 @@ class ObservedModel:
     @property
     def all_names(self) -> list[str]:
         """The names of all modules of this rank and of their layers."""
-        return [*dict.fromkeys([*self.layers.paths(self._model).values(), *sorted(self.layers.names)])]
+        return [*dict.fromkeys([*self.layers.paths(self.model).values(), *sorted(self.layers.names)])]
 
     def _count_products(self) -> None:
         """Count the matrix products of the model, from the next step on."""
-        self._hooks.count_products(self._model, self.layers.paths(self._model))
+        self._hooks.count_products(self.model, self.layers.paths(self.model))
 
     @property
     def enters_autocast(self) -> bool:
@@ -305,14 +472,14 @@ class ObservedModel:
         if step.has_backward:
             self._results.audit.note_backward()
 
-    def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, LayerFacts]:
+    def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, HighPrecisionFacts]:
         """The facts that say why GEMMs of layers are not in low precision."""
         sections = {section.name: section for section in self._options.config.enabled_sections}
         overrides = {
             layer.name: backward_override(named.module) or "" for named in self.layers.modules for layer in named.layers
         }
         return {
-            info.name: LayerFacts(
+            info.name: HighPrecisionFacts(
                 kept_by_sections(sections[name] for name in info.sections),
                 overrides.get(info.name, ""),
                 info.name in recomputed_outside,
@@ -330,7 +497,7 @@ class ObservedModel:
                 len(named),
                 "" if len(named) == 1 else "s",
                 in_sentence(*named, most=2),
-                _FOR_TRAINER if self._front_door == "transformers" else remedy(Reason.RECOMPUTED, ""),
+                _FOR_TRAINER if self._context.loop.front_door == "transformers" else remedy(Reason.RECOMPUTED, ""),
             )
 
     def _say_changed(self, before: dict[int, str]) -> None:
@@ -348,12 +515,6 @@ class ObservedModel:
             )
 
     # ------------------------------------------------------------------ what Transformer Engine refuses
-
-    def note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
-        """Note a forward that is left as it is."""
-        names = {layer.name for named in self.layers.modules if named.module is module for layer in named.layers}
-        acting = [info.name for info in self._results.layers.now if info.name in names and info.features]
-        self._refused.note(acting, refusal)
 
     def say_refused(self) -> None:
         """Warn of the layers that are left as they are since the last call."""

@@ -1,5 +1,4 @@
-"""Warns of a training loop that forgets ``step()`` or ``model.train()``, or calls ``step()`` more than once for a step
-of the optimizer: iterations would be too few, evaluations, or too many."""
+"""Observation of the script's training loop: steps of optimizers, missing and extra calls of ``step()``, the loss."""
 
 from __future__ import annotations
 
@@ -7,15 +6,21 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.before_calls import BeforeCalls
+from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.instrumentation.answers import MOST_FORWARDS
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.layers.folding import in_sentence
+from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule
-from te_precision_callbacks.session.loop import Loop
+from te_precision_callbacks.session.context import RunContext
+from te_precision_callbacks.session.model import ObservedModel
 
 logger = logging.getLogger(__name__)
 
@@ -45,34 +50,75 @@ def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
     return bool(modules) and not any(named.module.training for named in modules)
 
 
-class ForgottenSteps:
-    """Counts what runs between two calls of ``step()``, and warns once.
+def has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether a backward has given one of the parameters a gradient; ``zero_grad(set_to_none=False)`` leaves zeros.
+    Each device is waited for once."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(gradient.layout != torch.strided for gradient in gradients) or is_capturing():
+        return bool(gradients)
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # DTensor: this rank's part
+        found.setdefault(own.device, []).append(own.any())
+    return any(bool(torch.stack(flags).any()) for flags in found.values())
+
+
+class OptimizerHooks:
+    """Calls a run before and after each step of an optimizer, from :meth:`begin` to :meth:`remove`.
 
     Args:
-        notices: the messages of the run that have been logged once.
-        loop: the front door's facts about the training loop.
-        is_of_model: whether an optimizer steps a parameter of the session's model.
-        parameters: gives the parameters of the model.
-        iteration: gives the debug iteration.
-
-    Attributes:
-        has_stepped: whether a step has ended.
+        before, after: methods of the run, which the hooks do not keep alive.
     """
 
     def __init__(
-        self,
-        notices: Notices,
-        loop: Loop,
-        is_of_model: Callable[[torch.optim.Optimizer], bool],
-        parameters: Callable[[], Iterable[torch.nn.Parameter]],
-        iteration: Callable[[], int],
+        self, before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
     ) -> None:
+        self._calls = weakref.WeakMethod(before), weakref.WeakMethod(after)
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self) -> None:
+        """Begin to call, if that was not done yet."""
+        if not self._handles:
+            before, after = map(_hook, self._calls)
+            self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def remove(self) -> None:
+        """Call no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _hook(method: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]) -> Callable[..., None]:
+    @outside_of_dynamo
+    def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found = method()
+        if found is not None:
+            found(optimizer)
+
+    return call
+
+
+class LoopChecks:
+    """Counts what runs between two calls of ``step()``, and warns once of a loop that calls it too rarely or too often.
+
+    Args:
+        context: shared state of the run.
+        model: the model.
+
+    Attributes:
+        has_stepped: whether a step has ended.
+        optimizer_steps: the steps of the optimizer that has made the most; -1 if there was none, as on a rank without
+            parameters. Ranks that train together make the same number.
+    """
+
+    def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self.has_stepped = False
-        self._notices = notices
-        self._loop = loop
-        self._is_of_model = is_of_model
-        self._parameters = parameters
-        self._iteration = iteration
+        self.optimizer_steps = -1
+        self._context = context
+        self._notices = context.notices
+        self._loop = context.loop
+        self._model = model
+        self._all_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._watched: weakref.ref[torch.nn.Parameter] | None = None
         self._gradient: object = None
@@ -82,15 +128,15 @@ class ForgottenSteps:
     @property
     def has_trained(self) -> bool:
         """Whether an optimizer of the model has stepped since the last ``step()``."""
-        return any(self._is_of_model(optimizer) for optimizer in list(self._steps))
+        return any(self._model.is_trained_by(optimizer) for optimizer in list(self._steps))
 
-    def end_step(self, modules: Sequence[NamedModule], *, in_regions: bool) -> None:
+    def end_step(self, *, in_regions: bool) -> None:
         """Note that a debug iteration has ended; warn after the first one if the model is trained in evaluation mode.
 
         Args:
-            modules: the modules that are observed.
             in_regions: whether the iteration has entered a region of ``te.autocast``.
         """
+        modules = self._model.layers.modules
         if not self.has_stepped and is_in_evaluation(modules) and self.has_trained and own_rank() == 0:
             logger.warning(
                 "The optimizer has stepped, but all observed layers are in evaluation mode (%s). Their forwards count"
@@ -129,7 +175,7 @@ class ForgottenSteps:
         """Whether a gradient of the model has changed since the last call, by one of its parameters."""
         watched = None if self._watched is None else self._watched()
         if watched is None and search:
-            watched = next((each for each in self._parameters() if each.grad is not None), None)
+            watched = next((each for each in self._model.parameters() if each.grad is not None), None)
             self._watched = None if watched is None else weakref.ref(watched)
         before, gradient = self._gradient, None if watched is None else watched.grad
         self._gradient = None if gradient is None else (id(gradient), gradient._version)
@@ -137,6 +183,8 @@ class ForgottenSteps:
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of an optimizer, and warn at the tenth."""
+        ever = self._all_steps[optimizer] = self._all_steps.get(optimizer, 0) + 1
+        self.optimizer_steps = max(self.optimizer_steps, ever)
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if count == MOST_OPTIMIZER_STEPS:
             self._say(optimizer, count, "Ignore this warning if one debug iteration is to hold so many of them.")
@@ -148,26 +196,63 @@ class ForgottenSteps:
                 if count > 1:
                     self._say(optimizer, count, "")
 
-    def note_forwards(self, name: str) -> None:
-        """Note that a module, which has this name, has run :data:`MOST_FORWARDS` training forwards."""
-        if not self._loop.trainer_steps and own_rank() == 0 and self._notices.first("forgotten"):
-            logger.warning(
-                "%s has run %d forwards in training without a step(). A debug iteration lasts from step() to step(),"
-                " called after each step of the optimizer: without it every forward belongs to iteration %d, and no"
-                " statistics are logged. Ignore this warning if one optimizer step accumulates so many micro-batches.",
-                name,
-                MOST_FORWARDS,
-                self._iteration(),
-            )
-
     def _say(self, optimizer: torch.optim.Optimizer, count: int, ignored: str) -> None:
-        if own_rank() == 0 and self._is_of_model(optimizer) and self._notices.first("forgotten"):
+        if own_rank() == 0 and self._model.is_trained_by(optimizer) and self._notices.first("forgotten"):
             logger.warning(
                 "%s has stepped %d times without a step() of precision debugging, so all of that belongs to debug"
                 " iteration %d. %s%s",
                 type(optimizer).__name__,
                 count,
-                self._iteration(),
+                self._context.iteration,
                 _REMEDIES.get(self._loop.front_door, _REMEDY),
                 f" {ignored}" if ignored else "",
             )
+
+
+class BackwardLoss:
+    """Averages the losses with which ``owner.backward(loss)`` is called in a step, until it is removed.
+
+    Nothing is copied from a device.
+
+    Args:
+        owner: an Accelerator, or a Fabric.
+        failures: receives failures.
+
+    Attributes:
+        remove: stops listening.
+    """
+
+    def __init__(self, owner: Any, failures: ObservationFailures) -> None:
+        self._failures = failures
+        self._sum: torch.Tensor | None = None
+        self._count = 0
+        self._of_last_step: dict[str, torch.Tensor] = {}
+        self._script_logs = False
+        self.remove = BeforeCalls(owner, "backward", self._note).remove
+
+    def note_logged(self, scalars: Mapping[str, Any]) -> None:
+        """Leave the loss to a script that logs it under the same name."""
+        self._script_logs |= "loss" in scalars
+
+    def end_step(self) -> None:
+        """Keep the mean of the step that ends."""
+        self._of_last_step = {} if self._sum is None else {"loss": self._sum / self._count}
+        self._sum, self._count = None, 0
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """The mean of the step that has ended last, as ``loss``, once; empty where the script logs the loss."""
+        loss, self._of_last_step = self._of_last_step, {}
+        return {} if self._script_logs else loss
+
+    @outside_of_dynamo
+    def _note(self, *losses: Any, **keywords: Any) -> None:
+        # accelerator.backward(loss), fabric.backward(tensor, *args, model=None)
+        loss = losses[0] if losses else keywords.get("loss", keywords.get("tensor"))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex() or is_capturing():
+            return
+        try:
+            value = loss.detach().reshape(()).to(torch.float32, copy=True)
+            self._sum = value if self._sum is None else self._sum + value.to(self._sum.device, non_blocking=True)
+            self._count += 1
+        except Exception as error:
+            self._failures.report("reading", "the loss of backward()", error)

@@ -1,4 +1,4 @@
-"""The audit of a resume: is what a checkpoint says of low precision what the resumed run begins with?
+"""The audit of a resume: compares the model's low-precision state and the loss with those of the checkpoint.
 
 Transformer Engine 2.20 restores scales and amax histories in ``load_state_dict``, makes or adapts a module's state in
 its first forward, by the recipe of that forward, and changes the restored state at the end of that forward. So states
@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,21 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_precision_callbacks.base.errors import ResumeAuditError
-from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.differences import config_hash
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
-from te_precision_callbacks.runs.fingerprints.changes import compare, for_log, unsaved_layers
+from te_precision_callbacks.runs.answers import is_loss_of_training
+from te_precision_callbacks.runs.fingerprints.changes import ResumeReport, compare, for_log, unsaved_layers
 from te_precision_callbacks.runs.fingerprints.checkpoint_files import read, write
 from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, FingerprintError
 from te_precision_callbacks.runs.fingerprints.pooling import Pool, Pooled, of_rank
 from te_precision_callbacks.runs.fingerprints.taking import with_layers, with_recipes
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
-from te_precision_callbacks.session.observed_model import ObservedModel
-from te_precision_callbacks.session.results import RunResults
+from te_precision_callbacks.session.context import RunContext
+from te_precision_callbacks.session.model import ObservedModel
 
 logger = logging.getLogger(__name__)
 
@@ -71,33 +72,17 @@ class ResumeAudit:
     the session has stopped.
 
     Args:
+        context: shared state of the run; its results know how layers trained, and get the report.
         model: the run's model.
-        results: know how layers trained, and get the report.
         records: record the run; None if it is not recorded.
-        failures: get failures of the audit.
-        notices: the messages of the run that have been logged once.
-        front_door: what has started the session.
-        strict: whether results raise.
     """
 
-    def __init__(
-        self,
-        model: ObservedModel,
-        results: RunResults,
-        records: RecordSink | None,
-        failures: ObservationFailures,
-        notices: Notices,
-        front_door: str,
-        *,
-        strict: bool,
-    ) -> None:
+    def __init__(self, context: RunContext, model: ObservedModel, records: RecordSink | None) -> None:
         self._model: ObservedModel | None = model
-        self._results = results
+        self._context = context
+        self._results = context.results
         self._records = records
-        self._failures = failures
-        self._notices = notices
-        self._converts = front_door in ("accelerate", "transformers")
-        self._strict = strict
+        self._failures = context.failures
         self._run_id = new_run_id()
         self._pool = Pool()
         self._left: list[tuple[weakref.ref[torch.nn.Module], str, tuple[Layer, ...]]] = []
@@ -160,8 +145,10 @@ class ResumeAudit:
             return None
         try:
             taken = with_recipes(self._with_layers(iteration), modules, self._results.audit.trained_in_fp8)
-            if (unsaved := unsaved_layers(taken)) is not None and own_rank() == 0 and self._notices.first("unsaved"):
-                remedy = _OF_ACCELERATE if self._converts else "Evaluate inside of te.autocast"
+            context, unsaved = self._context, unsaved_layers(taken)
+            if unsaved is not None and own_rank() == 0 and context.notices.first("unsaved"):
+                converts = context.loop.front_door in ("accelerate", "transformers")
+                remedy = _OF_ACCELERATE if converts else "Evaluate inside of te.autocast"
                 logger.warning("%s %s", unsaved, _EVALUATE_IN_FP8 % remedy)
             return taken
         except Exception as error:
@@ -213,7 +200,7 @@ class ResumeAudit:
                 fingerprint = Fingerprint.from_text(saved)
                 self._saved = {fingerprint.rank: fingerprint}
         except FingerprintError as error:
-            if self._strict:
+            if self._context.options.strict:
                 raise
             logger.warning("The resume cannot be audited. %s", error)
             return
@@ -290,7 +277,7 @@ class ResumeAudit:
         if not report.findings:
             logger.debug("The resume has restored what the checkpoint of iteration %d had.", report.iteration)
             return
-        if self._strict:
+        if self._context.options.strict:
             raise ResumeAuditError(f"{report}\n{_REMEDY}")
         own = for_log(report)
         if own.findings:
@@ -300,3 +287,98 @@ class ResumeAudit:
         self._saved, self._restored = {}, None
         while self._handles:
             self._handles.pop().remove()
+
+
+NAMES = ("loss", "train_loss", "train/loss", "training_loss", "train_loss_step")
+"""The names under which scripts and trainers log the training loss."""
+
+
+_KEPT = 20
+"""Losses in a checkpoint: the noise that the rule diverging-loss compares the first steps after a resume with."""
+
+
+class ResumedLoss:
+    """The last training losses before a checkpoint, and the first one after the resume::
+
+        loss.note(2, {"loss": 0.31})           # what is logged in a step; reads nothing of a tensor
+        checkpoint["loss"] = loss.saved()
+
+        loss.restore(checkpoint["loss"])       # in the resumed run
+        loss.note(3, {"loss": 0.35})
+        loss.tell(session.resume_report)       # a warning, if the resume has not restored everything
+
+    Attributes:
+        restored: the losses of the checkpoint, the oldest first, until :meth:`take_restored`.
+    """
+
+    def __init__(self) -> None:
+        self.restored: list[float] = []
+        self._recent: deque[Any] = deque(maxlen=_KEPT)
+        self._last: tuple[int, Any] | None = None
+        self._before: tuple[int, float] | None = None
+
+    def note(self, step: int, values: Mapping[str, Any]) -> None:
+        """Note the training loss among what is logged in a step, under one of :data:`NAMES`, if it is there: a number,
+        or a tensor with one element, which is read when it is needed."""
+        loss = next((values[name] for name in NAMES if name in values), None)
+        if is_scalar(loss):
+            self._last = step, loss.detach().clone() if isinstance(loss, torch.Tensor) else loss
+            self._recent.append(self._last[1])
+
+    def saved(self) -> dict[str, Any]:
+        """The last loss, for a checkpoint: ``loss`` and ``loss_step``; after a resume that of the resumed checkpoint,
+        until another one is there; and ``losses``, the last ones. Empty without one."""
+        last = self._last or self._before
+        losses = to_floats(self._recent)
+        return {} if last is None else {"loss": float(last[1]), "loss_step": last[0], "losses": losses}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take the loss of a checkpoint, which may have none."""
+        self._last = self._before = None
+        self.restored = [float(loss) for loss in state.get("losses", ())]
+        self._recent = deque(self.restored, _KEPT)
+        if state.keys() >= {"loss", "loss_step"}:
+            self._before = int(state["loss_step"]), float(state["loss"])
+
+    def take_restored(self, values: Mapping[str, Any]) -> list[float]:
+        """The losses of the checkpoint, once: when the first training loss after the resume is logged."""
+        if not self.restored or not any(is_loss_of_training(str(name)) for name in values):
+            return []
+        restored, self.restored = self.restored, []
+        return restored
+
+    def tell(self, report: ResumeReport | None) -> None:
+        """Log the loss before and after the resume, once both are there and the audit has come to its end.
+
+        Args:
+            report: that of the audit; None before its end.
+        """
+        if report is None or self._before is None or self._last is None:
+            return
+        before, self._before = self._before, None
+        if report.findings:
+            logger.warning("%s", _in_words(before, (self._last[0], float(self._last[1]))))
+
+
+def losses_before(history: Sequence[Mapping[str, Any]], resumed_at: int) -> list[float]:
+    """The last training losses up to the checkpoint, of the Hugging Face Trainer's log history."""
+    losses = [entry["loss"] for entry in history if "loss" in entry and entry["step"] <= resumed_at]
+    return losses[-_KEPT:]
+
+
+def loss_after_resume(history: Sequence[Mapping[str, Any]], resumed_at: int) -> str | None:
+    """The last training loss logged before the checkpoint, and the first one after it; None if one of them is missing.
+
+    Args:
+        history: the ``log_history`` of the Hugging Face Trainer. A loss in it is the mean over ``logging_steps`` steps.
+        resumed_at: the ``global_step`` of the checkpoint.
+    """
+    losses = [(int(entry["step"]), float(entry["loss"])) for entry in history if "loss" in entry]
+    before = [entry for entry in losses if entry[0] <= resumed_at]
+    after = [entry for entry in losses if entry[0] > resumed_at]
+    return _in_words(before[-1], after[0]) if before and after else None
+
+
+def _in_words(before: tuple[int, float], after: tuple[int, float]) -> str:
+    (last, was), (first, loss) = before, after
+    return f"Training loss: {was:.6g} at step {last}, before the resume; {loss:.6g} at step {first}, after it."

@@ -38,13 +38,12 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
 )
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.scopes import mesh_sizes
-from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.reference import is_installed
 from te_precision_callbacks.runs.fingerprints.taking import QUANTIZED, weights_of
 from te_precision_callbacks.runs.segment_rows import Facts
-from te_precision_callbacks.session.observed_model import ObservedModel
-from te_precision_callbacks.session.results import RunResults
-from te_precision_callbacks.session.resume_audit import versions
+from te_precision_callbacks.session.context import RunContext
+from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.session.resume import versions
 from te_precision_callbacks.sinks.step_records import Event, LayerInfo
 from te_precision_callbacks.speed.memory.planned import memory_of_run
 
@@ -65,20 +64,13 @@ Row = dict[str, Any]
 
 
 class RunFacts:
-    """Gathers the facts of a run for the record store, when they have changed.
+    """Gathers the facts of a run for the rules and the record store, when they have changed."""
 
-    Args:
-        options: the session's options.
-        model: the model.
-        results: the results of the run.
-        front_door: what has started the session.
-    """
-
-    def __init__(self, options: SessionOptions, model: ObservedModel, results: RunResults, front_door: str) -> None:
-        self._options = options
+    def __init__(self, context: RunContext, model: ObservedModel) -> None:
+        self._options = context.options
         self._model = model
-        self._results = results
-        self._front_door = front_door
+        self._results = context.results
+        self._front_door = context.loop.front_door
         self._taken: object = None
         self._rests_until = 0.0
         self._machine: Row | None = None

@@ -1,0 +1,259 @@
+"""The numbers of a step: statistics, reduced over the ranks, and scalars of users' features and of the trainer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.garbage import without_collections
+from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
+from te_precision_callbacks.instrumentation.scalars import ScalarBuffer, is_on_host, is_scalar, to_floats
+from te_precision_callbacks.observation import Observation
+from te_precision_callbacks.session.context import RunContext
+from te_precision_callbacks.session.model import NamedLayers
+from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
+from te_precision_callbacks.statistics.series import Measured, parsed_log_name
+
+logger = logging.getLogger(__name__)
+
+_MOST_KEPT, _LONGEST = 256, 1.0
+"""The tensors, and the seconds, after which the trainer's scalars are copied to the host."""
+
+
+@dataclass
+class EndingStep:
+    """A step, from its end until all sinks have its records. Ctrl-C may interrupt it anywhere in between.
+
+    Attributes:
+        iteration, logging_step: the numbers of the step.
+        begun: when its end began, by ``time.perf_counter``.
+        is_remainder: whether this is no step, but the remainder collected when the session was stopped.
+        local: whether the statistics belong to this rank alone although statistics are reduced.
+        records: the records for the sinks; None if there are none.
+        is_read: whether ``records`` is known.
+        is_judged: whether the rules have seen the records.
+    """
+
+    iteration: int
+    logging_step: int
+    begun: float = field(default_factory=time.perf_counter)
+    is_remainder: bool = False
+    local: bool = False
+    records: StepRecords | None = None
+    is_read: bool = False
+    is_judged: bool = False
+
+
+class StepCollector:
+    """Collects the statistics and scalars of a step, and makes its records.
+
+    Args:
+        context: shared state of the run.
+        observation: has the engine, the source of the statistics.
+        scalars: those of users' features.
+        layers: the layers that the numbers belong to.
+        delayed_scaling: the layers that had no scale.
+
+    Attributes:
+        ending: the step whose records not all sinks have yet; None if there is none.
+        last_logging_step: the logging step of the last step; None before the first one.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        observation: Observation,
+        scalars: ScalarBuffer,
+        layers: NamedLayers,
+        delayed_scaling: DelayedScalingLayers,
+    ) -> None:
+        self.ending: EndingStep | None = None
+        self.last_logging_step: int | None = None
+        self._context = context
+        self._inspector = context.inspector
+        self._observation = observation
+        self._scalars = scalars
+        self._layers = layers
+        self._delayed_scaling = delayed_scaling
+        self._measured: list[Measured] = []
+
+    def _receive(self, measured: Measured, iteration: int) -> None:
+        if measured:
+            self._measured.append(measured)
+
+    def reduce(self, ending: EndingStep, optimizer_steps: int) -> None:
+        """Collect the statistics of a step, reduced over the ranks; all ranks must call this alike."""
+        reduce = self._context.ranks.several
+        self._observation.take(ending.iteration, self._receive, reduce=reduce, optimizer_steps=optimizer_steps)
+
+    def collect_own(self) -> None:
+        """Collect this rank's statistics since the last step, without a collective."""
+        if self._inspector.runs:
+            self._observation.take(self._inspector.iteration, self._receive, reduce=False)
+            self._inspector.log_local_buffers()
+
+    def collect_local(self, ending: EndingStep) -> None:
+        """Collect this rank's statistics, unless those of the step were collected already."""
+        received = list(self._measured)
+        try:
+            self.collect_own()
+        except Exception as error:
+            logger.error("The statistics gathered since the last step cannot be read, and are lost.", exc_info=error)
+        if received and not self._inspector.ended:
+            self._measured = received
+        else:  # also what was collected when the script ended upstream
+            ending.local = self._context.ranks.several
+
+    def read_local(self, ending: EndingStep, *, from_device: bool = True) -> None:
+        """Read the records of a step without the other ranks, if they were not read.
+
+        Args:
+            ending: the step.
+            from_device: whether to read what is not on the host.
+        """
+        self.ending = ending
+        if not ending.is_read:
+            if from_device:
+                self.collect_local(ending)
+            else:
+                self._leave_on_device(ending)
+            try:
+                self.read(ending)
+            except ObservationError:  # something else has ended the step already
+                ending.is_read = True
+        self._clear()
+
+    def _leave_on_device(self, ending: EndingStep) -> None:
+        """Do without what is not on the host."""
+        dropped = self._scalars.drop_from_device()
+        ending.local = self._context.ranks.several and not self._measured
+        if dropped or (self._inspector.runs and self._observation.engine.has_news):
+            logger.warning(
+                "The statistics of iteration %d are not written: they are on the GPU, which is not asked before a"
+                " signal ends the process.",
+                ending.iteration,
+            )
+
+    def read(self, ending: EndingStep) -> StepRecords | None:
+        """The records of a step, with one copy from each device; read once."""
+        if not ending.is_read:
+            ending.records = self._records(ending)
+            ending.is_read = True
+        self._clear()
+        return ending.records
+
+    def finish(self, ending: EndingStep) -> None:
+        """Note that all sinks have the records of a step."""
+        self.last_logging_step, self.ending = ending.logging_step, None
+
+    def remainder(self, logging_step: int | None) -> EndingStep:
+        """The statistics since the last step, at the end of the run.
+
+        Args:
+            logging_step: the logging step of these statistics. None: the step after the last one, or in a run without a
+                step that of the iteration.
+        """
+        iteration = self._inspector.iteration
+        if logging_step is None:
+            last = self.last_logging_step
+            logging_step = self._context.logging_step(iteration) if last is None else last + 1
+        return EndingStep(iteration, logging_step, is_remainder=True)
+
+    @property
+    def completed(self) -> int:
+        """The first iteration that was not run to its end."""
+        ending = self.ending
+        return self._inspector.iteration if ending is None or ending.is_remainder else ending.iteration + 1
+
+    def _clear(self) -> None:
+        self._measured = []
+        self._scalars.clear()
+
+    @without_collections()
+    def _records(self, ending: EndingStep) -> StepRecords | None:
+        names, measured = [name for name, _ in self._scalars.entries], self._measured
+        ranks, results = self._context.ranks, self._context.results
+        if not names and not measured:
+            return None
+        try:
+            values = self._scalars.read()
+            table = results.series
+            own = [table.intern(*parsed_log_name(name, self._layers.names)) for name in names]
+            series = np.concatenate([*(found.series for found in measured), np.array(own, dtype=np.int32)])
+            numbers = np.concatenate([*(found.values for found in measured), np.array(values)])
+            histograms = {number: counts for found in measured for number, counts in found.histograms.items()}
+        except Exception as error:
+            self._clear()
+            self._context.failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
+            return None
+        ending.local |= any(found.local for found in measured)
+        # Where ranks are apart the first one alone writes its numbers; each one those that are left at the end.
+        left_to_first = ending.local and not ending.is_remainder and not ranks.leads
+        reduced = len(series) - len(own) if left_to_first or (ranks.several and not ending.local) else 0
+        layers = {table[number].layer for number in series.tolist()}
+        records = StepRecords(
+            iteration=ending.iteration,
+            logging_step=ending.logging_step,
+            table=table,
+            series=series,
+            values=array("d", numbers.tobytes()),
+            histograms=histograms,
+            local=ending.local,
+            own=[False] * reduced + [True] * (len(series) - reduced),
+            unscaled=self._delayed_scaling.unscaled(ending.iteration, self._layers.modules, layers),
+            observe_seconds=time.perf_counter() - ending.begun,
+        )
+        results.statistics.add(records)
+        return records
+
+
+class TrainerScalars:
+    """Scalars that the trainer or the script logs, until they are copied to the host."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._kept: list[tuple[int, int, str, Any]] = []
+        self._kept_since = 0.0
+
+    def add(self, iteration: int, logging_step: int, values: Mapping[str, Any]) -> None:
+        """Keep the numbers among the values, and the tensors with one element."""
+        if not self._kept:
+            self._kept_since = time.monotonic()
+        for name, value in values.items():
+            if is_scalar(value):
+                kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                self._kept.append((iteration, logging_step, str(name), kept))
+
+    def drop_from_device(self) -> None:
+        """Drop the scalars that are not on the host."""
+        self._kept = [kept for kept in self._kept if is_on_host(kept[-1])]
+
+    def take(self, *, at_once: bool = False) -> list[Scalars]:
+        """The scalars since the last call, on the host. A GPU's are not copied in each step, which would wait for it.
+
+        Args:
+            at_once: whether to copy them in any case.
+        """
+        kept = self._kept
+        on_gpu = any(not is_on_host(value) for *_, value in kept)
+        waits = on_gpu and len(kept) < _MOST_KEPT and time.monotonic() - self._kept_since < _LONGEST
+        if not kept or (waits and not at_once):
+            return []
+        self._kept = []
+        try:
+            numbers = to_floats([value for *_, value in kept])
+        except Exception as error:
+            self._context.failures.report("reading", "the trainer's numbers", error)
+            return []
+        found: dict[tuple[int, int], dict[str, float]] = {}
+        for (iteration, logging_step, name, _), number in zip(kept, numbers, strict=True):
+            found.setdefault((iteration, logging_step), {})[name] = number
+        return [Scalars(iteration, logging_step, values) for (iteration, logging_step), values in found.items()]

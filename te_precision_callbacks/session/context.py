@@ -1,0 +1,74 @@
+"""Shared state of a run, which all its parts receive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.upstream import Inspector
+from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.session.results import RunResults
+
+
+@dataclass
+class LoopFacts:
+    """The facts that an integration gives about the training loop.
+
+    Attributes:
+        trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
+        counts_from: the step under which iteration 0 is logged, unless ``step`` gets another one.
+        front_door: what has started the session, for records: ``lightning``, ``accelerate``, ``transformers``.
+        counts_batches: whether a call of ``step`` in each micro-batch is meant, as with ``step_on="batch"``.
+        has_left: whether the loop has ended without stopping the session; None if it always stops it.
+    """
+
+    trainer_steps: bool = False
+    counts_from: int = 0
+    front_door: str = "session"
+    counts_batches: bool = False
+    has_left: Callable[[], bool] | None = None
+
+    def was_left(self) -> bool:
+        """Whether the loop has ended without stopping the session."""
+        return self.has_left is not None and self.has_left()
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Shared state of a run.
+
+    Attributes:
+        options: the session's options.
+        loop: the facts about the training loop.
+        results: the results, as the parts write them.
+        notices: the messages that were logged once.
+        failures: receives failures of observation.
+        ranks: the ranks that reduce statistics together.
+        inspector: nvidia-dlfw-inspect, which counts the debug iterations.
+    """
+
+    options: SessionOptions
+    loop: LoopFacts
+    results: RunResults
+    notices: Notices
+    failures: ObservationFailures
+    ranks: Ranks
+    inspector: Inspector
+
+    @property
+    def iteration(self) -> int:
+        """The current debug iteration."""
+        return self.inspector.iteration
+
+    def logging_step(self, iteration: int) -> int:
+        """The step under which an iteration is logged, unless the script gives another one."""
+        return iteration + self.loop.counts_from
+
+    def step_in_words(self) -> str:
+        """The current step, as reports of overflows name it."""
+        iteration = self.iteration
+        logged = "" if self.loop.front_door == "session" else f", step {self.logging_step(iteration)}"
+        return f"debug iteration {iteration}{logged}"

@@ -1,0 +1,373 @@
+"""Checks at the end of each step: the rules, the precision contract, the parameters, and activation overflow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.base.errors import SessionError
+from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.config.problems import ConfigError
+from te_precision_callbacks.coverage.contract_keeper import ContractKeeper, PrecisionContractError, require_layers
+from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD, NOTHING, Coverage
+from te_precision_callbacks.coverage.shared_products import shared_products
+from te_precision_callbacks.diagnosis.facts import Facts, Settings
+from te_precision_callbacks.diagnosis.finding import Finding
+from te_precision_callbacks.diagnosis.numbers import Splitter
+from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError, reads_stop
+from te_precision_callbacks.dumps.recording import Recorder
+from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem
+from te_precision_callbacks.instrumentation.replicas import Replicas
+from te_precision_callbacks.layers.naming import Model, named_roots
+from te_precision_callbacks.runs.segment_rows import Facts as RecordedFacts
+from te_precision_callbacks.session.context import RunContext
+from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.session.results import Results
+from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, StepRecords
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.overflow import DebugActivationOverflow
+
+logger = logging.getLogger(__name__)
+
+MOST_NAMES = 1000
+"""The most parameters that an event names for each problem."""
+
+
+class RuleChecks:
+    """Applies the rules to a run while it goes on, warns of each finding once, and stops the run if that is wanted.
+
+    Each method returns the findings as events for the sinks.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._diagnosis = context.results.diagnosis
+        self._splitter = Splitter(context.results.series.__getitem__)
+        self._on_finding = context.options.on_finding
+        self._stops = reads_stop(context.options.on_finding)
+        self._stopping: list[Finding] = []
+
+    def facts(self, facts: RecordedFacts, iteration: int) -> list[Event]:
+        """Check the facts of the run, which have changed."""
+        known = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
+        return self._react(self._diagnosis.know(known, iteration), iteration)
+
+    def scalars(self, scalars: Scalars) -> list[Event]:
+        """Check scalars that the trainer logs. Those of rank 0 are recorded; a finding in those of another rank names
+        that rank, and is recorded as it is."""
+        found = self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None)
+        return self._react(found, scalars.iteration)
+
+    def event(self, event: Event) -> list[Event]:
+        """Check an event of the run. Only what is wrong with parameters was not reported when it happened."""
+        found = self._diagnosis.event(event, None if event.data.get("of_all") else own_rank() or None)
+        return self._react(found, event.iteration) if event.kind == "parameters" else []
+
+    def records(self, records: StepRecords) -> tuple[StepRecords, list[Event]]:
+        """Check the statistics of a step, and return its records with the number of findings so far."""
+        values = np.frombuffer(records.values)
+        rank = own_rank() if world_size() > 1 and all(records.own) else None
+        numbers = self._splitter.step(records.iteration, records.series, values, records.unscaled, rank)
+        events = self._react(self._diagnosis.step(numbers), records.iteration)
+        counts = self._diagnosis.problems
+        return replace(records, findings=counts) if counts else records, events
+
+    def stop_if_wanted(self) -> None:
+        """Stop the run on all ranks together, if a finding of one of them demands it. All of them then name the first
+        finding that one rank alone has.
+
+        Raises:
+            PrecisionFindingError: it does.
+        """
+        ranks = self._context.ranks
+        if ranks.stop_together(own=bool(self._stopping)):
+            alone = [finding for finding in self._stopping if finding.ranks][:1]
+            first = sorted(ranks.pool(alone, "findings"), key=lambda finding: finding.since or 0)[:1]
+            self._stopping += [finding for finding in first if finding not in self._stopping]
+            for finding in first:
+                if own_rank() not in finding.ranks:
+                    self._diagnosis.adopt(finding)
+            self._stop()
+
+    def stop_at_the_end(self) -> None:
+        """Stop a run whose end came before the step that a finding would have stopped.
+
+        Raises:
+            PrecisionFindingError: this rank has such a finding.
+        """
+        if self._stopping:
+            self._stop()
+
+    def _stop(self) -> None:
+        found, self._stopping = self._stopping, []
+        text = "; ".join(map(str, found)) or "another rank has found it, and names it in its own error"
+        remedies = " ".join(dict.fromkeys(f"{finding.remedy}." for finding in found))
+        raise PrecisionFindingError(f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), found)
+
+    def _react(self, found: Sequence[Finding], iteration: int) -> list[Event]:
+        """Warn of findings, and note those that stop the run."""
+        events = []
+        for finding in found:
+            data = finding.as_json()
+            severity = "info" if finding.severity == "note" else finding.severity
+            layer = finding.layers[0] if finding.layers else ""
+            events.append(
+                Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)
+            )
+            if self._stops(finding) or self._asks(finding):
+                self._stopping.append(finding)
+                # The error that stops the run has all that was seen. On several ranks it comes in a later step.
+                logger.warning("%s: %s stops the training.", finding.severity.capitalize(), finding.in_short)
+            elif finding.severity != "note" and (finding.ranks or own_rank() == 0):
+                logger.warning(
+                    "%s: %s. What to do: %s.%s More: te-precision rules %s",
+                    finding.severity.capitalize(),
+                    finding,
+                    finding.remedy,
+                    f" Not a problem if {finding.disproof}." if finding.disproof else "",
+                    finding.rule,
+                )
+        return events
+
+    def _asks(self, finding: Finding) -> bool:
+        """Call the user's function, if there is one: whether it returns "stop"."""
+        if not callable(self._on_finding):
+            return False
+        try:
+            return bool(self._on_finding(finding) == "stop")
+        except Exception as error:
+            self._context.failures.report("calling on_finding= for", finding.rule, error)
+            return False
+
+
+class CheckedContract(NamedTuple):
+    """The result of a check of the contract.
+
+    Attributes:
+        event: the result for the records; None if the contract was not checked.
+        error: the error that ends the run.
+    """
+
+    event: Event | None = None
+    error: PrecisionContractError | None = None
+
+
+class ContractCheck:
+    """Shares the products of the first steps with the other ranks, until all have had a backward, and checks the
+    contract."""
+
+    def __init__(self, context: RunContext) -> None:
+        options = context.options
+        self._results = context.results
+        self._ranks = context.ranks
+        self._contract = options.require
+        self._keeper = None if options.require is None else ContractKeeper(options.require, options.on_broken)
+        self._shares_left = 0
+
+    @property
+    def demands(self) -> bool:
+        """Whether there is a contract."""
+        return self._keeper is not None
+
+    def attach(self, names: list[str]) -> None:
+        """Share the products of the next step; refuse a contract about layers that no rank has.
+
+        Args:
+            names: of all modules of this rank and of their layers.
+
+        Raises:
+            ConfigError: the contract has such a pattern.
+        """
+        self._shares_left = MOST_WITHOUT_BACKWARD if self._ranks.several else 0
+        if self._contract is not None:
+            try:
+                require_layers(self._contract, self._ranks.pool(names, "names"))
+            except ConfigError:
+                self._keeper = None  # a contract that is refused is not checked at the end of the run
+                raise
+
+    @property
+    def _changes(self) -> int:
+        return self._results.audit.changes + self._results.coverage.changes
+
+    def begin_step(self, iteration: int) -> None:
+        """Note for the other ranks whether there is something to check; before the numbers of the step are sent."""
+        if self._keeper is not None:
+            self._keeper.begin_step(self._changes, iteration, self._ranks)
+
+    def end_step(self, iteration: int) -> CheckedContract:
+        """Check a step, if it is time."""
+        results = self._results
+        if self._shares_left:
+            own = results.coverage_at(iteration)
+            shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
+            results.coverage.put_of_ranks(shared)
+            is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step"))
+            is_over = is_over or not self._ranks.are_together  # ranks that are apart share nothing again
+            self._shares_left = 0 if is_over else self._shares_left - 1
+        keeper = self._keeper
+        if keeper is None:
+            return CheckedContract()
+        changes = self._changes
+        return _checked(iteration, lambda: keeper.end_step(results.coverage_at, changes, iteration, self._ranks))
+
+    def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> CheckedContract:
+        """Check at the end of the run what was not checked yet.
+
+        Args:
+            iteration: the last step.
+            why_not: why there is nothing to check, if there is nothing.
+            has_step: whether a step has run.
+            raises: False if something else ends the run, which must not be hidden.
+        """
+        keeper, results = self._keeper, self._results
+        if keeper is None:
+            return CheckedContract()
+        has_run = has_step and iteration in results.iterations
+        coverage = Results(results).coverage(iteration) if has_run else NOTHING
+        at, changes, ranks = results.coverage_at, self._changes, self._ranks
+        return _checked(
+            iteration, lambda: keeper.end_run(at, coverage, changes, iteration, ranks, why_not=why_not, raises=raises)
+        )
+
+
+def _checked(iteration: int, check: Callable[[], str | None]) -> CheckedContract:
+    error = None
+    try:
+        broken = check()
+    except PrecisionContractError as raised:
+        broken, error = str(raised), raised
+    if broken is None:
+        return CheckedContract()
+    severity: Severity = "warning" if broken else "info"
+    text = broken or "The run holds its precision contract."
+    return CheckedContract(Event("contract_judged", text, iteration, severity, phase="step"), error)
+
+
+class ParameterChecks:
+    """Checks the parameters of a run: each result is an event, which the rules and the records receive.
+
+    Methods that return an event also return whether this rank records it.
+    """
+
+    def __init__(self, context: RunContext, model: ObservedModel) -> None:
+        self._ranks = context.ranks
+        self._failures = context.failures
+        self._replicas = Replicas(model, context.ranks)
+        self._watch = ParameterWatch(model, context.failures)
+        self._checked: set[str] = set()
+        self.begin, self.remove = self._watch.begin, self._watch.remove
+
+    @torch.no_grad()
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
+        """Take the checksums of replicas before the first step of the model's optimizers, and check gradients."""
+        try:
+            if self._replicas.needs_start and self._watch.held_by(optimizer):
+                self._replicas.begin()
+        except Exception as error:
+            self._failures.report("checking the parameters of", type(optimizer).__name__, error)
+        self._watch.before_step(optimizer, iteration)
+
+    def end_step(self, iteration: int) -> tuple[Event, bool] | None:
+        """Report what a debug iteration has shown; on all ranks alike."""
+        problems = self._watch.end_step(iteration)
+        try:
+            problems = self._replicas.exchange(problems, iteration, is_due=self._watch.is_due)
+        except Exception as error:
+            self._ranks.leave(error)
+            self._failures.report("comparing", "the parameters of the ranks", error)
+        self._watch.begin_step(iteration + 1)
+        return self._event(problems, iteration, of_all=self._ranks.are_together)
+
+    def end(self, iteration: int) -> tuple[Event, bool] | None:
+        """Report what is left on this rank at the end of a run, and check all its parameters for inf and nan.
+
+        Args:
+            iteration: the last one.
+        """
+        return self._event(self._replicas.take_news() + self._watch.end(iteration), iteration, of_all=False)
+
+    def _event(self, problems: list[Problem], iteration: int, *, of_all: bool) -> tuple[Event, bool] | None:
+        checked = self._watch.checked | self._replicas.checked
+        if not problems and checked <= self._checked:
+            return None
+        self._checked |= checked
+        of_kind: dict[str, list[Problem]] = {}
+        for each in {(each.what, each.name): each for each in problems}.values():
+            of_kind.setdefault(each.what, []).append(each)
+        rows: list[dict[str, Any]] = [
+            {
+                "what": what,
+                "names": [each.name for each in found[:MOST_NAMES]],
+                "since": min(each.since for each in found),
+                "number": found[0].number,
+            }
+            for what, found in of_kind.items()
+        ]
+        data = {"checked": sorted(checked), "problems": rows, "of_all": of_all}
+        text = f"{many(len(problems), 'problem')} in parameters" if problems else "Parameters were checked"
+        severity: Severity = "warning" if problems else "info"
+        event = Event("parameters", f"{text}.", iteration, severity, phase="step", data=data)
+        return event, self._ranks.leads or bool(problems and not of_all)
+
+
+class OverflowCheck:
+    """The detector of activation overflow of a run, with ``debug="activation_overflow"``.
+
+    Attributes:
+        detector: the detector of inf and nan; None if detection is off, and before there is a model.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self.detector: DebugActivationOverflow | None = None
+        self._context = context
+        self._model: Model = ()
+        self._reports = 0
+
+    def attach(self, model: Model) -> None:
+        """Watch a model from now on, instead of the previous one; all ranks stop together."""
+        context, options = self._context, self._context.options
+        if ACTIVATION_OVERFLOW not in options.debug:
+            return
+        from te_precision_callbacks.overflow import DebugActivationOverflow
+
+        former = self.detector
+        if former is not None:
+            if _is_same(model, self._model):
+                return  # the detector follows modules that are replaced inside
+            former.close(SessionError("Another model was attached."))
+        self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
+        self.detector.join_session(
+            messages=context.ranks.messages, abandoned=context.loop.was_left, step=context.step_in_words
+        )
+        self._model, self._reports = model, 0
+        if former is not None:
+            self.detector.loss_scaled = former.loss_scaled
+
+    def mark_dumps(self, recorder: Recorder) -> None:
+        """Let the recorder of dumps keep the step if the detector has reported since the last call."""
+        if self.detector is not None:
+            recorder.overflowed = self.detector.reports > self._reports
+            self._reports = self.detector.reports
+
+    def close(self, error: BaseException | None, recorder: Recorder) -> None:
+        """Run the detector's last look, which may find one more overflow and raise."""
+        try:
+            if self.detector is not None:
+                self.detector.close(error)
+        finally:
+            self.mark_dumps(recorder)
+
+
+def _is_same(a: Model, b: Model) -> bool:
+    """Whether both are the same model, or the same models under the same names."""
+    first, second = ([(name, id(root)) for name, root in named_roots(model) or ()] for model in (a, b))
+    return first == second
