@@ -38,6 +38,22 @@ _COMPILED_UPSTREAM = (
 """What Transformer Engine 2.20 decorates with torch.compile in ``debug/features/utils/stats_computation.py``."""
 
 
+def llama(layers: int, hidden: int, sequence: int, vocabulary: int) -> Any:
+    """A Llama of transformers, with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        max_position_embeddings=sequence,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
 def as_in_a_long_run() -> AbstractContextManager[None]:
     """Our kernels are compiled at once: a short run goes without them, a long one has them nearly all of its time."""
     return _compiled_after(0)

@@ -28,9 +28,8 @@ from unittest import mock
 
 import torch
 from in_turn import Way, add_arguments, claimed, in_turn, plainly
-from measuring import arguments, as_in_a_long_run, machine, progress, report
+from measuring import arguments, as_in_a_long_run, llama, machine, progress, report
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.debug_utils import DebugUnderflowOverflow
 
 from te_precision_callbacks.overflow import DebugActivationOverflow, extreme_slots
@@ -47,6 +46,9 @@ COLUMNS = (
 )
 
 
+VOCABULARY = 8192
+
+
 class Training:
     """A Llama and its optimizer.
 
@@ -60,20 +62,10 @@ class Training:
         self, layers: int, hidden: int, sequence: int, batch: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=8192,
-            hidden_size=hidden,
-            intermediate_size=4 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=max(1, hidden // 64),
-            max_position_embeddings=sequence,
-            use_cache=False,
-        )
         self.device = device
-        model: torch.nn.Module = LlamaForCausalLM(config)
-        self.model = model.to(device, dtype)
+        self.model = llama(layers, hidden, sequence, VOCABULARY).to(device, dtype)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self._tokens = torch.randint(0, config.vocab_size, (batch, sequence), device=device)
+        self._tokens = torch.randint(0, VOCABULARY, (batch, sequence), device=device)
 
     def step(self) -> None:
         """Forward, backward and optimizer step."""

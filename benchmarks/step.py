@@ -50,6 +50,7 @@ from measuring import (
     arguments,
     as_in_a_long_run,
     in_plain_torch,
+    llama,
     machine,
     progress,
     report,
@@ -182,19 +183,9 @@ class LlamaTraining(Training):
     def _model(self, layers: int, hidden: int, sequence: int) -> torch.nn.Module:
         from accelerate import Accelerator
         from accelerate.utils.transformer_engine import convert_model
-        from transformers import LlamaConfig, LlamaForCausalLM
 
         Accelerator(cpu=self.device.type == "cpu")  # the conversion needs its state
-        config = LlamaConfig(
-            vocab_size=256,
-            hidden_size=hidden,
-            intermediate_size=4 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=max(1, hidden // 64),
-            max_position_embeddings=sequence,
-            use_cache=False,
-        )
-        model: torch.nn.Module = LlamaForCausalLM(config)
+        model: torch.nn.Module = llama(layers, hidden, sequence, vocabulary=256)
         with torch.no_grad():
             convert_model(model)
         return model.to(self.device)

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from nvdlfw_inspect.logging import MetricLogger, get_logger
 
 from te_precision_callbacks.base.ranks import is_distributed
-from te_precision_callbacks.base.ranks.messages import Messages
-from te_precision_callbacks.base.ranks.tree import RanksLostError
+from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.observation import Observation

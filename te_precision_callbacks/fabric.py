@@ -198,7 +198,7 @@ class PrecisionDebugFabricCallback:
         """The debug iteration, and the fingerprints of the state of low precision on all ranks; on every process."""
         if self._session is None:
             return {}
-        return {**self._session.state_dict(all_ranks=True), "step_on": self._step_on}
+        return {**self._session.state_dict(), "step_on": self._step_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the debug iteration of a checkpoint, and audit the resume; before or after ``fabric.setup``.

@@ -270,7 +270,7 @@ class PrecisionDebugCallback(Callback):
         if self._session is None:
             return {}
         return {
-            **self._session.state_dict(all_ranks=True, file=self._checkpoint),
+            **self._session.state_dict(file=self._checkpoint),
             "step_on": self._step_on,
             "global_step": self._last_global_step,
         }

@@ -227,7 +227,7 @@ class SessionOptions:
             key the paths, with a warning where the config's selectors would select other layers by upstream's names.
         scope: the prefix of this rank's layer names, where other ranks have other layers at the same paths: a text
             such as ``"pp1"``, or a function that gives the prefix for a module's path. Empty: taken from Megatron's
-            parallel state or from device meshes (docs/statistics.md#what-a-value-is-of).
+            parallel state or from device meshes (docs/statistics.md#aggregation).
         prefix: first part of every metric name.
         log_filter: which metrics go to the trainer's loggers: patterns with ``*`` and ``?``, one of which a metric's
             name must match, or a function of the name. None: all (docs/statistics.md#in-the-loggers).

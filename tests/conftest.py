@@ -144,6 +144,15 @@ def fresh_accelerate_state() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.fixture
+def any_gpu() -> Iterator[None]:
+    """The reference backend stands for whatever GPU a test asks for."""
+    from tests.capability import any_capability
+
+    with any_capability():
+        yield
+
+
 def global_state() -> dict[str, Any]:
     """All that a session may change in the process and must put back, as plain comparable values."""
     import nvdlfw_inspect.api as debug_api

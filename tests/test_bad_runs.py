@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from te_precision_callbacks.cli import main
-from te_precision_callbacks.runs import RunWriter, tails
+from te_precision_callbacks.runs import RunWriter, writing
 from tests.combinations import half
 from tests.runs.making import write_run
 
@@ -28,7 +28,7 @@ def rank_folder(log_dir: Path) -> Path:
 
 
 def part(log_dir: Path) -> Path:
-    return rank_folder(log_dir) / "values-000001.parquet"
+    return rank_folder(log_dir) / "values-0001.parquet"
 
 
 def call(
@@ -67,7 +67,7 @@ def foreign_file(path: Path) -> None:
 
 def folder_of_a_foreign_file(path: Path) -> None:
     path.mkdir()
-    pq.write_table(pa.table({"iteration": [1]}), path / "values-000001.parquet")
+    pq.write_table(pa.table({"iteration": [1]}), path / "values-0001.parquet")
 
 
 def of_a_later_version(path: Path) -> None:
@@ -96,7 +96,7 @@ NO_NUMBERS = {
         (text, "this file is no recorded run"),
         (foreign_file, "this file is no recorded run"),
         (folder_of_a_foreign_file, "no recorded run is in this folder"),
-        (of_a_later_version, "its schema is 99"),
+        (of_a_later_version, "with schema 99 of the files; this version reads schema 2 only"),
         (empty, None),
         (without_a_whole_part, None),
     ],
@@ -140,9 +140,9 @@ def foreign_part(path: Path) -> None:
 
 def missing(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tails, "SEAL_BYTES", 1)
+        patched.setattr(writing, "CLOSE_BYTES", 1)
         write_run(path, range(6))
-    (rank_folder(path) / "values-000002.parquet").unlink()
+    (rank_folder(path) / "values-0002.parquet").unlink()
 
 
 def ranks_missing(path: Path) -> None:
@@ -182,9 +182,9 @@ def events_damaged(path: Path) -> None:
 
 STILL_READ: dict[Make, str] = {
     mixed_versions: "The segments ran with several versions of torch: 2.12, 2.13.",
-    damaged: "values-000001.parquet cannot be read, and its rows are missing",
-    foreign_part: "values-000001.parquet cannot be read, and its rows are missing",
-    missing: "parts of values are missing: 2.",
+    damaged: "values-0001.parquet cannot be read, and its rows are missing",
+    foreign_part: "values-0001.parquet cannot be read, and its rows are missing",
+    missing: "files of values are missing: 2.",
     ranks_missing: "lacks the files of 3 of 4 ranks: 1, 2, 3.",
     a_segment_missing: "Segments are missing: 1.",
     facts_damaged: "layers.parquet cannot be read",

@@ -340,14 +340,6 @@ def test_parts_that_fail_are_told_in_their_place(
     assert "no-python" in shown
 
 
-def test_it_is_as_wide_as_columns_says(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    _show(but(log_folder=LogFolder("/logs", True, "a reason of some words " * 5, "", "", 9)), ())
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 10
-    assert max(map(len, lines)) <= 60
-
-
 def test_text_of_others_is_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     examination = but(log_folder=LogFolder("/logs/[red]\x1b[31m", True, "", "", "", 9))
     _show(examination, ())

@@ -18,10 +18,8 @@ import transformer_engine
 
 from te_precision_callbacks.base.environment import VARIABLES, read_environment
 from te_precision_callbacks.reference import target
-from tests.reference.processes import python
 
 SOURCE = Path(transformer_engine.__path__[0])
-SITE = SOURCE.parent
 PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"
 
 # ---------------------------------------------------------------------- what Transformer Engine's Python reads
@@ -193,10 +191,3 @@ def test_a_value_that_is_said_to_stop_a_run_does(
     assert read_environment({name: value}).problems[0].stops
     with pytest.raises(ValueError, match=name):
         getattr(recipes(monkeypatch, **{name: value}), recipe)()
-
-
-@pytest.mark.slow
-def test_torch_ignores_a_word_for_its_flag() -> None:
-    """As the table has it: torch 2.13 warns, and goes on without."""
-    code = "import torch; print(torch.get_float32_matmul_precision())"
-    assert python(code, fresh=True, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="true").stdout.split() == ["highest"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,19 @@ import pytest
 import torch
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.runs.fingerprints import Finding, Fingerprint, FingerprintError, pooling, read
+from te_precision_callbacks.runs.fingerprints import Finding, Fingerprint, FingerprintError, read
 from te_precision_callbacks.runs.fingerprints.changes import compare
-from te_precision_callbacks.runs.fingerprints.checkpoint_files import file_name, write
-from te_precision_callbacks.runs.fingerprints.fingerprint import LayerFingerprint, Weights, merged
-from te_precision_callbacks.runs.fingerprints.hashing import content_hash
-from te_precision_callbacks.runs.fingerprints.pooling import Pool, Pooled, of_rank
-from te_precision_callbacks.runs.fingerprints.taking import recipe_fingerprint
+from te_precision_callbacks.runs.fingerprints.fingerprint import (
+    LayerFingerprint,
+    Recipe,
+    ScalingState,
+    TensorDigest,
+    Weights,
+    file_name,
+    merged,
+    write,
+)
+from te_precision_callbacks.runs.fingerprints.taking import content_hash, recipe_fingerprint
 
 
 def layer(name: str, *, sharded: bool = False, rowwise: str = "a") -> LayerFingerprint:
@@ -44,7 +49,7 @@ def test_the_hash_is_the_weighted_sum_of_the_words(size: int) -> None:
 def test_the_hash_of_a_large_tensor_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.randn(1000)
     whole = content_hash(data)
-    monkeypatch.setattr("te_precision_callbacks.runs.fingerprints.hashing._PIECE", 64)
+    monkeypatch.setattr("te_precision_callbacks.runs.fingerprints.taking._PIECE", 64)
     assert content_hash(data) == whole
 
 
@@ -104,7 +109,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     write(after, tmp_path)
     assert read(tmp_path, 0) == {0: after}
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             write(before, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [file_name(0)]
@@ -152,107 +157,21 @@ def test_layers_that_one_side_lacks_are_not_compared() -> None:
     assert found.layers == ("b",)
 
 
-def test_of_pooled_fingerprints_each_rank_has_its_own_or_all() -> None:
-    alike, other = fingerprint(layer("fc"), rank=0), fingerprint(layer("fc", rowwise="b"), rank=2)
-    pool = [{"ranks": [0, 1], "fingerprint": alike.to_text()}, {"ranks": [2], "fingerprint": other.to_text()}]
-    assert of_rank(pool, 1) == {1: replace(alike, rank=1)}
-    assert of_rank(pool, 2) == {2: other}
-    assert sorted(of_rank(pool, 5)) == [0, 1, 2]
-    with pytest.raises(FingerprintError, match="The fingerprints are damaged"):
-        of_rank([{"rank": 0}], 0)
+def test_scales_are_compared_where_ranks_have_the_same() -> None:
+    """Without a reduction of amax another rank has its own; but scales of 1 are not restored ones."""
 
+    def state(scale: float) -> ScalingState:
+        return ScalingState(TensorDigest(3, scale, scale, str(scale)), TensorDigest(16, 0.0, 2.0, "a"))
 
-# ---------------------------------------------------------------------- of many ranks, in the store of torch
-
-
-class CountingStore:
-    """A real store that counts what passes; it answers as if no rank that is missing came any more."""
-
-    def __init__(self) -> None:
-        self.store = torch.distributed.HashStore()
-        self.bytes = 0
-        self.keys: set[str] = set()
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.bytes += len(value)
-        self.keys.add(key)
-        self.store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        found = self.store.get(key)
-        self.bytes += len(found)
-        return found
-
-    def delete_key(self, key: str) -> None:
-        self.keys.discard(key)
-        self.store.delete_key(key)
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        assert timeout.total_seconds() == pooling.WAITING
-        if not self.store.check(keys):
-            raise torch.distributed.DistStoreError("timeout")
-
-    def check(self, keys: list[str]) -> bool:
-        return self.store.check(keys)
-
-    def has_extended_api(self) -> bool:
-        return False
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> CountingStore:
-    made = CountingStore()
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: made)
-    return made
-
-
-def saved_by(pools: dict[int, Pool], *, size: int, hash_of: Callable[[int], str], iteration: int = 7) -> Pooled:
-    """What rank 0 collects; it saves last, as if it had waited."""
-    for rank, pool in sorted(pools.items(), reverse=True):
-        layers = [layer(f"layers.{number}.fc", rowwise=hash_of(rank)) for number in range(100)]
-        own = replace(fingerprint(*layers, rank=rank, world_size=size), run=f"run {rank}", iteration=iteration)
-        found = pool.pooled(own)
-    return found
-
-
-def test_what_many_ranks_have_alike_travels_once(store: CountingStore) -> None:
-    size, stage = 64, 16
-    pools = {rank: Pool() for rank in range(size)}
-    found = saved_by(pools, size=size, hash_of=lambda rank: f"stage {rank // stage}")
-    assert [entry["ranks"] for entry in found] == [list(range(first, first + stage)) for first in range(0, size, stage)]
-    assert {rank: of_rank(found, rank)[rank].layers[0].weights.hashes["rowwise"] for rank in (0, 19, 63)} == {
-        0: "stage 0",
-        19: "stage 1",
-        63: "stage 3",
-    }
-    texts = sum(len(entry["fingerprint"]) for entry in found)
-    assert store.bytes < 2 * (texts + 64 * size), "each text once there and once back, and a hash of each rank"
-    assert not [key for key in store.keys if "/text/" in key]
-    saved_by(pools, size=size, hash_of=lambda rank: "all", iteration=8)
-    assert len(store.keys) == size, "the hashes of the last save, and up to which save rank 0 has collected"
-
-
-def test_a_rank_that_saves_twice_before_rank_0_has_looked_loses_nothing(store: CountingStore) -> None:
-    pools = {rank: Pool() for rank in range(2)}
-    own = [replace(fingerprint(layer("fc", rowwise=str(rank)), rank=rank)) for rank in range(2)]
-    for _ in range(2):
-        pools[1].pooled(own[1])
-    for _ in range(2):
-        assert [entry["ranks"] for entry in pools[0].pooled(own[0])] == [[0], [1]]
-
-
-def test_ranks_that_do_not_come_or_are_too_many_are_named(
-    store: CountingStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pools = {rank: Pool() for rank in (0, 1, 2, 3, 5)}
-    found = saved_by(pools, size=8, hash_of=lambda rank: f"rank {rank // 3}")
-    assert [entry["ranks"] for entry in found] == [[0, 1, 2], [3, 5]]
-    (warning,) = caplog.messages
-    assert "ranks 4, 6-7 did not save within 10 s" in warning
-    caplog.clear()
-    monkeypatch.setattr(pooling, "MOST_BYTES", 30_000)
-    found = saved_by({rank: Pool() for rank in range(4)}, size=4, hash_of=str, iteration=9)
-    assert len(found) < 4
-    (warning,) = caplog.messages
-    assert "would have been more than" in warning
+    before = fingerprint(replace(layer("a"), forward=state(8.0)))
+    for rank, scale, found in ((0, 8.0, 0), (0, 4.0, 1), (1, 4.0, 0), (1, 1.0, 1)):
+        now = fingerprint(replace(layer("a"), forward=state(scale)), rank=rank)
+        assert len(compare({0: before}, now).findings) == found, (rank, scale)
+    reduced = {"recipes": (Recipe("DelayedScaling", {"reduce_amax": True, "amax_history_len": 16}),)}
+    before, now = (
+        replace(fingerprint(replace(layer("a"), recipe=0, forward=state(scale)), rank=rank), **reduced)
+        for rank, scale in ((0, 8.0), (1, 4.0))
+    )
+    assert [finding.what for finding in compare({0: before}, now).findings] == [
+        "Other scales than in the checkpoint (forward)"
+    ]

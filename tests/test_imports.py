@@ -145,7 +145,7 @@ CHANGES = {
     "transformers.training": {"_OPEN"},  # trainings that a Trainer has left without a word
     "overflow.grad_scaler": {"_listeners", "_wrapped"},  # who is told of torch's GradScaler: a seam
     "sinks.log_file": {"_OPEN"},  # logs that are open, which a forked process closes
-    "base.ranks.tree": {"_EVERY_TREE"},  # connections that a forked process lets go
+    "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
 }

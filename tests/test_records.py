@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import math
@@ -20,7 +19,6 @@ from te_precision_callbacks.sinks import (
     MetricSelection,
     Row,
     RunInfo,
-    Sink,
     StatisticsLog,
     StepRecords,
     log_file,
@@ -29,7 +27,6 @@ from te_precision_callbacks.sinks import (
 )
 from te_precision_callbacks.sinks.log_file import LogFile, LogFileError, claim
 from te_precision_callbacks.sinks.writer_thread import WriterThread
-from tests.full_disk import files_up_to
 
 
 def records(*rows: Row, iteration: int = 3) -> StepRecords:
@@ -202,19 +199,6 @@ def test_a_step_is_in_the_log_soon_without_anybody_closing_it(tmp_path: Path, mo
     assert len(lines(tmp_path)) == 3
 
 
-def test_a_full_disk_is_told_by_the_step_that_comes_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
-    log, step = StatisticsLog(), Row("a", "activation", None, "max", 1.0)
-    log.start(run_info(tmp_path))
-    with files_up_to(20_000), pytest.raises(OSError, match="File too large"):
-        for iteration in range(10_000):
-            log.write(records(step, iteration=iteration))
-            time.sleep(0.0002)
-    with contextlib.suppress(OSError):  # what is left in the buffer cannot be written either
-        log.close(None)
-    assert lines(tmp_path)[0].endswith("value=1.0")
-
-
 def test_a_disk_that_is_slower_than_the_training_loses_steps_and_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,36 +223,6 @@ def test_a_disk_that_is_slower_than_the_training_loses_steps_and_says_how_many(
     first, last = caplog.messages
     assert first.startswith("The disk is slower than the training: 15 numbers wait for the statistics log, so the 5 ")
     assert last.startswith("235 numbers of 47 steps are missing in the statistics log")
-
-
-def test_a_disk_that_hangs_stops_neither_the_steps_nor_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A pipe that nobody reads takes 64 KiB, and no more."""
-    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
-    monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.2)
-    monkeypatch.setattr(statistics_log, "MOST_WAITING", 10_000)
-    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
-    log = StatisticsLog()
-    log.start(run_info(tmp_path))
-    log.write(records(Row("a", "activation", None, "max", 1.0)))
-    is_written = log.hurry()
-    while not is_written():
-        time.sleep(0.001)
-    os.mkfifo(tmp_path / "pipe")
-    pipe = os.open(tmp_path / "pipe", os.O_RDWR)
-    (file,) = (file for file in log_file._OPEN if str(file.name) == str(path))
-    os.dup2(pipe, file.fileno())
-    os.close(pipe)
-    for iteration in range(1, 100):
-        log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 1000, iteration=iteration))
-    log.close(None)
-    assert "The disk is slower than the training" in caplog.messages[0]
-    assert "numbers that wait for the statistics log may be lost" in caplog.messages[-1]
-    # The disk answers again, and the thread writes what waits, and closes the file.
-    with (tmp_path / "pipe").open("rb") as reader:
-        waited = caplog.messages[-1].removeprefix("The disk does not answer: ").partition(" ")[0]
-        assert reader.read().count(b"\n") == int(waited.replace(",", ""))
 
 
 def test_what_was_taken_is_not_written_before_it_is_flushed() -> None:
@@ -439,17 +393,3 @@ def test_processes_that_start_together_lose_no_file(tmp_path: Path) -> None:
         first, last = earlier.read_text().splitlines()
         assert first == "earlier"
         assert sorted([last, *(kept.read_text().strip() for kept in others)]) == [*map(str, range(8))]
-
-
-def test_a_sink_defines_what_it_needs(tmp_path: Path) -> None:
-    class Counts(Sink):
-        numbers = 0
-
-        def write(self, records: StepRecords) -> None:
-            self.numbers += len(records)
-
-    sink = Counts()
-    sink.start(run_info(tmp_path))
-    sink.write(records(Row("a", "activation", None, "max", 1.0)))
-    sink.close(None)
-    assert sink.numbers == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.wrapping import fitted, wrapped
+from te_precision_callbacks.base.wrapping import wrapped
 
 LAYER = "layers.{0-7}.self_attention.layernorm_qkv"
 ROWS = [
@@ -85,18 +85,3 @@ def test_a_line_that_fits_keeps_its_indentation(
     terminal.show(table)
     first, second = (line for line in capsys.readouterr().out.splitlines() if "stats" in line or "freq" in line)
     assert second.index("freq") - first.index("stats") == 4
-
-
-def test_the_widths_are_those_that_the_words_need_when_there_is_no_more_room() -> None:
-    columns = [["one two", "three"], ["a.b_c", "d"]]
-    whole = sum(map(len, ("three", "a.b_c")))
-    assert fitted(columns, 100) == [7, 5]
-    assert fitted(columns, whole) == [5, 5]
-    assert fitted(columns, len("three") + len("a.")) == [5, 2]
-    assert fitted(columns, len("three") + len("a.") - 1) is None
-
-
-def test_a_limit_of_a_column_gives_way_to_its_longest_part() -> None:
-    widths = [fitted([[LAYER], ["x"]], 200, [limit, None]) for limit in (5, 20, None)]
-    assert widths == [[len("attention."), 1], [20, 1], [len(LAYER), 1]]
-    assert wrapped(LAYER, 20).splitlines() == ["layers.{0-7}.self_", "attention.layernorm_", "qkv"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import logging
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -162,7 +161,6 @@ def _apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 def check(settings: Settings, rows: Rows) -> None:
-    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
     settings.transformer_engine()
     for name, (make, packed) in kernels(settings).items():
         with rows.of(name):

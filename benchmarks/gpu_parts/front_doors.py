@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import math
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -202,8 +201,7 @@ def _judge(name: str, session: Any, sink: Sink, rows: Rows) -> None:
 
 
 def check(settings: Settings, rows: Rows) -> None:
-    warnings.filterwarnings("ignore")
-    for name in ("te_precision_callbacks", "lightning.pytorch", "transformers"):
+    for name in ("lightning.pytorch", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name, train in DOORS.items():
         if importlib.util.find_spec(name) is None:

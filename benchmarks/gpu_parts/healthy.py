@@ -6,9 +6,8 @@ The models are those of the proof (``benchmarks/proof``).
 from __future__ import annotations
 
 import itertools
-import logging
 import tempfile
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from models import MODELS, ModelName, RecipeName, build
@@ -22,6 +21,12 @@ RECIPES: tuple[RecipeName, ...] = ("delayed", "current", "blocks")
 
 BLOCKS: tuple[int, ...] = (6, 24)
 STEPS = 31
+
+
+def sizes(settings: Settings, smallest: int) -> tuple[Iterator[int], int | None]:
+    """The blocks of each training in turn, and how many recipes, models or kinds there are."""
+    settings.transformer_engine()
+    return itertools.cycle((smallest,) if settings.small else BLOCKS), 1 if settings.small else None
 
 
 def _train(model: ModelName, recipe: RecipeName, count: int, settings: Settings, rows: Rows) -> None:
@@ -39,10 +44,7 @@ def _train(model: ModelName, recipe: RecipeName, count: int, settings: Settings,
 
 
 def check(settings: Settings, rows: Rows) -> None:
-    warnings.filterwarnings("ignore")
-    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
-    settings.transformer_engine()
-    counts, most = itertools.cycle((2,) if settings.small else BLOCKS), 1 if settings.small else None
+    counts, most = sizes(settings, smallest=2)
     for recipe in RECIPES[:most]:
         for model in MODELS[:most]:
             _train(model, recipe, next(counts), settings, rows)

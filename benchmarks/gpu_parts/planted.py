@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import tempfile
-import warnings
 from pathlib import Path
 
 from defects import KINDS, Defect, Kind
@@ -17,7 +15,7 @@ from judging import row_of
 from planting import train_with_defect
 from running import TRUTH
 
-from gpu_parts.healthy import BLOCKS, RECIPES
+from gpu_parts.healthy import RECIPES, sizes
 from gpu_parts.rows import Rows, Settings, run_part
 
 
@@ -38,10 +36,7 @@ def _train(defect: Defect, settings: Settings, rows: Rows) -> None:
 
 
 def check(settings: Settings, rows: Rows) -> None:
-    warnings.filterwarnings("ignore")
-    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
-    settings.transformer_engine()
-    counts, most = itertools.cycle((4,) if settings.small else BLOCKS), 1 if settings.small else None
+    counts, most = sizes(settings, smallest=4)
     for kind in KINDS[:most]:
         _train(_drawn(kind, next(counts)), settings, rows)
 

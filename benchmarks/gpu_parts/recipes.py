@@ -9,7 +9,6 @@ must be the same to the last bit with and without the session.
 from __future__ import annotations
 
 import contextlib
-import logging
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -187,7 +186,6 @@ def _check_recipe(settings: Settings, rows: Rows, name: str) -> None:
 
 
 def check(settings: Settings, rows: Rows) -> None:
-    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
     settings.transformer_engine()
     for name in _RECIPES[settings.capability or "9.0"]:
         with rows.of(name):

@@ -17,10 +17,12 @@ import argparse
 import contextlib
 import gc
 import json
+import logging
 import math
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,6 +214,8 @@ def run_part(name: str, check: Callable[[Settings, Rows], None]) -> None:
     parser.add_argument("--capability")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
     torch.manual_seed(0)
     settings = Settings(torch.device(options.device), options.small, options.backend, options.capability)
     rows = Rows(name, options.rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -32,8 +31,6 @@ class Training:
         te = settings.transformer_engine()
         from transformer_engine.common.recipe import DelayedScaling
 
-        # What a session says of tensors that the fused path lacks, for example: not what is looked at here.
-        logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
         torch.manual_seed(0)
         recipe = DelayedScaling()
         self._autocast: Callable[[], AbstractContextManager[None]] = lambda: te.autocast(enabled=True, recipe=recipe)

@@ -322,6 +322,8 @@ class TrainingStepOfOneModule(CallOfOneModule):
     def __init__(self, call: Callable[..., Any], module: Any) -> None:
         super().__init__(call)
         self._module = module
+        # Lightning unwraps once, and passes batch_idx to a function that takes it, or any arguments.
+        self.__wrapped__ = getattr(module.training_step, "__wrapped__", module.training_step)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_training_step_of_its_class, self._module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,7 @@ import torch.distributed
 
 from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError, SessionError
 from te_precision_callbacks.base.ranks import in_words, is_distributed
-from te_precision_callbacks.base.ranks.messages import Messages
-from te_precision_callbacks.base.ranks.tree import RanksLostError
+from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
 from te_precision_callbacks.config.differences import FlatConfig, config_hash, difference
 from te_precision_callbacks.config.problems import ConfigError
 
@@ -22,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry", bound=Hashable)
 Found = TypeVar("Found")
+
+_CONFIG = tuple[tuple[str, Any], ...]
 
 
 def leads(group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> bool:
@@ -168,16 +169,17 @@ class Ranks:
 
     # ------------------------------------------------------------------ what they tell one another
 
-    def pool(self, entries: Iterable[Entry], kind: str) -> list[Entry]:
+    def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
         """The entries of all ranks, each once; as they are where this rank is alone.
 
         Args:
             entries: this rank's.
             kind: what they are, equal on all ranks.
+            of: the type of an entry: see :meth:`Messages.pooled`.
         """
         own = list(entries)
         why = f"to tell them: {kind}"
-        return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why), own)
+        return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why, of), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
         """The sums of numbers over all ranks; as they are where this rank is alone.
@@ -286,7 +288,7 @@ class Ranks:
             if found[:2] == tuple(-number for number in found[2:]):
                 return
             of_rank = messages.by_rank(own, "facts of ranks", "to compare configs")
-            configs = messages.pooled([tuple(config.items())], "configs", "to compare configs")
+            configs = messages.pooled([tuple(config.items())], "configs", "to compare configs", _CONFIG)
         except RanksLostError as error:
             self._lost("comparing the configs", error)
             return

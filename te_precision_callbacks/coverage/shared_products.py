@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from te_precision_callbacks.coverage.coverage import Product, Reason, StateRow
 from te_precision_callbacks.coverage.parallel import Ranks
@@ -48,7 +48,7 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: 
     for product in own:
         entry = _entry(product)
         macs[entry] = macs.get(entry, 0) + product.macs
-    added = _added({entry: (each, 1) for entry, each in macs.items()}, ranks, kind)
+    added = _added({entry: (each, 1) for entry, each in macs.items()}, ranks, kind, _Entry)
     return [
         replace(entry.product, macs=round(of_all / max(count, 1)) if of_one else of_all)
         for entry, (of_all, count) in added.items()
@@ -61,13 +61,13 @@ def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[Stat
     for row in own:
         tensors, size = sizes.get((row.subject, row.dtype), (0, 0))
         sizes[row.subject, row.dtype] = tensors + row.tensors, size + row.bytes
-    added = _added(sizes, ranks, kind)
+    added = _added(sizes, ranks, kind, tuple[str, str])
     return tuple(StateRow(*key, tensors=tensors, bytes=size) for key, (tensors, size) in added.items())
 
 
-def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str) -> dict[EntryT, tuple[int, int]]:
+def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: Any) -> dict[EntryT, tuple[int, int]]:
     """The entries of all ranks, each with the sums of its two numbers."""
-    entries = ranks.pool(own, kind)
+    entries = ranks.pool(own, kind, of)
     pairs = [own.get(entry, (0, 0)) for entry in entries]
     added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53
     sums = [round(number) for number in added]

@@ -52,8 +52,8 @@ def diagnose_command(
     """Print what is wrong with a run: the findings of the rules, root causes first, each with its remedy."""
     from te_precision_callbacks.diagnosis.known import read_known
     from te_precision_callbacks.diagnosis.replay import diagnose
-    from te_precision_callbacks.runs.choosing import chosen_run
-    from te_precision_callbacks.runs.outcomes import outcome_in_words
+    from te_precision_callbacks.runs.answers import outcome_in_words
+    from te_precision_callbacks.runs.reading import chosen_run
 
     chosen = None if known is None else read_known(known)
     recorded, told = chosen_run(path, run)

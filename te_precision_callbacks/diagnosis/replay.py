@@ -245,10 +245,10 @@ class _Common:
                 of_step.events.append((rank, event))
             elif (heard := _heard(row["data"])) is not None:
                 of_step.of_ranks.append(heard)
-        if run.segments and run.segments[-1].status == "killed":
+        if run.segments and run.segments[-1].status == "stopped without an end":
             last = int(run.steps["iteration"][-1].as_py()) if len(run.steps) else 0
-            text = f"the run was killed after step {last} or later, and what its last steps had is not recorded"
-            self.ends.append((0, Event("killed", text, last)))
+            text = f"the run stopped without an end after step {last}, and what its last steps had is not recorded"
+            self.ends.append((0, Event("stopped", text, last)))
         self.logged = sorted(logged.items(), key=_iteration)
 
 

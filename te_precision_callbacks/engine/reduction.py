@@ -8,7 +8,9 @@ message is needed to find out.
 The maxima also carry each rank's :class:`Stamp`, every part together with its negative, so all ranks learn from the
 same message whether the largest stamp is also the smallest. If not, the ranks are in different iterations, and the
 merged numbers are not used. The same holds for counts of optimizer steps that were equal before: a rank has missed a
-step(). Counts that differ from the start, as of ranks with different optimizers, are only reported.
+step(). Counts that differ from the start, as of ranks with different optimizers, are only reported. Where they were
+equal once, as after the first step of optimizers of which one steps less often, the next steps show which of both it
+is; until then nothing is mixed.
 
 A rank that cannot pack its message, since the GPU has no memory left for example, sends neutral numbers of the agreed
 length and marks them: it costs the step the numbers of this rank, and nothing else. Any other failure makes the
@@ -34,8 +36,7 @@ import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import in_words
-from te_precision_callbacks.base.ranks.messages import Messages
-from te_precision_callbacks.base.ranks.tree import RanksLostError
+from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
 from te_precision_callbacks.statistics.table import Columns, Values
@@ -135,7 +136,8 @@ class Reduction:
         self._own_layout: _Layout | None = None
         self._own_version = -1
         self._meeting = 0
-        self._agreed_on_optimizers = 0
+        self._agreements = self._last_agreement = 0
+        self._is_undecided = False
         self._failure: Exception | None = None
 
     def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
@@ -154,7 +156,7 @@ class Reduction:
             return self._collect_own(slots)
         if self._meeting != messages.meetings:
             self._meeting, self._agreed, self._layout = messages.meetings, {}, None
-            self._agreed_on_optimizers = 0
+            self._agreements = 0
         try:
             layout = self._reduce(messages, slots, stamp)
         except (RanksLostError, RanksDifferError) as error:
@@ -163,8 +165,10 @@ class Reduction:
         except BaseException as error:
             messages.leave(error)
             raise
-        self.local = False
         self._tell(messages, layout, stamp)
+        if self._is_undecided:
+            return self._collect_own(slots)
+        self.local = False
         return layout.unpack(layout.merged)
 
     def _collect_own(self, slots: Segments) -> list[Table]:
@@ -188,23 +192,29 @@ class Reduction:
                 layout = self._layout
                 self._pack(messages, layout, slots, stamp, changed=bool(news))
                 messages.merge("statistics", why, layout.merged, layout.split)
-                if not layout.has_one_stamp() or (layout.has_other_optimizers() and self._have_agreed):
+                if not layout.has_one_stamp() or self._has_missed_a_step(layout, stamp):
                     self._part(messages, stamp)
                 if not layout.has_changed():
                     messages.put_noted(layout.is_noted(), stops=layout.stops())
-                    self._agreed_on_optimizers += layout.has_one_optimizer_count()
+                    if layout.has_one_optimizer_count():
+                        self._agreements, self._last_agreement = self._agreements + 1, stamp.iteration
                     return layout
-            for entry in messages.pooled(news, "names of statistics", why):
+            for entry in messages.pooled(news, "names of statistics", why, Described):
                 known = self._agreed.get(entry.key)
                 outputs = dict.fromkeys([*(known.outputs if known else ()), *entry.outputs])
                 self._agreed[entry.key] = entry._replace(outputs=tuple(outputs))
             self._lay_out(slots)
 
-    @property
-    def _have_agreed(self) -> bool:
-        """Whether the ranks have had equal counts of optimizer steps: twice, since optimizers that step in each and in
-        each second iteration agree in the first one."""
-        return self._agreed_on_optimizers >= 2 and not self.optimizers_differ
+    def _has_missed_a_step(self, layout: _Layout, stamp: Stamp) -> bool:
+        """Whether the counts of optimizer steps show that a rank has missed a step(); notes whether that is not clear
+        yet. An optimizer that steps half as often as another one falls behind by half of the iterations."""
+        self._is_undecided = False
+        apart = layout.optimizer_steps_apart()
+        if not apart or not self._agreements or self.optimizers_differ:
+            return False
+        since = stamp.iteration - self._last_agreement
+        self._is_undecided = self._agreements == 1 and since < _DECISIVE
+        return not self._is_undecided and (self._agreements > 1 or 2 * apart < since)
 
     def _pack(self, messages: Messages, layout: _Layout, slots: Segments, stamp: Stamp, *, changed: bool) -> None:
         """Put the message together; a neutral one if that fails."""
@@ -220,7 +230,7 @@ class Reduction:
         """Report what the message has shown, on the rank that it concerns or on the first."""
         of, own = f"iteration {stamp.iteration}", self._failure
         self._failure = None
-        if layout.has_other_optimizers() and not self.optimizers_differ:
+        if layout.optimizer_steps_apart() and not self.optimizers_differ and not self._is_undecided:
             self.optimizers_differ = True
             if messages.leads:
                 logger.warning(
@@ -303,6 +313,8 @@ _TRAILER = 2 * _PARTS + 4
 """Elements after the maxima: a stamp, its negative, whether the rank has segments that are not in the layout, its note,
 whether it wants all ranks to stop, and its number if it could not pack its own numbers."""
 _CHANGED, _NOTED, _STOPS, _FAILED = -4, -3, -2, -1
+_DECISIVE = 3
+"""Iterations after which optimizers that step less often differ from a rank that has missed a step()."""
 _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
 """The parts of a stamp that must be equal come first."""
 
@@ -382,21 +394,21 @@ class _Layout:
 
     def has_one_stamp(self) -> bool:
         """Whether all ranks are in the same iteration with the same schedule."""
-        return bool(self._alike()[:_PARTS_COMPARED].all())
+        largest, smallest = self._stamps()[:, :_PARTS_COMPARED]
+        return bool((largest == -smallest).all())
 
-    def has_other_optimizers(self) -> bool:
-        """Whether ranks have done different numbers of optimizer steps."""
-        return not self._alike()[_PARTS_COMPARED:].all()
+    def optimizer_steps_apart(self) -> int:
+        """How many optimizer steps the ranks are apart."""
+        largest, smallest = self._stamps()[:, -1]
+        return 0 if largest == NOTHING else int(largest + smallest)
 
     def has_one_optimizer_count(self) -> bool:
         """Whether ranks have done equally many optimizer steps, and any at all."""
-        return bool(self._alike()[-1]) and self.merged[-_TRAILER:_CHANGED].reshape(2, -1)[0, -1] > 0
+        return not self.optimizer_steps_apart() and bool(self._stamps()[0, -1] > 0)
 
-    def _alike(self) -> npt.NDArray[np.bool_]:
-        """Of which parts of the stamps the largest is the smallest."""
-        largest, smallest = self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
-        alike: npt.NDArray[np.bool_] = (largest == -smallest) | (largest == NOTHING)
-        return alike
+    def _stamps(self) -> npt.NDArray[np.float64]:
+        """The largest of each part of the stamps, and of its negative."""
+        return self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
 
     def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, noted: bool, stops: bool) -> None:
         """Put the message of this rank together: neutral where the rank has nothing to send.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from te_precision_callbacks.base.devices import is_lost, lost_in_words
 from te_precision_callbacks.base.errors import FeatureError, ObservationError, PrecisionDebugError, ResumeAuditError
-from te_precision_callbacks.base.ranks.meeting import INTERFACE
-from te_precision_callbacks.base.ranks.tree import RanksLostError
+from te_precision_callbacks.base.ranks.group import INTERFACE
+from te_precision_callbacks.base.ranks.messages import RanksLostError
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.engine.quantization import QuantizationError

@@ -53,8 +53,8 @@ class Problem(NamedTuple):
     """A problem of a parameter.
 
     Attributes:
-        what: ``no_gradient``, ``lost_gradient``, ``not_held``, ``frozen_held``, ``unchanged``, ``apart``, ``late``,
-            ``still`` or ``nonfinite``.
+        what: ``no_gradient``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
+            ``unchanged``, ``apart``, ``late``, ``still`` or ``nonfinite``.
         name: the parameter.
         since: the iteration in which it began.
         number: the steps or the percent of elements that show it.
@@ -76,6 +76,7 @@ class _Parameter:
         since: the iteration of the first of them.
         called: those of them before which its module ran in training.
         longest: the longest earlier row.
+        held_until: the last iteration in which an optimizer that has it stepped; -1 if none has.
         reached, ran: whether a backward has reached it, and its module has run, since the last step.
         hooks: see both.
         reference: its first sample, while hardly an element of later ones differs.
@@ -94,6 +95,7 @@ class _Parameter:
     since: int = 0
     called: int = 0
     longest: int = 0
+    held_until: int = -1
     reached: bool = False
     ran: bool = False
     hooks: tuple[RemovableHandle, ...] = ()
@@ -200,6 +202,7 @@ class ParameterWatch:
                 return
             self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
             for each in held:
+                each.parameter.held_until = iteration
                 self._check_gradient(each.parameter, each.tensor)
             self._compare_masters(optimizer)
             if self._is_due:
@@ -423,6 +426,8 @@ class ParameterWatch:
             if parameter.has_gradient:
                 if parameter.called >= max(LOST, 2 * parameter.longest):
                     yield Problem("lost_gradient", parameter.name, parameter.since, parameter.without)
+                elif not parameter.called and parameter.without >= max(MOST_LEFT_OUT, 4 * parameter.longest):
+                    yield Problem("left_out", parameter.name, parameter.since, parameter.without)
             elif parameter.without >= WITHOUT_GRADIENT and (
                 not others or parameter.called >= WITHOUT_GRADIENT - 1 or parameter.without >= MOST_LEFT_OUT
             ):
@@ -467,7 +472,7 @@ class ParameterWatch:
         for each in found:
             master = getattr(each.weight, "main_param", None)
             if id(each.weight) not in kept and id(master) not in kept:
-                yield Problem("not_held", each.name, 0, len(found))
+                yield Problem("not_held", each.name, each.held_until + 1, len(found))
 
     @torch.no_grad()
     def end(self, iteration: int) -> list[Problem]:

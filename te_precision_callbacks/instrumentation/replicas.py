@@ -88,7 +88,7 @@ class Replicas:
                 return []
             if merged[0] <= 0:
                 break
-            entries = self._ranks.pool([*names, *self._news], "names of parameters")
+            entries = self._ranks.pool([*names, *self._news], "names of parameters", str | Problem)
             self._agreed = sorted({*self._agreed, *(each for each in entries if isinstance(each, str))})
             pooled += [each for each in entries if isinstance(each, Problem)]
             self._news, new_names = [], False

@@ -10,8 +10,7 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.ranks import is_distributed, is_initialized, own_rank
-from te_precision_callbacks.base.ranks.messages import Messages
-from te_precision_callbacks.base.ranks.tree import RanksLostError
+from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
 from te_precision_callbacks.overflow.analysis import Find, Reader, advice_on_weights, broken_parameters
 from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import (
@@ -118,12 +117,15 @@ class Looking:
             return own
         why = "to look for activation overflow together. Perhaps a rank has not trained in this step"
         try:
-            found = messages.pooled([] if own is None else [own], "overflow", why)
+            sent = (own.failure, own.rank) if isinstance(own, DetectionFailedError) else own
+            found = messages.pooled([] if sent is None else [sent], "overflow", why, Find | tuple[str, int])
         except RanksLostError as error:
             self._say_apart(error)
             return own
         finds = [entry for entry in found if isinstance(entry, Find)]
-        return min(finds, key=lambda find: find.sequence) if finds else next(iter(found), None)
+        if finds:
+            return min(finds, key=lambda find: find.sequence)
+        return next((DetectionFailedError(each[0], rank=each[1]) for each in found if isinstance(each, tuple)), None)
 
     def _say_apart(self, error: RanksLostError) -> None:
         logger.warning(
@@ -263,7 +265,9 @@ class Looking:
             broken = []
         if together and self.messages is not None and self.messages.is_open:
             try:
-                broken = self.messages.pooled(broken, "broken parameters", "to name the parameters that are not finite")
+                broken = self.messages.pooled(
+                    broken, "broken parameters", "to name the parameters that are not finite", str
+                )
             except RanksLostError as error:
                 self._say_apart(error)
         return advice_on_weights(broken, self.steps, self.stepped_by) if broken else None

@@ -8,7 +8,6 @@ Usage::
 All of them were read from the versions in ``READ_FROM``. If a text occurs many times, the place is an example. The code
 of the answers is in :mod:`~te_precision_callbacks.reference.rewrite`,
 :mod:`~te_precision_callbacks.reference.importer` and :mod:`~te_precision_callbacks.reference.cuda_on_cpu`.
-docs/reference-backend.md holds this table too; a test keeps the two alike.
 """
 
 from __future__ import annotations
@@ -187,12 +186,3 @@ SEAMS = (
         "A triton kernel that is launched in training without being asked for: the bias of grouped tensors.",
     ),
 )
-
-
-def as_markdown() -> str:
-    """The table of docs/reference-backend.md."""
-    lines = ["| place | source text | on the backend | where | why |", "| --- | --- | --- | --- | --- |"]
-    for seam in SEAMS:
-        where = "everywhere" if seam.everywhere else "on a CPU"
-        lines.append(f"| `{seam.upstream}` | `{seam.text}` | {seam.answer} | {where} | {seam.reason} |")
-    return "\n".join(lines) + "\n"

@@ -1,11 +1,16 @@
-"""What every view asks of a recorded run: whether anything was recorded, how much ran in which precision, what was not
-measured, and which of its numbers is the loss."""
+"""Facts about a recorded run that several views show: whether anything was recorded, how much ran in which precision,
+what was not measured, which of its numbers is the loss, and what ended it."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.recorded import RecordedRun
@@ -101,3 +106,62 @@ def is_loss_of_training(name: str) -> bool:
 def loss_first(names: Iterable[str]) -> list[str]:
     """The trainer's numbers: the likeliest loss of the training first, then other losses, then all others by name."""
     return sorted(names, key=lambda name: (not is_loss(name), name != "loss", "train" not in name, name))
+
+
+# ---------------------------------------------------------------------- what ended it
+
+
+def outcome_in_words(run: RecordedRun) -> list[str]:
+    """What ended the last start of a run before its last step; empty if nothing did."""
+    if not run.segments:
+        return []
+    last = run.segments[-1]
+    if last.status == "stopped without an end":
+        return ["The run stopped without an end: its process is gone, and has not closed the records."]
+    if last.status != "failed":
+        return []
+    events = run.events.filter(pc.equal(run.events["segment"], last.number))
+    ends = [row for row in _of_kind(events, "segment_ended") if row["severity"] == "error"]
+    if not ends:
+        return ["The run failed."]
+    text, step = _first_line(ends[0]["text"]), ends[0]["iteration"]
+    if ended_from_outside := ended_by(text):
+        return [f"The run was ended by {ended_from_outside} after step {step}: the verdict is on the steps until then."]
+    return [f"The run failed with step {step} as the last one: {text}."]
+
+
+def ended_by(error: str) -> str:
+    """What ended a run that did not fail, such as ``Ctrl-C`` or ``SIGTERM``; empty for a failure.
+
+    Args:
+        error: the first line about the exception that ended it: its class and text.
+    """
+    name, _, text = error.partition(":")
+    if name == "SystemExit" and text.strip() not in ("", "0", "None"):
+        return ""
+    return _FROM_OUTSIDE.get(name, "")
+
+
+_FROM_OUTSIDE = {
+    "KeyboardInterrupt": "Ctrl-C",
+    "SystemExit": "sys.exit()",
+    "Terminated": "SIGTERM",
+    "SIGTERMException": "SIGTERM",  # Lightning's
+    "ProcessEnded": "the end of the process",
+}
+
+
+def _of_kind(events: pa.Table, kind: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = events.filter(pc.equal(events["kind"], kind)).to_pylist()
+    return rows
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").partition("\n")[0].rstrip(":. ")
+
+
+def broken_in_short(message: str) -> str:
+    """A message about a broken contract in one line: what is broken, without the products that do it."""
+    heading, *lines = message.splitlines() or [""]
+    clauses = [line[2:] for line in itertools.takewhile(lambda line: line.startswith("- "), lines)]
+    return " ".join([heading, *clauses])

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from te_precision_callbacks.runs.bounds import MOST_ITERATION, parse_json
+from te_precision_callbacks.runs.input_files import MOST_ITERATION, parse_json
 from te_precision_callbacks.runs.tables import EVENTS
 
 _AT_ONCE = 1 << 14

@@ -33,12 +33,12 @@ import pyarrow.csv
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import TENSORS
-from te_precision_callbacks.runs.bounds import MOST_ITERATION, open_regular, pieces_of
 from te_precision_callbacks.runs.errors import NotARunError
 from te_precision_callbacks.runs.event_lines import events_table
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
+from te_precision_callbacks.runs.input_files import MOST_ITERATION, open_regular, pieces_of
 from te_precision_callbacks.runs.recorded import Notes, RecordedRun, Segment
-from te_precision_callbacks.runs.run_files import missing_numbers
+from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.sinks.log_file import older_half
 from te_precision_callbacks.statistics.names import logged_request
@@ -181,7 +181,7 @@ def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
 
 def _note_missing(logs: _Logs, unread: list[str]) -> None:
     ranks = sorted(logs.statistics)
-    gone = missing_numbers(ranks, 0) if len(ranks) > 1 else ""
+    gone = gaps(((rank, rank) for rank in ranks), 0) if len(ranks) > 1 else ""
     if gone:
         unread.append(f"The logs of {ranks[-1] + 1 - len(ranks)} ranks are missing: {gone}.")
 

@@ -6,7 +6,7 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-from te_precision_callbacks.runs.bounds import read_json
+from te_precision_callbacks.runs.input_files import read_json
 from te_precision_callbacks.runs.run_files import RUN_FILE, rank_name, segments_of
 
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")

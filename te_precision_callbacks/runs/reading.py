@@ -4,7 +4,7 @@
     run = open_run("logs", run="20261122-130144-507-9f3c21")
     list_runs("logs")                                   # ("20261122-130144-507-9f3c21", ...)
 
-A run may be read while it is written, and after its process was killed: a tail counts to its last whole batch.
+A run may be read while it is written, and after its process was killed: an open file counts to its last whole batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.runs.bounds import MOST_ITERATION, open_regular, pieces_of, read_json
+from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError
 from te_precision_callbacks.runs.event_lines import event_row, events_table
 from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
@@ -38,41 +38,31 @@ from te_precision_callbacks.runs.index import (
     Subject,
     in_order,
 )
-from te_precision_callbacks.runs.parts import UNREADABLE, read_facts, read_part, stretch_of
-from te_precision_callbacks.runs.recorded import (
-    Notes,
-    RecordedRun,
-    Segment,
-    Status,
-    Thinned,
-    joined_stretches,
-    stretches_in_words,
-)
+from te_precision_callbacks.runs.input_files import MOST_ITERATION, open_regular, pieces_of, read_json
+from te_precision_callbacks.runs.recorded import Notes, RecordedRun, Segment, Status, Thinned, thinning_notes
 from te_precision_callbacks.runs.run_files import (
+    CLOSED,
     EVENTS_FILE,
     FOLDER,
     RUN_FILE,
-    SEALED,
     SEGMENT_NAME,
-    PartFile,
+    DataFile,
+    data_files,
+    gaps,
     has_ended,
-    is_beginning,
-    missing_numbers,
-    missing_stretches,
-    part_files,
-    parts_of,
+    is_silent,
+    rank_name,
     ranks_of,
     segments_of,
 )
-from te_precision_callbacks.runs.soundness import sound
 from te_precision_callbacks.runs.tables import FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
 from te_precision_callbacks.runs.trace_files import traces_without_run
 
 _MOST_ATTEMPTS = 5
-"""How often a run is read that is thinned meanwhile."""
+"""How often a run is read whose files are replaced meanwhile."""
 
 _MOST_BELOW = 8
-"""The log folders in a folder that a message names."""
+"""The log folders, or other runs, that a message names."""
 
 StrPath = str | os.PathLike[str]
 
@@ -98,7 +88,7 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     Raises:
         NotARunError: there is no recorded run, or not the one that is meant.
         SeveralRunsError: there are several runs, and none is chosen.
-        RunError: the files are of a later version of this package.
+        RunError: the files are of another version of this package.
     """
     folder = Path(path)
     if not folder.exists():
@@ -124,6 +114,31 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     raise NotARunError(f"{folder}: {_what_it_is(folder)}")
 
 
+def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
+    """Read a run for a command.
+
+    Args:
+        path: as for :func:`open_run`.
+        run: likewise; None for the latest run of the folder.
+
+    Returns:
+        The run, and a line for the user on the choice that was made; empty where there was none to make.
+
+    Raises:
+        RunError: as from :func:`open_run`.
+    """
+    recorded = open_run(path, run=run or "latest")
+    names = list_runs(path) if run is None else ()
+    others = [name for name in reversed(names) if name != recorded.run_id]
+    if not others:
+        return recorded, ""
+    more = len(others) - _MOST_BELOW
+    listed = ", ".join(others[:_MOST_BELOW]) + (f" and {more} more" if more > 0 else "")
+    return recorded, (
+        f"{path} has {len(names)} runs. The latest is read: {recorded.run_id}. The others, for --run: {listed}."
+    )
+
+
 def _records_of(folder: Path) -> Path:
     return folder if folder.name == FOLDER else folder / FOLDER
 
@@ -134,11 +149,11 @@ def _check_name(folder: Path, given: Path, wanted: str | None) -> None:
 
 
 class _Moved(Exception):
-    """A part was thinned between the moment that it was listed and the moment that it was read."""
+    """A file was replaced between its listing and its reading."""
 
 
 def _read_run(folder: Path, given: Path, folders: Callable[[], Mapping[int, Path]]) -> RecordedRun:
-    """Read a run, which may be thinned meanwhile."""
+    """Read a run, whose files may be replaced meanwhile."""
     for _ in range(_MOST_ATTEMPTS):
         with contextlib.suppress(_Moved):
             return _Reader(folder, given, folders()).run()
@@ -203,7 +218,7 @@ def _what_it_is(path: Path) -> str:
 
 @dataclass
 class _Rows:
-    """Where rows of a table lie: a part of a rank of a segment.
+    """Where rows of a table lie.
 
     Attributes:
         file: the file.
@@ -211,7 +226,7 @@ class _Rows:
         numbers: series of the files of this rank and segment -> series of the run.
     """
 
-    file: PartFile
+    file: DataFile
     segment: int
     numbers: dict[int, int]
 
@@ -220,14 +235,17 @@ class _Rows:
 class _Reader:
     """Reads a run.
 
+    If several segments have an iteration, the last one counts: a segment replaces all earlier ones from its first step.
+
     Args:
         folder: the folder of the run.
         given: the path that the user gave.
         folders: the segments.
-        patient: whether a part that was thinned while it was read raises :class:`_Moved`.
+        patient: whether a file that was replaced while it was read raises :class:`_Moved`.
 
     Attributes:
-        written: the segments that are still written.
+        spans: segment -> the first and last iteration that it has recorded so far.
+        ends: segment -> the first iteration that does not count any more, or was not there when the run was opened.
     """
 
     folder: Path
@@ -237,38 +255,34 @@ class _Reader:
     said: Notes = field(default_factory=Notes)
     index: SeriesIndex = field(default_factory=SeriesIndex)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
-    written: frozenset[int] = frozenset()
+    ends: dict[int, int] = field(default_factory=dict)
     thinned: list[Thinned] = field(default_factory=list)
 
     def run(self) -> RecordedRun:
         segments = tuple(self._segment(number, folder) for number, folder in self.folders.items())
-        self.written = frozenset(segment.number for segment in segments if segment.status == "running")
         ranks = {number: ranks_of(folder) for number, folder in self.folders.items()}
         self._note_missing(segments, ranks)
         folders = [(number, rank) for number, of_segment in ranks.items() for rank in of_segment.values()]
-        steps: dict[int, list[pa.Table]] = {number: [] for number in self.folders}
-        scalars: dict[int, list[pa.Table]] = {number: [] for number in self.folders}
-        for number, folder in folders:
-            steps[number] += self._tables(folder, "steps", STEPS)
-            scalars[number] += self._tables(folder, "scalars", SCALARS)
+        steps = [(number, table) for number, rank in folders for table in self._tables(rank, "steps", STEPS)]
+        scalars = [(number, table) for number, rank in folders for table in self._tables(rank, "scalars", SCALARS)]
+        for number, table in (*steps, *scalars):
+            self._note_span(number, table["iteration"].to_numpy())
         for number in self.folders:
-            iterations = [table["iteration"] for table in (*steps[number], *scalars[number]) if len(table)]
-            if iterations:
-                bounds = [pc.min_max(each).as_py() for each in iterations]
-                self.spans[number] = min(b["min"] for b in bounds), max(b["max"] for b in bounds)
-        values = self._parts(folders, "values", VALUES)
-        vectors = self._parts(folders, "vectors", VECTORS)
-        facts = self._facts(segments)
+            later = (first for other, (first, _) in self.spans.items() if other > number)
+            self.ends[number] = min(later, default=MOST_ITERATION)
+        values = self._rows(folders, "values", VALUES)
+        vectors = self._rows(folders, "vectors", VECTORS)
+        for number, (_, last) in self.spans.items():
+            self.ends[number] = min(self.ends[number], last + 1)
         all_steps = _first_of_each(self._joined(steps, STEPS), "iteration")
-        thinned = joined_stretches(self.thinned, all_steps["iteration"].to_numpy())
-        for note in stretches_in_words(thinned):
+        for note in thinning_notes(self.thinned):
             self.said.add(note)
         return RecordedRun(
             path=self.given,
             source="te-precision-callbacks",
             run_id=self.folder.name,
             segments=segments,
-            **facts,
+            **self._facts(segments),
             series=self.index.table(),
             steps=all_steps,
             scalars=self._joined(scalars, SCALARS),
@@ -276,7 +290,7 @@ class _Reader:
             read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
             read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
             said=self.said,
-            thinned=tuple(thinned),
+            thinned=tuple(self.thinned),
         )
 
     # ------------------------------------------------------------------ segments
@@ -284,32 +298,30 @@ class _Reader:
     def _segment(self, number: int, folder: Path) -> Segment:
         path = folder / RUN_FILE
         facts: dict[str, Any] = {}
-        status = "unknown"
         try:
             facts = read_json(path)
-            status = facts.get("status", status)
         except FileNotFoundError:
-            if is_beginning(folder):
-                status = "running"
-            else:
+            if is_silent(folder) or any(folder.glob(f"{rank_name(0)}/*")):  # rank 0 makes the folder first
                 self.said.add(f"{path} is missing: nothing is known of the facts of segment {number}.", unread=True)
         except (OSError, ValueError) as error:
             why = f"{path} is damaged ({error}): nothing is known of the facts of segment {number}."
             self.said.add(why, unread=True)
-        schema = facts.get("schema", SCHEMA_VERSION)
-        if not isinstance(schema, int) or schema > SCHEMA_VERSION:
+        schema, versions = facts.get("schema", SCHEMA_VERSION), facts.get("versions")
+        if schema != SCHEMA_VERSION:
+            version = versions.get("te-precision-callbacks") if isinstance(versions, dict) else None
             raise RunError(
-                f"{path}: its schema is {schema!r}, and this te-precision-callbacks reads up to {SCHEMA_VERSION}."
-                " Read the run with the version that has written it, or a later one."
+                f"{path}: the run was recorded by te-precision-callbacks {version or 'of an unknown version'}, with"
+                f" schema {schema!r} of the files; this version reads schema {SCHEMA_VERSION} only. Read the run with"
+                " the version that recorded it."
             )
         if facts.get("not_written"):
             self.said.add(f"Segment {number} is not recorded to its end: {facts['not_written']}")
-        known = cast("Status", status) if status in ("running", "ended", "failed", "killed") else "unknown"
-        if known == "running" and has_ended(path, facts):
-            known = "unknown" if facts.get("not_written") else "killed"
+        status = facts.get("status")
+        if status not in ("ended", "failed"):
+            status = "stopped without an end" if has_ended(path, facts) else "running"
         return Segment(
             number=number,
-            status=known,
+            status=cast("Status", status),
             started_at=str(facts.get("started_at") or ""),
             ended_at=str(facts.get("ended_at") or ""),
             first_iteration=_whole(facts.get("first_iteration"), 0),
@@ -318,8 +330,7 @@ class _Reader:
         )
 
     def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
-        numbers = sorted(self.folders)
-        missing = missing_numbers(numbers, 0) if len(numbers) > 1 else ""
+        missing = gaps(((number, number) for number in sorted(self.folders)), 0) if len(self.folders) > 1 else ""
         if missing:
             self.said.add(f"Segments are missing: {missing}.", unread=True)
         versions: dict[str, set[str]] = {}
@@ -344,139 +355,79 @@ class _Reader:
     # ------------------------------------------------------------------ tables
 
     def _tables(self, folder: Path, name: str, schema: pa.Schema) -> list[pa.Table]:
-        """The parts of a small table."""
-        found = []
-        for file in self._numbered_parts(folder, name):
-            read = functools.partial(read_part, file.path, schema.names, schema)
-            table = self._load(file.path, name, read)
-            if table is not None:
-                found.append(table)
-        return found
+        tables = (self._load(file.path, schema.names, schema) for file in self._files(folder, name))
+        return [table for table in tables if table is not None]
 
-    def _numbered_parts(self, folder: Path, name: str) -> list[PartFile]:
-        files = parts_of(folder, name)
-        gone = missing_stretches(((file.first, file.last) for file in files), 1)
-        if gone:
-            self.said.add(f"{folder}: parts of {name} are missing: {gone}.", unread=True)
+    def _files(self, folder: Path, name: str) -> list[DataFile]:
+        """The files of a table in a rank's folder; a note names missing ones."""
+        files = [file for file in data_files(folder)[0] if file.table == name]
+        missing = gaps(((file.first, file.last) for file in files), 1)
+        if missing:
+            self.said.add(f"{folder}: files of {name} are missing: {missing}.", unread=True)
         return files
 
-    def _load(self, path: Path, name: str, read: Callable[[], pa.Table]) -> pa.Table | None:
-        """A part, or what of it can be read; None, and a note, if nothing can.
-
-        Args:
-            path: the part.
-            name: its table.
-            read: reads it.
-        """
+    def _load(self, path: Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table | None:
+        """Columns of a file; None, and a note, if it cannot be read."""
         try:
-            table = read()
-            good = sound(table, name)
+            return read_table(path, columns, schema)
         except FileNotFoundError as error:
             if self.patient:
                 raise _Moved from error
             self.said.add(f"{path} has vanished while it was read.", unread=True)
         except UNREADABLE as error:
-            self._note_lost(path, _first_line(error))
-        else:
-            if len(table) and not len(good):
-                self._note_lost(path, "all of them are damaged")
-            elif len(good) < len(table):
-                self.said.add(
-                    f"{path}: {len(table) - len(good):,} of {len(table):,} rows are damaged and left out.", unread=True
-                )
-            return good
+            self._note_lost(path, error)
         return None
 
-    def _note_lost(self, path: Path, why: str) -> None:
-        self.said.add(f"{path} cannot be read, and its rows are missing: {why}", unread=True)
+    def _note_lost(self, path: Path, error: BaseException) -> None:
+        lines = str(error).splitlines() or [type(error).__name__]
+        self.said.add(f"{path} cannot be read, and its rows are missing: {lines[0]}", unread=True)
 
-    def _joined(self, tables: Mapping[int, list[pa.Table]], schema: pa.Schema) -> pa.Table:
+    def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
         """The rows of all segments that count, by iteration; those of a lower rank come first."""
-        kept = [
-            table.filter(pa.array(self._counts(number, table))) for number, each in tables.items() for table in each
-        ]
+        kept = [self._that_count(number, table) for number, table in tables]
         joined = pa.concat_tables([schema.empty_table(), *kept]).unify_dictionaries().combine_chunks()
         return joined.take(pc.sort_indices(joined, sort_keys=[("iteration", "ascending")]))
 
-    def _counts(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
-        """Which rows of a segment count: those whose iteration no later segment has."""
-        iterations = table["iteration"].to_numpy()
-        kept: npt.NDArray[np.bool_] = np.ones(len(iterations), bool)
-        for later, (first, last) in self.spans.items():
-            if later > segment:
-                kept &= (iterations < first) | (iterations > last)
-        return kept
+    def _that_count(self, segment: int, table: pa.Table) -> pa.Table:
+        return table.filter(pc.less(table["iteration"], pa.scalar(self.ends[segment], pa.int64())))
 
-    def _parts(self, folders: Iterable[tuple[int, Path]], name: str, schema: pa.Schema) -> list[_Rows]:
-        """The parts of a large table, whose series are noted in the index."""
+    def _rows(self, folders: Iterable[tuple[int, Path]], name: str, schema: pa.Schema) -> list[_Rows]:
+        """The files of a large table, whose series are noted in the index."""
         found = []
-        numbers: dict[tuple[int, Path], dict[int, int]] = {}
-        beyond: dict[int, int] = {}
         columns = [column for column in schema.names if column != "segment"]
         for segment, folder in folders:
-            of_rank = numbers.setdefault((segment, folder), {})
-            for file in self._numbered_parts(folder, name):
-                table = self._load(file.path, name, functools.partial(read_part, file.path, columns, schema))
+            numbers: dict[int, int] = {}
+            firsts: list[tuple[int, int]] = []  # of each file, with its interval
+            for file in self._files(folder, name):
+                table = self._load(file.path, columns, schema)
                 if table is None:
                     continue
-                self._number_series(table, of_rank)
-                found.append(_Rows(file, segment, of_rank))
-                if file.thinned:
-                    self._note_stretch(segment, file)
-                there = self._is_there(segment, table)
-                beyond[segment] = beyond.get(segment, 0) + len(table) - int(there.sum())
-                table = table.filter(pa.array(there & self._counts(segment, table)))
-                series = _translated(table["series"].to_numpy(), of_rank)
+                self._number_series(table, numbers)
+                found.append(_Rows(file, segment, numbers))
+                table = self._that_count(segment, table)
+                if not len(table):
+                    continue
+                iterations = table["iteration"].to_numpy()
+                firsts.append((int(iterations.min()), file.interval))
+                self._note_span(segment, iterations)
+                series = _translated(table["series"].to_numpy(), numbers)
                 own = [table["value"].to_numpy(), table["flags"].fill_null(0).to_numpy()] if "value" in columns else []
-                self.index.note(series, table["iteration"].to_numpy(), *own)
-        self._note_beyond(beyond, {"values": "values", "vectors": "histograms"}[name])
+                self.index.note(series, iterations, *own)
+            # The first and the last steps of a file may be among those that were left out.
+            begin, last = self.spans.get(segment, (0, 0))
+            begins = [begin, *(first for first, _ in firsts[1:]), min(last + 1, self.ends[segment])]
+            rank = int(folder.name.partition("-")[2])
+            self.thinned += [
+                Thinned(rank, name, begins[place], begins[place + 1] - 1, interval)
+                for place, (_, interval) in enumerate(firsts)
+                if interval > 1
+            ]
         return found
 
-    def _note_beyond(self, beyond: Mapping[int, int], what: str) -> None:
-        """Note the rows beyond the last step, of segments that nobody writes any more.
-
-        Args:
-            beyond: segment -> how many.
-            what: they are.
-        """
-        for segment, count in beyond.items():
-            if count and segment not in self.written:
-                span = self.spans.get(segment)
-                last = "no recorded step" if span is None else f"iteration {span[1]:,} as its last recorded step"
-                self.said.add(f"Segment {segment} has {last}: {count:,} {what} beyond are left out.")
-
-    def _note_stretch(self, segment: int, file: PartFile) -> None:
-        try:
-            stretch = stretch_of(file.path)
-        except FileNotFoundError as error:
-            raise _Moved from error
-        except UNREADABLE as error:
-            self.said.add(f"{file.path}: {_first_line(error)}")
-            return
-        if stretch is not None:
-            rank = int(file.path.parent.name.partition("-")[2])
-            for first, last in self._that_count(segment, stretch.first, stretch.last):
-                self.thinned.append(Thinned(rank, file.table, first, last, stretch.every))
-
-    def _that_count(self, segment: int, first: int, last: int) -> list[tuple[int, int]]:
-        """The iterations of a segment from one to another that no later segment has, first and last of each stretch."""
-        found = [(first, last)]
-        for later, (begin, end) in self.spans.items():
-            if later > segment:
-                found = [
-                    (one, other)
-                    for first, last in found
-                    for one, other in ((first, min(last, begin - 1)), (max(first, end + 1), last))
-                    if one <= other
-                ]
-        return found
-
-    def _is_there(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
-        """Which rows were there when the run was opened: those up to its last step by then."""
-        if segment not in self.spans:
-            return np.zeros(len(table), bool)
-        there: npt.NDArray[np.bool_] = table["iteration"].to_numpy() <= self.spans[segment][1]
-        return there
+    def _note_span(self, segment: int, iterations: npt.NDArray[np.int64]) -> None:
+        if len(iterations):
+            first, last = self.spans.get(segment, (MOST_ITERATION, -1))
+            self.spans[segment] = min(first, int(iterations.min())), max(last, int(iterations.max()))
 
     def _number_series(self, table: pa.Table, of_rank: dict[int, int]) -> None:
         wanted, rows = np.unique(table["series"].to_numpy(), return_index=True)
@@ -485,45 +436,40 @@ class _Reader:
             return
         named = table.select([*(name for name, _ in SUBJECT), "rank"]).take(pa.array(rows[new]))
         columns = [named[name].to_pylist() for name in named.column_names]
-        for number, *subject in zip(wanted[new].tolist(), *columns, strict=True):
-            scope, layer, tensor, gemm, statistic, rank = subject
-            found = Subject(scope or "", layer or "", tensor or "", gemm or "", statistic or "", rank)
-            of_rank[number] = self.index.number(found)
+        for number, *names, rank in zip(wanted[new].tolist(), *columns, strict=True):
+            of_rank[number] = self.index.number(Subject._make([*(name or "" for name in names), rank]))
 
-    def _read(self, parts: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
+    def _read(self, rows: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
         """The rows of some series, or of all."""
         chosen = None if wanted is None else set(wanted)
         for _ in range(_MOST_ATTEMPTS):
             try:
-                tables = [self._read_rows(rows, columns, nothing, chosen) for rows in parts]
-            except FileNotFoundError as error:  # it was thinned meanwhile
+                tables = [self._read_rows(each, columns, nothing, chosen) for each in rows]
+            except FileNotFoundError as error:  # it was replaced meanwhile
                 vanished = error
-                parts = _as_they_are_now(parts)
+                rows = _as_they_are_now(rows)
             else:
-                found = [nothing, *(table for table in tables if table is not None)]
-                return in_order(pa.concat_tables(found).combine_chunks())
+                return in_order(pa.concat_tables([nothing, *filter(None, tables)]).combine_chunks())
         raise RunError(f"{self.folder} cannot be read any more: {vanished}") from vanished
 
     def _read_rows(
         self, rows: _Rows, columns: list[str], nothing: pa.Table, chosen: set[int] | None
     ) -> pa.Table | None:
-        """The rows of a part; None if it has none of the chosen series."""
-        if not rows.numbers or (chosen is not None and chosen.isdisjoint(rows.numbers.values())):
+        """The rows of a file; None if it has none of the chosen series."""
+        numbers = {own: run for own, run in rows.numbers.items() if chosen is None or run in chosen}
+        if not numbers:
             return None
-        numbers = rows.numbers if chosen is None else {own: run for own, run in rows.numbers.items() if run in chosen}
+        own_numbers = None if chosen is None else list(numbers)
         try:
-            table = read_part(rows.file.path, columns, nothing.schema, None if chosen is None else list(numbers))
+            table = read_table(rows.file.path, columns, nothing.schema, own_numbers)
         except FileNotFoundError:
             raise
         except UNREADABLE as error:
-            self._note_lost(rows.file.path, _first_line(error))
+            self._note_lost(rows.file.path, error)
             return None
-        table = sound(table, rows.file.table)
-        counts = self._is_there(rows.segment, table) & self._counts(rows.segment, table)
-        table = table.filter(pa.array(counts))
+        table = self._that_count(rows.segment, table)
         series = _translated(table["series"].to_numpy(), numbers)
-        place = columns.index("series")
-        table = table.set_column(place, nothing.schema.field("series"), pa.array(series))
+        table = table.set_column(columns.index("series"), nothing.schema.field("series"), pa.array(series))
         return table.filter(pa.array(series >= 0))
 
     # ------------------------------------------------------------------ facts and events
@@ -547,8 +493,8 @@ class _Reader:
 
     def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:
         """A table of facts, with its spans ended where a later segment begins."""
-        path, schema = folder / f"{name}{SEALED}", FACTS[name]
-        table = self._load(path, name, functools.partial(read_facts, path, schema)) if path.exists() else None
+        path, schema = folder / f"{name}{CLOSED}", FACTS[name]
+        table = self._load(path, schema.names, schema) if path.exists() else None
         if table is None:
             return schema.empty_table()
         if following is None or "until" not in schema.names:
@@ -579,17 +525,17 @@ class _Reader:
             self.said.add(f"{path}: {bad} of {count} lines cannot be read.", unread=True)
 
 
-def _as_they_are_now(parts: Iterable[_Rows]) -> list[_Rows]:
-    """Parts that were listed earlier, those that were thinned meanwhile as the part that they have become."""
+def _as_they_are_now(rows: Iterable[_Rows]) -> list[_Rows]:
+    """Rows in the files by which those that were listed earlier have been replaced."""
     found: dict[Path, _Rows] = {}
-    listed: dict[Path, list[PartFile]] = {}
-    for rows in parts:
-        folder = rows.file.path.parent
+    listed: dict[Path, list[DataFile]] = {}
+    for each in rows:
+        old, folder = each.file, each.file.path.parent
         if folder not in listed:
-            listed[folder] = part_files(folder)[0]
+            listed[folder] = data_files(folder)[0]
         for file in listed[folder]:
-            if file.table == rows.file.table and file.first <= rows.file.first and rows.file.last <= file.last:
-                found.setdefault(file.path, _Rows(file, rows.segment, rows.numbers))
+            if file.table == old.table and file.first <= old.first and old.last <= file.last:
+                found.setdefault(file.path, _Rows(file, each.segment, each.numbers))
     return list(found.values())
 
 
@@ -634,8 +580,3 @@ def _renumber(tables: dict[str, pa.Table], layers: dict[tuple[str, str], int], g
         moved = np.searchsorted(own, table["gemm_id"].to_numpy()) + gemms
         tables[name] = table.set_column(place, table.schema.field(place), pa.array(moved, pa.int32()))
     return len(own)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -29,7 +29,7 @@ from te_precision_callbacks.runs.tables import MEMORY
 _SELECTED = ("layer", "tensor", "statistic", "gemm", "scope", "rank")
 
 Source = Literal["te-precision-callbacks", "nvidia-dlfw-inspect"]
-Status = Literal["running", "ended", "failed", "killed", "unknown"]
+Status = Literal["running", "ended", "failed", "stopped without an end", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Segment:
 
     Attributes:
         number: from 0.
-        status: ``running`` while its process lives, ``killed`` if it has gone without an end.
+        status: ``running`` while its process lives; ``ended``, ``failed`` if an error has ended it, or ``stopped
+            without an end``. ``unknown`` for logs, which do not have it.
         started_at, ended_at: times in ISO 8601, UTC; empty if unknown.
         first_iteration: the first debug iteration.
         world: the number of ranks.
@@ -56,13 +57,13 @@ class Segment:
 
 
 class Thinned(NamedTuple):
-    """A stretch of iterations of which a rank has kept only some steps, since the limit of ``records=`` was reached.
+    """Iterations of which a rank has kept only some steps, since the limit of ``records=`` was reached.
 
     Attributes:
         rank: the rank whose files they are; those of rank 0 also have what is reduced over ranks.
         table: ``values`` or ``vectors``, the histograms.
         first, last: the first and the last iteration.
-        every: every how many-th step is left, of those that had numbers; 0 if none is. Of ``values`` the lowest and the
+        every: the interval between steps that are left, in steps that had numbers. Of ``values`` the lowest and the
             highest value of each series are left too, with the flag
             :data:`~te_precision_callbacks.runs.tables.EXTREME`.
     """
@@ -74,49 +75,31 @@ class Thinned(NamedTuple):
     every: int
 
 
-def joined_stretches(stretches: Iterable[Thinned], steps: npt.NDArray[np.int64]) -> list[Thinned]:
-    """Neighbours that are equally thin as one, in order.
-
-    Args:
-        stretches: of all segments.
-        steps: the iterations of the run's steps, ascending. With one between two stretches, these are no neighbours.
-    """
-    found: list[Thinned] = []
-    for each in sorted(stretches):
-        before = found[-1] if found else None
-        alike = before is not None and (before.rank, before.table, before.every) == (each.rank, each.table, each.every)
-        if before is not None and alike:
-            begin, end = np.searchsorted(steps, (before.last + 1, each.first)).tolist()
-            if begin >= end:
-                found[-1] = before._replace(last=max(before.last, each.last))
-                continue
-        found.append(each)
-    return found
-
-
 _OF_SPEED = re.compile(
     r"(?:^|[/_])(?:runtime|(?:samples|steps|tokens)_per_second(?:_per_gpu)?|total_flos|epoch|num_input_tokens_seen"
     r"|(?:model_preparation|jit_compilation)_time)$"
 )
 """What the Hugging Face Trainer logs beside its metrics, with any prefix."""
 
-_KINDS = {"values": "statistics", "vectors": "histograms"}
 
-
-def stretches_in_words(stretches: Sequence[Thinned]) -> list[str]:
-    """What is said of them: those of the first rank, and how many others have any."""
-    ranks = sorted({each.rank for each in stretches})
-    found = []
-    for _, table, first, last, every in (each for each in stretches if each.rank == ranks[0]):
-        which = f"the {_KINDS.get(table, table)} of iterations {first:,} to {last:,}"
-        extremes = ", and the lowest and highest value of each series" if table == "values" else ""
-        if every:
-            found.append(f"Of {which} every {every}th step is left{extremes}: the limit of records= was reached.")
-        else:
-            found.append(f"{which.capitalize()} were dropped: the limit of records= is too small for them.")
+def thinning_notes(thinned: Sequence[Thinned]) -> list[str]:
+    """Notes for the user: a line for each table of the first rank, and the number of other ranks."""
+    notes = []
+    ranks = sorted({each.rank for each in thinned})
+    for table, kind in (("values", "statistics"), ("vectors", "histograms")):
+        own = [each for each in thinned if (each.rank, each.table) == (ranks[0], table)]
+        if own:
+            span = f"{min(each.first for each in own):,} to {max(each.last for each in own):,}"
+            intervals = sorted({each.every for each in own})
+            every = f"{intervals[0]:,}" + (f" to {intervals[-1]:,}" if intervals[1:] else "")
+            extremes = ", and the lowest and highest value of each series" if table == "values" else ""
+            notes.append(
+                f"Of the {kind} of iterations {span} one step in {every} is left{extremes}: the limit of records= was"
+                " reached."
+            )
     if len(ranks) > 1:
-        found.append(f"The local numbers of {len(ranks) - 1} other ranks were thinned likewise.")
-    return found
+        notes.append(f"The local numbers of {len(ranks) - 1} other ranks were thinned likewise.")
+    return notes
 
 
 class Grid(NamedTuple):
@@ -246,14 +229,6 @@ class RecordedRun:
             return ""
         return f"A log of {self.source}: layers, coverage and the trainer's numbers are not in it."
 
-    def is_thinned(self, iterations: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """[iterations]: whether a number that is not there may have been dropped by the limit of ``records=``."""
-        wanted = np.asarray(iterations, np.int64)
-        found = np.zeros(wanted.shape, bool)
-        for each in self.thinned:
-            found |= (each.first <= wanted) & (wanted <= each.last)
-        return found
-
     def has_all_of(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """[iterations]: whether the statistics of a step are all there; of a step of a thinned stretch that is not one
         of those that are left, there are only the extremes of some series."""
@@ -265,7 +240,7 @@ class RecordedRun:
             inside = (each.first <= iterations) & (iterations <= each.last)
             distances = np.diff(steps[(each.first <= steps) & (steps <= each.last)])
             step = max(1, int(np.gcd.reduce(distances))) if len(distances) else 1
-            found[inside] = iterations[inside] // step % each.every == 0 if each.every else False
+            found[inside] = iterations[inside] // step % each.every == 0
         return found
 
     def values(self, series: Iterable[int] | None = None) -> pa.Table:
@@ -327,7 +302,7 @@ class RecordedRun:
         found: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in self.events.to_pylist():
             rank = row.pop("rank")
-            key = tuple(value for name, value in row.items() if name not in ("wall_time", "order"))
+            key = tuple(value for name, value in row.items() if name != "wall_time")
             ranks = found.setdefault(key, {**row, "ranks": []})["ranks"]
             if rank is not None and rank not in ranks:
                 ranks.append(rank)

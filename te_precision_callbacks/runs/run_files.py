@@ -1,14 +1,13 @@
-"""The names of a run's files, and files that appear whole or not at all.
+"""Names of a run's files, and files that appear whole or not at all.
 
     <log_dir>/precision_records/<run_id>/seg-000/run.json
                                          seg-000/layers.parquet, gemms.parquet, ...
-                                         seg-000/rank-00000/values-000001.parquet, values-000002.arrows, ...
+                                         seg-000/rank-00000/values-0001.parquet, values-0002.arrow, ...
                                          seg-000/rank-00000/events.jsonl
 
-A part is sealed as ``<table>-<number>.parquet``. Until then it is ``<table>-<number>.arrows``, a stream of Arrow, its
-*tail*, to which rows are appended. A part that was thinned (``runs/thinning.py``) has the numbers of the first and the
-last part that it replaces: ``<table>-<number>-<number>.parquet``. It is in their place as soon as it is there: what a
-wider part replaces does not count, whether it was removed already or not.
+A rank appends record batches to ``<table>-<number>.arrow``, a stream of Arrow, and closes it as
+``<table>-<number>.parquet``. A file with fewer steps, ``<table>-<first>-<last>-every<interval>.parquet``, replaces
+closed files as soon as it appears, even if these were not deleted yet (``runs/size_limit.py``).
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from te_precision_callbacks.base.opening import own_file
-from te_precision_callbacks.runs.bounds import read_json
+from te_precision_callbacks.runs.input_files import read_json
 
 FOLDER = "precision_records"
 """The folder of a log folder that has its runs."""
 
 RUN_FILE, EVENTS_FILE = "run.json", "events.jsonl"
-SEALED, TAIL = ".parquet", ".arrows"
+OPEN, CLOSED = ".arrow", ".parquet"
 
 SEGMENT_NAME = re.compile(r"seg-(\d{3,9})")
 RANK_NAME = re.compile(r"rank-(\d{5,9})")
-PART_NAME = re.compile(r"([a-z]+)-(\d{6,18})(?:-(\d{6,18}))?\.(parquet|arrows)")
+_DATA_NAME = re.compile(r"([a-z]+)-(\d{4,18})(?:-(\d{4,18})-every(\d{1,18}))?\.(?:parquet|arrow)")
 
 SILENT_SECONDS = 60.0
-"""The seconds without a sign of life after which a process that cannot be seen from here counts as killed."""
+"""The seconds without a sign of life after which a process that cannot be seen from here counts as gone."""
 
 _INCOMPLETE = ".incomplete"
 
 _MOST_GAPS = 8
-"""The stretches of missing numbers that are named."""
+"""The gaps between numbers that are named."""
 
 
 def new_run_id() -> str:
-    """A name for a run, such as ``20261122-130144-507-9f3c21``: by the time in UTC, to the millisecond, and unique.
+    """Return a name for a run, such as ``20261122-130144-507-9f3c21``: by the time in UTC, and unique.
 
     Names sort as the runs began; of two short runs in one folder, both may begin in one second.
     """
@@ -67,33 +66,6 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def part_stem(table: str, number: int, last: int | None = None) -> str:
-    """``values-000001``; of a thinned part ``values-000001-000010``."""
-    return f"{table}-{number:06d}" + ("" if last is None else f"-{last:06d}")
-
-
-class PartFile(NamedTuple):
-    """The file of a part.
-
-    Attributes:
-        table: the name of the table.
-        first, last: the numbers of the parts that it replaces; its own number if it replaces none.
-        thinned: whether it replaces parts.
-        path: the file.
-    """
-
-    table: str
-    first: int
-    last: int
-    thinned: bool
-    path: Path
-
-    @property
-    def order(self) -> tuple[str, int, int, bool, bool]:
-        """Sorts files by table and number, and each before those that it replaces."""
-        return self.table, self.first, -self.last, not self.thinned, self.path.suffix != SEALED
-
-
 def segments_of(run: Path) -> dict[int, Path]:
     """The segments of a run's folder, by number, in order."""
     return _numbered(run, SEGMENT_NAME)
@@ -109,8 +81,8 @@ def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
     return dict(sorted((int(match[1]), entry) for match, entry in found if match is not None))
 
 
-def make_segment(run: Path) -> tuple[int, Path]:
-    """Make the next segment of a run, one that no other process makes too.
+def make_segment(run: Path) -> int:
+    """Make the folder of a run's next segment, which no other process makes too, and return its number.
 
     Raises:
         OSError: it cannot be made.
@@ -118,16 +90,71 @@ def make_segment(run: Path) -> tuple[int, Path]:
     run.mkdir(parents=True, exist_ok=True)
     number = max(segments_of(run), default=-1) + 1
     while True:
-        folder = run / segment_name(number)
         try:
-            folder.mkdir()
-            return number, folder
+            (run / segment_name(number)).mkdir()
+            return number
         except FileExistsError:
             number += 1
 
 
+class DataFile(NamedTuple):
+    """A file of a table of a rank.
+
+    Attributes:
+        table: the name of the table.
+        first, last: its number, or the numbers of the files that it replaces.
+        interval: 1 if it has all steps, 2 for every second step, ...
+        path: the file.
+    """
+
+    table: str
+    first: int
+    last: int
+    interval: int
+    path: Path
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows may still be appended."""
+        return self.path.suffix == OPEN
+
+
+def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
+    """The data files in a rank's folder, in order, and the files that others of them replace."""
+    found = []
+    for entry in folder.iterdir():
+        match = _DATA_NAME.fullmatch(entry.name)
+        if match is not None:
+            table, first, last, interval = match.groups()
+            found.append(DataFile(table, int(first), int(last or first), int(interval or 1), entry))
+    files: list[DataFile] = []
+    replaced: list[DataFile] = []
+    for file in sorted(found, key=lambda file: (file.table, file.first, -file.last, -file.interval, file.is_open)):
+        before = files[-1] if files and files[-1].table == file.table else None
+        (files if before is None or file.last > before.last else replaced).append(file)
+    return files, replaced
+
+
+def gaps(found: Iterable[tuple[int, int]], first: int) -> str:
+    """The numbers that are missing from ascending spans, as a text; empty if none is missing.
+
+    Args:
+        found: first and last number of each span.
+        first: the first number that should be there.
+    """
+    missing, expected = [], first
+    for begin, end in found:
+        if begin > expected:
+            missing.append(str(expected) if begin == expected + 1 else f"{expected} to {begin - 1}")
+        expected = max(expected, end + 1)
+    return ", ".join(missing[:_MOST_GAPS]) + (" ..." if len(missing) > _MOST_GAPS else "")
+
+
+# ---------------------------------------------------------------------- writing
+
+
 def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file beside its place, bring it to the disk, and rename it.
+    """Write a file beside its place, flush it to the disk, and rename it.
 
     Raises:
         OSError: it cannot be written. A file that was there is unchanged.
@@ -151,7 +178,7 @@ def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def overwrite(path: Path, data: bytes) -> None:
-    """Write over a file that has room for it, where a disk takes no new one.
+    """Write over a file that has room for the data, where a full disk takes no new file.
 
     Raises:
         OSError: it cannot be written, or has less room.
@@ -165,27 +192,17 @@ def overwrite(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-class AppendedFile(io.RawIOBase):
-    """A new file, or the end of one, whose writes are in the file, whole, when they return.
+def is_incomplete(path: Path) -> bool:
+    """Return whether a process was killed while it wrote this file beside its place."""
+    return path.name.startswith(".") and path.name.endswith(_INCOMPLETE)
 
-    Nothing is buffered, so that a process that was forked meanwhile has nothing to write once more.
 
-    Args:
-        path: the file.
-        new: whether there must be no such file.
-    """
+class AppendedFile(io.FileIO):
+    """A file that grows. Writes are unbuffered, so that a forked process has nothing to write once more."""
 
     def __init__(self, path: Path, *, new: bool = False) -> None:
-        super().__init__()
-        self._path = path
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if new else 0)
-        self._descriptor = own_file(str(path), flags)
-        self.nbytes = os.fstat(self._descriptor).st_size
-        """The size of the file."""
-
-    def writable(self) -> bool:
-        """True."""
-        return True
+        """Open a file at its end; with ``new`` there must be no such file."""
+        super().__init__(path, "x" if new else "a", opener=own_file)
 
     def write(self, data: Any, /) -> int:
         """Append all of the data.
@@ -196,67 +213,13 @@ class AppendedFile(io.RawIOBase):
         left = memoryview(data).cast("B")
         count = len(left)
         while left:
-            written = os.write(self._descriptor, left)
-            self.nbytes += written
-            left = left[written:]
+            left = left[super().write(left) :]
+        if os.fstat(self.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written", str(self.name))
         return count
 
-    def require_there(self) -> None:
-        """Raise FileNotFoundError if the file was deleted meanwhile."""
-        if os.fstat(self._descriptor).st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written", str(self._path))
 
-    def close(self) -> None:
-        """Close the file."""
-        if not self.closed:
-            os.close(self._descriptor)
-        super().close()
-
-
-def part_files(folder: Path) -> tuple[list[PartFile], list[PartFile]]:
-    """The parts in a rank's folder, in order, and the files that others of them replace."""
-    found = []
-    for entry in folder.iterdir():
-        match = PART_NAME.fullmatch(entry.name)
-        if match is not None:
-            table, first, last, _ = match.groups()
-            found.append(PartFile(table, int(first), int(last or first), last is not None, entry))
-    parts: list[PartFile] = []
-    replaced: list[PartFile] = []
-    for file in sorted(found, key=lambda file: file.order):
-        before = parts[-1] if parts and parts[-1].table == file.table else None
-        (parts if before is None or file.last > before.last else replaced).append(file)
-    return parts, replaced
-
-
-def missing_numbers(found: Iterable[int], first: int) -> str:
-    """The whole numbers from the first to the last that are not there, in words; empty if all are.
-
-    Args:
-        found: the numbers that are there.
-        first: the first one that there should be.
-    """
-    return missing_stretches(((number, number) for number in sorted(set(found))), first)
-
-
-def missing_stretches(found: Iterable[tuple[int, int]], first: int) -> str:
-    """The same of stretches of numbers, first and last of each, in order."""
-    gaps, expected = [], first
-    for begin, end in found:
-        if begin > expected:
-            gaps.append(str(expected) if begin == expected + 1 else f"{expected} to {begin - 1}")
-        expected = max(expected, end + 1)
-    return ", ".join(gaps[:_MOST_GAPS]) + (" ..." if len(gaps) > _MOST_GAPS else "")
-
-
-def parts_of(folder: Path, table: str) -> list[PartFile]:
-    """The parts of a table in a rank's folder, in order: of each number the sealed part, or else its tail."""
-    return [file for file in part_files(folder)[0] if file.table == table]
-
-
-def is_incomplete(path: Path) -> bool:
-    """Whether a process was killed while it wrote this file beside its place."""
-    return path.name.startswith(".") and path.name.endswith(_INCOMPLETE)
+# ---------------------------------------------------------------------- processes
 
 
 def process_now() -> dict[str, str | int]:
@@ -310,11 +273,6 @@ def is_silent(path: Path) -> bool:
         return time.time() - path.stat().st_mtime > SILENT_SECONDS
     except OSError:
         return True
-
-
-def is_beginning(segment: Path) -> bool:
-    """Return whether rank 0 has made the folder of a segment, and not written anything into it yet."""
-    return not any(segment.glob(f"{rank_name(0)}/*")) and not is_silent(segment)
 
 
 def _started(pid: int) -> int | None:

@@ -19,8 +19,8 @@ from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.threads import within
 from te_precision_callbacks.runs.launches import find_segment
 from te_precision_callbacks.runs.limits import DEFAULT_LIMIT
+from te_precision_callbacks.runs.recording import Facts, Place, Recording, Step, own_numbers
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
-from te_precision_callbacks.runs.segment_rows import Facts, Place, Recording, Step, own_numbers
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL, WriterThread
 
@@ -116,8 +116,7 @@ class RecordSink(EventSink):
         """
         if self._is_new:
             return Place(self._run_id, 0)
-        number, _ = self._ask(lambda: make_segment(self._runs / self._run_id))
-        return Place(self._run_id, number)
+        return Place(self._run_id, self._ask(lambda: make_segment(self._runs / self._run_id)))
 
     def _ask(self, call: Callable[[], _ResultT]) -> _ResultT:
         """The answer of a disk.
@@ -197,12 +196,14 @@ class RecordSink(EventSink):
 
     def _take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
-            if self.place is None and self._info.rank == 0:
-                # Without a step no run is made of that alone, nor of what a trainer logs at its end.
+            if self.place is None:
+                # Without a step no run is made of that alone, nor of what a trainer logs at its end. So no rank waits
+                # for one.
                 if isinstance(job, Scalars) or not _is_content(job):
                     self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
                     return True
-                self.place = self.begin()
+                if self._info.rank == 0:
+                    self.place = self.begin()
             if not self._find():
                 return False  # until rank 0 has begun
             self._recording = self._begin_recording()

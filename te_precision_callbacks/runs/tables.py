@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.statistics.series import FIRST_STEP
 
-SCHEMA_VERSION = 1
-"""The version of the files. A reader refuses files of a later version, and reads those of earlier ones."""
+SCHEMA_VERSION = 2
+"""The version of the files. A reader refuses files of any other version."""
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 _NAMES = pa.list_(pa.string())
@@ -34,17 +34,16 @@ VALUES = pa.schema(
         ("iteration", _ITERATION),
         ("series", pa.int32()),  # of this rank and segment; in a run that is read, of the run
         ("value", pa.float64()),
-        ("flags", pa.uint8()),  # LOCAL, STRETCHED, STEP0, EXTREME
+        ("flags", pa.uint8()),  # LOCAL, STEP0, EXTREME
         *SUBJECT,
         ("rank", pa.int32()),  # null: reduced over ranks
     ]
 )
-"""A number of a step. Within a sealed part rows are sorted by series and iteration."""
+"""A number of a step. In a closed file rows are sorted by series and iteration."""
 
-LOCAL, STRETCHED, STEP0, EXTREME = 1, 2, FIRST_STEP, 8
-"""Flags of a value: it belongs to one rank although statistics are reduced; its schedule was stretched; its layer ran
-the first step of delayed scaling, with the scale 1; its step was thinned out, and it is there as an extreme of its
-series."""
+LOCAL, STEP0, EXTREME = 1, FIRST_STEP, 8
+"""Flags of a value: it belongs to one rank although statistics are reduced; its layer ran the first step of delayed
+scaling, with the scale 1; its step was thinned out, and it remains as an extreme of its series."""
 
 VECTORS = pa.schema(
     [
@@ -78,7 +77,7 @@ SCALARS = pa.schema(
         ("segment", pa.int16()),
         ("iteration", _ITERATION),
         ("logging_step", pa.int64()),
-        ("name", _NAME),  # loss, grad_norm, lr, loss_scale, or the trainer's own name
+        ("name", pa.string()),  # loss, grad_norm, lr, loss_scale, or the trainer's own name
         ("value", pa.float64()),
     ]
 )
@@ -88,9 +87,7 @@ EVENTS = pa.schema(
     [
         ("segment", pa.int16()),
         ("iteration", _ITERATION),
-        ("micro", pa.int32()),
         ("rank", pa.int32()),
-        ("order", pa.int64()),
         ("phase", _NAME),  # forward, backward, step, checkpoint
         ("kind", _NAME),
         ("severity", _NAME),  # info, warning, error

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from te_precision_callbacks.runs.recording import Place
 from te_precision_callbacks.runs.run_files import FOLDER, rank_name, segment_name
-from te_precision_callbacks.runs.segment_rows import Place
 
 _TRACES = "traces"
 _WITHOUT_RECORDS = "precision_traces"

@@ -9,17 +9,19 @@
             run.add_scalars(iteration, {"loss": 2.0 / (1 + iteration)})
         run.add_event("dump_written", "fc1_activation.safetensors", iteration=3, layer="fc1")
 
-Rows are collected in memory until :meth:`RunWriter.flush` appends them to the tails of their tables. The
+Rows are collected in memory until :meth:`RunWriter.flush` appends them to the open files of their tables. The
 writer is for one thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -27,33 +29,187 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from te_precision_callbacks.runs.fact_files import FactFiles
-from te_precision_callbacks.runs.new_rows import NewEvents, NewFacts, NewValues, NewVectors, SeriesNumbers
-from te_precision_callbacks.runs.parts import SealedPart
+from te_precision_callbacks.runs.arrays import arrow_array
+from te_precision_callbacks.runs.data_tables import write_table
+from te_precision_callbacks.runs.input_files import writable
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import (
+    CLOSED,
     EVENTS_FILE,
     FOLDER,
+    OPEN,
+    RUN_FILE,
+    AppendedFile,
+    DataFile,
     make_segment,
     new_run_id,
+    overwrite,
+    process_now,
     rank_name,
+    replace_whole,
     segment_name,
+    time_text,
 )
-from te_precision_callbacks.runs.tables import EVENTS, SCALARS, STEPS, VALUES, VECTORS
-from te_precision_callbacks.runs.tails import Tail
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+
+CLOSE_BYTES = 64 << 20
+"""The size at which an open file is closed as Parquet."""
+
+CLOSE_SECONDS = 900.0
+"""The age at which an open file is closed as Parquet."""
+
+_ROW, _BIN = 64, 8
+"""The bytes that a value, or a histogram without its bins, needs in an open file at most, and those of a bin."""
+
+_ROOM = 1024
+"""The bytes behind the object in run.json: room to record how the run has ended on a disk that is full by then."""
+
+_LONGEST_REASON = 200
+
+
+class _SeriesNames:
+    """Numbers the series of a rank, and names them in dictionary-encoded columns."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str | int | None, ...], int] = {}
+        self._codes: list[list[int]] = []  # [series][columns of SUBJECT]
+        self._texts: list[dict[str, int]] = [{} for _ in SUBJECT]
+        self._ranks: list[int | None] = []
+        self._arrays = np.empty((0, len(SUBJECT)), np.int32), list[pa.Array](), arrow_array([], pa.int32())
+
+    def number(self, subject: tuple[str, ...], rank: int | None) -> int:
+        """Return the number of a series; an unknown one gets the next."""
+        number = self._numbers.get((*subject, rank))
+        if number is None:
+            number = self._numbers[(*subject, rank)] = len(self._ranks)
+            named = zip(self._texts, map(writable, subject), strict=True)
+            self._codes.append([texts.setdefault(text, len(texts)) for texts, text in named])
+            self._ranks.append(rank)
+        return number
+
+    def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
+        """The columns of :data:`SUBJECT` and ``rank`` for rows of some series."""
+        if len(self._arrays[0]) < len(self._codes):
+            texts = [arrow_array([*texts], pa.string()) for texts in self._texts]
+            self._arrays = np.array(self._codes, np.int32), texts, arrow_array(self._ranks, pa.int32())
+        codes, texts, ranks = self._arrays
+        columns = (arrow_array(column, pa.int32()) for column in codes[series].T)
+        names = [pa.DictionaryArray.from_arrays(*each) for each in zip(columns, texts, strict=True)]
+        return [*names, ranks.take(arrow_array(series, pa.int32()))]
+
+
+class _Table:
+    """A table of a rank: new rows, the open file, and the closed ones.
+
+    Args:
+        folder: the folder of the rank.
+        name: the name of the table.
+        schema: its schema.
+        batch: makes a batch of the new rows.
+        closed: gets the closed files, with their sizes.
+        close_bytes: the size at which an open file is closed, if less than :data:`CLOSE_BYTES`.
+
+    Attributes:
+        waiting: the bytes that new rows need in the open file at most, where that is counted.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        schema: pa.Schema,
+        batch: Callable[[list[Any]], pa.RecordBatch],
+        closed: dict[DataFile, int],
+        close_bytes: float,
+    ) -> None:
+        self.waiting = 0
+        self._folder = folder
+        self._name = name
+        self._schema = schema
+        self._batch = batch
+        self._closed = closed
+        self._close_bytes = close_bytes
+        self._rows: list[Any] = []
+        self._number = 0
+        self._file: AppendedFile | None = None
+        self._stream: Any = None
+        self._since = 0.0
+
+    @property
+    def open_bytes(self) -> int:
+        """The size of the open file."""
+        return 0 if self._file is None else self._file.tell()
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._name}-{self._number:04d}{OPEN}"
+
+    def add(self, row: Any, waiting: int = 0) -> None:
+        """Keep rows until :meth:`flush`."""
+        self._rows.append(row)
+        self.waiting += waiting
+
+    def flush(self) -> None:
+        """Append the new rows, whole, and close a file that is large or old.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._rows:
+            if self._file is None:
+                self._number += 1
+                self._file = AppendedFile(self._path, new=True)
+                options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
+                self._stream = pa.ipc.new_stream(self._file, self._schema, options=options)
+                self._since = time.monotonic()
+            self._stream.write_batch(self._batch(self._rows))
+            self._rows, self.waiting = [], 0
+        is_large = self.open_bytes >= min(CLOSE_BYTES, self._close_bytes)
+        if is_large or (self._file is not None and time.monotonic() - self._since >= CLOSE_SECONDS):
+            self.close()
+
+    def close(self) -> None:
+        """Write the open file as Parquet, sorted by series and iteration, and delete it.
+
+        Raises:
+            OSError: it cannot be written; the open file remains.
+        """
+        if self._file is None:
+            return
+        written = self.open_bytes
+        self.leave()
+        data = self._path.read_bytes()
+        try:
+            if len(data) != written:
+                raise pa.ArrowInvalid(f"it has {len(data):,} of {written:,} bytes")
+            table = pa.ipc.open_stream(data).read_all().unify_dictionaries()
+        except pa.ArrowInvalid as error:
+            raise OSError(f"{self._path} was changed while it was written: {error}") from error
+        if "series" in self._schema.names:
+            table = table.sort_by([("series", "ascending"), ("iteration", "ascending")])
+        path = self._path.with_suffix(CLOSED)
+        self._closed[DataFile(self._name, self._number, self._number, 1, path)] = write_table(table, path)
+        self._path.unlink()
+
+    def leave(self) -> None:
+        """Close the open file as it is."""
+        if self._file is not None:
+            # Without the stream's end mark, which would need room on a full disk; a reader takes the end of the file.
+            self._file.close()
+        self._file = self._stream = None
 
 
 class RunWriter:
-    """Writes what one rank has of a segment of a run. See the module for how.
+    """Writes a rank's files of a segment of a run. See the module for how.
 
     Args:
         run_folder: the folder of the run.
         segment: the number of the segment, whose folder exists.
         rank: the rank that writes.
-        seal_bytes: the size of a tail at which it becomes a sealed part, if that is less than
-            :data:`~te_precision_callbacks.runs.tails.SEAL_BYTES`.
-        small_bytes: the same for steps and the trainer's numbers, whose parts are never joined, if that is more.
+        close_bytes: the size at which an open file becomes Parquet, if that is less than :data:`CLOSE_BYTES`.
+        small_bytes: the same for steps and the trainer's numbers, which are never thinned, if that is more.
 
     Attributes:
         run_id: the name of the run.
@@ -61,11 +217,12 @@ class RunWriter:
         folder: the folder of the segment.
         rank: the rank that writes.
         own: the folder of the rank in the segment.
-        sealed: its sealed parts, oldest first.
+        closed: its closed files with their sizes, oldest first.
+        status: the status of the segment, which run.json gets when it is written next.
     """
 
     def __init__(
-        self, run_folder: Path, segment: int, rank: int = 0, *, seal_bytes: float = math.inf, small_bytes: float = 0
+        self, run_folder: Path, segment: int, rank: int = 0, *, close_bytes: float = math.inf, small_bytes: float = 0
     ) -> None:
         self.run_id = run_folder.name
         self.segment = segment
@@ -73,16 +230,23 @@ class RunWriter:
         self.rank = rank
         self.own = self.folder / rank_name(rank)
         self.own.mkdir(exist_ok=True)
-        self.sealed: list[SealedPart] = []
-        into, small = (self.sealed, seal_bytes), (self.sealed, max(seal_bytes, small_bytes))
-        by_series = ("series", "iteration")
-        self.facts = FactFiles(self.run_id, segment, self.folder, self.own if rank else self.folder)
-        self._series = SeriesNumbers()
-        self._values = NewValues(Tail(self.own, "values", VALUES, by_series, *into), segment, self._series)
-        self._vectors = NewVectors(Tail(self.own, "vectors", VECTORS, by_series, *into), segment, self._series)
-        self._steps = NewFacts(Tail(self.own, "steps", STEPS, (), *small))
-        self._scalars = NewFacts(Tail(self.own, "scalars", SCALARS, (), *small))
-        self._events = NewEvents(self.own / EVENTS_FILE)
+        self.closed: dict[DataFile, int] = {}
+        self.status: Status = "running"
+        self._facts: dict[str, Any] = {}
+        self._fact_bytes: dict[str, int] = {}
+        self._names = _SeriesNames()
+        kinds: dict[str, tuple[pa.Schema, Callable[[list[Any]], pa.RecordBatch], float]] = {
+            "steps": (STEPS, _batch_of(STEPS), max(close_bytes, small_bytes)),
+            "scalars": (SCALARS, _batch_of(SCALARS), max(close_bytes, small_bytes)),
+            "values": (VALUES, self._values_batch, close_bytes),
+            "vectors": (VECTORS, self._vectors_batch, close_bytes),
+        }
+        self._tables = {
+            name: _Table(self.own, name, schema, batch, self.closed, size)
+            for name, (schema, batch, size) in kinds.items()
+        }
+        self._events: list[bytes] = []
+        self._event_file: AppendedFile | None = None
 
     @classmethod
     def begin(
@@ -100,8 +264,7 @@ class RunWriter:
             OSError: the folder cannot be made.
         """
         run_folder = Path(log_dir) / FOLDER / (run_id or new_run_id())
-        segment, _ = make_segment(run_folder)
-        writer = cls(run_folder, segment, rank)
+        writer = cls(run_folder, make_segment(run_folder), rank)
         writer.put_run(**facts)
         return writer
 
@@ -119,12 +282,29 @@ class RunWriter:
         """Add facts to run.json, which is replaced whole.
 
         Args:
-            **facts: JSON values; those that readers know are in docs/records.md.
+            **facts: JSON values; those that readers use are in docs/records.md.
 
         Raises:
             OSError: the file cannot be written.
         """
-        self.facts.put_run(facts)
+        if not self._facts:
+            self._facts = {
+                "schema": SCHEMA_VERSION,
+                "run_id": self.run_id,
+                "segment": self.segment,
+                "started_at": time_text(),
+                "ended_at": None,
+                "first_iteration": 0,
+                "world": 1,
+                **process_now(),
+            }
+        self._facts |= {**facts, "status": self.status}
+        text = self._run_text()
+        replace_whole(self.folder / RUN_FILE, lambda file: file.write(text.ljust(len(text) + _ROOM)))
+        self._fact_bytes[RUN_FILE] = len(text) + _ROOM
+
+    def _run_text(self) -> bytes:
+        return json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of facts.
@@ -136,7 +316,23 @@ class RunWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        self.facts.put_table(name, rows)
+        columns = _columns_of(FACTS[name], [writable(dict(row)) for row in rows])
+        folder = self.own if self.rank else self.folder
+        table = pa.Table.from_arrays(columns, schema=FACTS[name])
+        self._fact_bytes[name] = write_table(table, folder / f"{name}{CLOSED}")
+
+    def put_lost(self, error: BaseException) -> None:
+        """Note in run.json that recording has stopped because of an error, in the room that the file has; nothing
+        happens if even that cannot be written."""
+        if self._facts:
+            self._facts |= {"not_written": str(error)[:_LONGEST_REASON], "status": self.status}
+            self._facts |= {} if self.status == "running" else {"ended_at": time_text()}
+            with contextlib.suppress(OSError):
+                overwrite(self.folder / RUN_FILE, self._run_text())
+
+    def show_life(self) -> None:
+        """Show readers that the process lives."""
+        os.utime(self.folder / RUN_FILE)
 
     # ------------------------------------------------------------------ rows
 
@@ -160,7 +356,7 @@ class RunWriter:
             scope: likewise.
             rank: the rank whose own the numbers are; None if they are reduced.
         """
-        return self._series.number((scope, layer, tensor, gemm or "", statistic), rank)
+        return self._names.number((scope, layer, tensor, gemm or "", statistic), rank)
 
     def add_step(
         self,
@@ -188,13 +384,13 @@ class RunWriter:
             "segment": self.segment,
             "iteration": iteration,
             "logging_step": iteration if logging_step is None else logging_step,
-            "wall_time": _microseconds(wall_time),
+            "wall_time": round((time.time() if wall_time is None else wall_time) * 1e6),
             "step_seconds": step_seconds,
             "observe_seconds": observe_seconds,
             "local": local,
             "ranks": ranks,
         }
-        self._steps.add([row])
+        self._tables["steps"].add(row)
 
     def add_values(
         self,
@@ -211,7 +407,15 @@ class RunWriter:
             values: [numbers], float64.
             flags: [numbers], uint8; None for none.
         """
-        self._values.add(iteration, series, values, np.zeros(len(series), np.uint8) if flags is None else flags)
+        if len(series):
+            flags = np.zeros(len(series), np.uint8) if flags is None else flags
+            self._tables["values"].add((np.full(len(series), iteration), series, values, flags), _ROW * len(series))
+
+    def _values_batch(self, rows: list[Any]) -> pa.RecordBatch:
+        iterations, series, values, flags = (np.concatenate(column) for column in zip(*rows, strict=True))
+        columns = np.full(len(series), self.segment), iterations, series, values, flags
+        arrays = [arrow_array(each, field.type) for each, field in zip(columns, VALUES, strict=False)]
+        return pa.record_batch([*arrays, *self._names.columns(series)], schema=VALUES)
 
     def add_vector(self, iteration: int, series: int, counts: Sequence[float] | npt.NDArray[np.floating[Any]]) -> None:
         """Add a histogram of a step.
@@ -221,7 +425,21 @@ class RunWriter:
             series: of :meth:`series`.
             counts: [bins]: the count of each bin.
         """
-        self._vectors.add(iteration, series, counts)
+        dense = np.asarray(counts)
+        bins = np.flatnonzero(dense)
+        self._tables["vectors"].add((iteration, series, bins, dense[bins]), _ROW + _BIN * len(bins))
+
+    def _vectors_batch(self, rows: list[Any]) -> pa.RecordBatch:
+        iterations, series, bins, counts = zip(*rows, strict=True)
+        offsets = arrow_array([0, *itertools.accumulate(map(len, bins))], pa.int32())
+        lists = [
+            pa.ListArray.from_arrays(offsets, arrow_array(np.concatenate(each), VECTORS.field(name).type.value_type))
+            for name, each in (("bin", bins), ("count", counts))
+        ]
+        whose = np.array(series, np.int32)
+        columns = np.full(len(rows), self.segment), np.array(iterations), whose
+        arrays = [arrow_array(each, field.type) for each, field in zip(columns, VECTORS, strict=False)]
+        return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)
 
     def add_scalars(self, iteration: int, scalars: Mapping[str, float], *, logging_step: int | None = None) -> None:
         """Add numbers that the trainer logs.
@@ -232,10 +450,9 @@ class RunWriter:
             logging_step: the step under which they are logged; None for the iteration.
         """
         step = iteration if logging_step is None else logging_step
-        self._scalars.add(
-            {"segment": self.segment, "iteration": iteration, "logging_step": step, "name": name, "value": value}
-            for name, value in scalars.items()
-        )
+        row = {"segment": self.segment, "iteration": iteration, "logging_step": step}
+        for name, value in scalars.items():
+            self._tables["scalars"].add({**row, "name": writable(name), "value": value})
 
     def add_event(
         self,
@@ -257,7 +474,7 @@ class RunWriter:
             iteration: the debug iteration in which it happened.
             wall_time: when, in seconds since the epoch; None for now.
             data: more of it, as JSON.
-            **subject: further columns: ``micro``, ``order``, ``phase``, ``scope``, ``layer``, ``tensor``, ``gemm``.
+            **subject: further columns: ``phase``, ``scope``, ``layer``, ``tensor``, ``gemm``.
 
         Raises:
             TypeError: there is no such column.
@@ -277,71 +494,73 @@ class RunWriter:
             "text": text,
             "data": None if data is None else json.dumps(data, default=str),
         }
-        self._events.add(row)
+        self._events.append(json.dumps(row).encode() + b"\n")
 
     # ------------------------------------------------------------------ to the disk
 
     @property
-    def status(self) -> Status:
-        """That of the segment."""
-        return self.facts.status
-
-    @property
-    def _tails(self) -> tuple[Tail, ...]:
-        return self._steps.tail, self._scalars.tail, self._values.tail, self._vectors.tail
-
-    @property
     def nbytes(self) -> int:
         """The bytes of this rank's files."""
-        tails = sum(tail.waiting_bytes for tail in self._tails)
-        sealed = sum(part.nbytes for part in self.sealed)
-        return tails + sealed + self.facts.nbytes + self._events.nbytes
+        events = 0 if self._event_file is None else self._event_file.tell()
+        opened = sum(table.open_bytes for table in self._tables.values())
+        return opened + sum(self.closed.values()) + sum(self._fact_bytes.values()) + events
+
+    @property
+    def open_bytes(self) -> int:
+        """The bytes of statistics in open files."""
+        return sum(self._tables[name].open_bytes for name in ("values", "vectors"))
 
     @property
     def waiting(self) -> int:
-        """The bytes that statistics which are in no tail yet need there, at most."""
-        return self._values.waiting + self._vectors.waiting
-
-    @property
-    def waiting_bytes(self) -> int:
-        """The bytes of statistics that are in no sealed part yet."""
-        return self._values.tail.waiting_bytes + self._vectors.tail.waiting_bytes
+        """The bytes that new statistics need in open files, at most."""
+        return sum(self._tables[name].waiting for name in ("values", "vectors"))
 
     def flush(self) -> None:
-        """Append all new rows to the tails, and seal what is old.
+        """Append all new rows to the open files.
 
         Raises:
             OSError: something cannot be written.
         """
-        for rows in (self._steps, self._scalars, self._values, self._vectors, self._events):
-            rows.flush()
-        for tail in self._tails:
-            tail.seal_if_old()
+        for table in self._tables.values():
+            table.flush()
+        if self._events:
+            if self._event_file is None:
+                self._event_file = AppendedFile(self.own / EVENTS_FILE)
+            self._event_file.write(b"".join(self._events))
+            self._events = []
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
-        """Write all rows and seal all parts; rank 0 writes into run.json that the segment has ended, also if something
-        cannot be written.
+        """Write all rows and close all files; rank 0 also writes into run.json how the segment has ended, even if
+        something cannot be written.
 
         Raises:
             OSError: something cannot be written.
         """
-        self.facts.end_as(status)
+        self.status = status
         try:
             self.flush()
-            for tail in self._tails:
-                tail.seal()
+            for table in self._tables.values():
+                table.close()
             self.leave()
-            self.facts.put_end(facts)
+            if self._facts:
+                self.put_run(ended_at=time_text(), **facts)
         except OSError as error:
-            self.facts.put_lost(error)
+            self.put_lost(error)
             raise
 
     def leave(self) -> None:
-        """Close all files as they are, without a word of the end: readers take what they have."""
-        for tail in self._tails:
-            tail.leave()
-        self._events.leave()
+        """Close all files as they are, without an end: readers take what is there."""
+        for table in self._tables.values():
+            table.leave()
+        if self._event_file is not None:
+            self._event_file.close()
+            self._event_file = None
 
 
-def _microseconds(seconds: float | None) -> int:
-    return round((time.time() if seconds is None else seconds) * 1e6)
+def _columns_of(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> list[pa.Array]:
+    """Rows as columns; a column that a row lacks is null."""
+    return [arrow_array([row.get(field.name) for row in rows], field.type) for field in schema]
+
+
+def _batch_of(schema: pa.Schema) -> Callable[[list[Any]], pa.RecordBatch]:
+    return lambda rows: pa.record_batch(_columns_of(schema, rows), schema=schema)

@@ -20,8 +20,8 @@ from te_precision_callbacks.options import read_statistics_log
 from te_precision_callbacks.runs.fingerprints.changes import ResumeReport
 from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.runs.reading import list_runs, open_run
+from te_precision_callbacks.runs.recording import Place
 from te_precision_callbacks.runs.run_files import FOLDER
-from te_precision_callbacks.runs.segment_rows import Place
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.runs.trace_files import new_trace_file
 from te_precision_callbacks.session.context import RunContext
@@ -271,9 +271,9 @@ class RunFiles:
                 self._context.failures.report("recording", "the run", error)
         if with_rank_0:
             own = [] if own_rank() or self.place is None else [self.place]
-            agreed = ranks.pool(own, "place of the records")
+            agreed = ranks.pool(own, "place of the records", Place)
             if self.records is not None and agreed:
-                self.records.place = Place(*agreed[0])
+                self.records.place = agreed[0]
 
     def hurry(self) -> list[Callable[[], bool]]:
         """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""

@@ -57,6 +57,10 @@ class Terminated(SessionError):
     """SIGTERM ends the process, as it ends those of all ranks: nothing has failed in this one."""
 
 
+class ProcessEnded(SessionError):
+    """The process has ended without an exception before the session was stopped."""
+
+
 class ProcessEnds:
     """Stops a session before its process ends: at the exit, by SIGTERM, or by an uncaught exception.
 
@@ -101,7 +105,7 @@ class ProcessEnds:
 
     def _stop_at_exit(self) -> None:
         self._release()
-        self._stop(SessionError("The process ended before session.stop() was called"))
+        self._stop(ProcessEnded("The process ended before the session was stopped."))
 
     def _stop_before_the_end(self, error: BaseException) -> None:
         """Stop because an error ends the process; a failure here must not hide that error."""

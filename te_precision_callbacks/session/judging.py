@@ -26,7 +26,7 @@ from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem
 from te_precision_callbacks.instrumentation.replicas import Replicas
 from te_precision_callbacks.layers.naming import Model, named_roots
-from te_precision_callbacks.runs.segment_rows import Facts as RecordedFacts
+from te_precision_callbacks.runs.recording import Facts as RecordedFacts
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.results import Results
@@ -90,7 +90,7 @@ class RuleChecks:
         ranks = self._context.ranks
         if ranks.stop_together(own=bool(self._stopping)):
             alone = [finding for finding in self._stopping if finding.ranks][:1]
-            first = sorted(ranks.pool(alone, "findings"), key=lambda finding: finding.since or 0)[:1]
+            first = sorted(ranks.pool(alone, "findings", Finding), key=lambda finding: finding.since or 0)[:1]
             self._stopping += [finding for finding in first if finding not in self._stopping]
             for finding in first:
                 if own_rank() not in finding.ranks:
@@ -189,7 +189,7 @@ class ContractCheck:
         self._shares_left = MOST_WITHOUT_BACKWARD if self._ranks.several else 0
         if self._contract is not None:
             try:
-                require_layers(self._contract, self._ranks.pool(names, "names"))
+                require_layers(self._contract, self._ranks.pool(names, "names", str))
             except ConfigError:
                 self._keeper = None  # a contract that is refused is not checked at the end of the run
                 raise
@@ -210,7 +210,7 @@ class ContractCheck:
             own = results.coverage_at(iteration)
             shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
             results.coverage.put_of_ranks(shared)
-            is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step"))
+            is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step", bool))
             is_over = is_over or not self._ranks.are_together  # ranks that are apart share nothing again
             self._shares_left = 0 if is_over else self._shares_left - 1
         keeper = self._keeper

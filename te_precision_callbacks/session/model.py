@@ -149,11 +149,11 @@ class NamedLayers:
         if named_roots(model) is None:
             raise SessionError(f"The model must be a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         self._find(model)
-        layers = ranks.pool(self.own, "layers")
+        layers = ranks.pool(self.own, "layers", Layer)
         if alike := different_at_one_path(layers):
             self._name_by_number(alike)
             self._find(model)
-            layers = ranks.pool(self.own, "numbered layers")
+            layers = ranks.pool(self.own, "numbered layers", Layer)
         self._take(layers)
 
     def follow(self, model: Model) -> None:

@@ -7,8 +7,8 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import tempfile
-import uuid
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -284,11 +284,14 @@ class SessionOutcome(Results):
 
 
 class Mailbox:
-    """A file in which copies of an object, pickled or forked into child processes, leave it an outcome."""
+    """A file in which copies of an object, pickled or forked into child processes, leave it an outcome.
+
+    It is unpickled, so it lies in a folder that no other user can write to.
+    """
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._path = Path(tempfile.gettempdir()) / f"te_precision_outcome_{uuid.uuid4().hex}.pickle"
+        self._path = Path(tempfile.mkdtemp(prefix="te_precision_outcome_")) / "outcome.pickle"
         weakref.finalize(self, _remove, self._path, self._owner)
 
     @property
@@ -316,10 +319,10 @@ class Mailbox:
             outcome: SessionOutcome = pickle.loads(self._path.read_bytes())
         except FileNotFoundError:
             return None
-        _remove(self._path, self._owner)
+        self._path.unlink()
         return outcome
 
 
 def _remove(path: Path, owner: int) -> None:
     if os.getpid() == owner:  # not at the end of a forked child
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path.parent, ignore_errors=True)

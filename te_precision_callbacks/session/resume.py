@@ -29,9 +29,7 @@ from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
 from te_precision_callbacks.runs.answers import is_loss_of_training
 from te_precision_callbacks.runs.fingerprints.changes import ResumeReport, compare, for_log, unsaved_layers
-from te_precision_callbacks.runs.fingerprints.checkpoint_files import read, write
-from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, FingerprintError
-from te_precision_callbacks.runs.fingerprints.pooling import Pool, Pooled, of_rank
+from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, FingerprintError, read, write
 from te_precision_callbacks.runs.fingerprints.taking import with_layers, with_recipes
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
@@ -84,7 +82,6 @@ class ResumeAudit:
         self._records = records
         self._failures = context.failures
         self._run_id = new_run_id()
-        self._pool = Pool()
         self._left: list[tuple[weakref.ref[torch.nn.Module], str, tuple[Layer, ...]]] = []
         self._config, self._overrides = "", dict[str, tuple[str, ...]]()
         self._saved: Mapping[int, Fingerprint] = {}
@@ -104,18 +101,6 @@ class ResumeAudit:
         """
         fingerprint = self._take(iteration)
         return None if fingerprint is None else fingerprint.to_text()
-
-    def pooled(self, iteration: int) -> Pooled | None:
-        """The fingerprints of all ranks that save together, on rank 0, which waits for them for a short time; on other
-        ranks that of the rank. None as of :meth:`text`, which has the arguments and errors too."""
-        fingerprint = self._take(iteration)
-        if fingerprint is None:
-            return None
-        try:
-            return self._pool.pooled(fingerprint)
-        except Exception as error:
-            self._failures.report("collecting", "the fingerprints of all ranks", error)
-            return None
 
     def save(self, folder: Path, iteration: int) -> None:
         """Write this rank's fingerprint into the folder of a checkpoint.
@@ -180,12 +165,11 @@ class ResumeAudit:
 
     # ------------------------------------------------------------------ a checkpoint is restored
 
-    def expect(self, saved: str | Path | Pooled) -> None:
+    def expect(self, saved: str | Path) -> None:
         """Compare the model with the fingerprints of a checkpoint, once it is restored and has run.
 
         Args:
-            saved: the text of a fingerprint; the folder of a checkpoint, which may have none; or what :meth:`pooled`
-                has returned.
+            saved: the text of a fingerprint, or the folder of a checkpoint, which may have none.
 
         Raises:
             FingerprintError: with ``strict=True``, a fingerprint cannot be read; otherwise a warning says so.
@@ -194,8 +178,6 @@ class ResumeAudit:
         try:
             if isinstance(saved, Path):
                 self._saved = read(saved, own_rank())
-            elif isinstance(saved, list):
-                self._saved = of_rank(saved, own_rank())
             else:
                 fingerprint = Fingerprint.from_text(saved)
                 self._saved = {fingerprint.rank: fingerprint}

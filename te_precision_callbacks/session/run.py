@@ -263,7 +263,7 @@ class Run:
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
         self._profiling.end(iteration)
-        self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
+        unobserved = self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
         self.context.inspector.report_events()
         self.model.end_step()
         self._start_sinks()
@@ -275,6 +275,8 @@ class Run:
         self.model.follow()
         # Judge the facts, and the statistics where they are delivered.
         self._send_pending(iteration)
+        if unobserved:
+            self._tell(Event("observation_failed", unobserved, iteration, "warning"))
         self._judge_facts(iteration)
         try:
             records = self._deliver(ending)

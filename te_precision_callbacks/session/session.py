@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SAVED = frozenset({"iteration", "fingerprint", "fingerprints", "loss", "loss_step", "losses"})
+_SAVED = frozenset({"iteration", "fingerprint", "loss", "loss_step", "losses"})
 """The keys of a state, not all of which each state has."""
 
 _last_started: weakref.ref[InspectSession] | None = None
@@ -399,15 +399,13 @@ class InspectSession(Results):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def state_dict(self, *, all_ranks: bool = False, file: str = "") -> dict[str, Any]:
+    def state_dict(self, *, file: str = "") -> dict[str, Any]:
         """What a checkpoint needs to continue the run: ``iteration``; ``fingerprint``, a text, of this rank's state
         of low precision; ``loss`` and ``loss_step``, the training loss that :meth:`log` got last; and ``losses``, the
         last 20. Take it together
         with the model's state, on any rank; also after :meth:`stop`.
 
         Args:
-            all_ranks: of a checkpoint that rank 0 writes for all: rank 0 gets ``fingerprints`` of all ranks that call
-                this. It waits up to 10 seconds for them; the others do not wait.
             file: the file or folder of the checkpoint, if it is known: a finding does not name a checkpoint whose file
                 has been deleted.
 
@@ -418,9 +416,6 @@ class InspectSession(Results):
         """
         state: dict[str, Any] = {"iteration": self.iteration, **self._resumed_loss.saved()}
         self._tell_of_checkpoint(file)
-        if all_ranks:
-            pooled = None if self._resume_audit is None else self._resume_audit.pooled(self.iteration)
-            return state if pooled is None else {**state, "fingerprints": pooled}
         text = None if self._resume_audit is None else self._resume_audit.text(self.iteration)
         return state if text is None else {**state, "fingerprint": text}
 
@@ -445,9 +440,7 @@ class InspectSession(Results):
         if "iteration" in state and self._options.start_step is None:
             run.count_from(step_number("load_state_dict(): the iteration", state["iteration"]))
         self._resumed_loss.restore(state)
-        if "fingerprints" in state:
-            run.resume_audit.expect(list(state["fingerprints"]))
-        elif "fingerprint" in state:
+        if "fingerprint" in state:
             run.resume_audit.expect(str(state["fingerprint"]))
 
     def save_fingerprint(self, folder: Path) -> None:

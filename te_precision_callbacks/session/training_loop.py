@@ -16,7 +16,6 @@ from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
-from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.session.context import RunContext
@@ -112,7 +111,7 @@ class LoopChecks:
     """
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
-        self.has_stepped = False
+        self.has_stepped = self._in_evaluation = False
         self.optimizer_steps = -1
         self._context = context
         self._notices = context.notices
@@ -130,24 +129,33 @@ class LoopChecks:
         """Whether an optimizer of the model has stepped since the last ``step()``."""
         return any(self._model.is_trained_by(optimizer) for optimizer in list(self._steps))
 
-    def end_step(self, *, in_regions: bool) -> None:
-        """Note that a debug iteration has ended; warn after the first one if the model is trained in evaluation mode.
+    def end_step(self, *, in_regions: bool) -> str:
+        """Note that a debug iteration has ended; warn once if the model is trained in evaluation mode.
 
         Args:
             in_regions: whether the iteration has entered a region of ``te.autocast``.
+
+        Returns:
+            Why nothing is observed, if that is new.
         """
-        modules = self._model.layers.modules
-        if not self.has_stepped and is_in_evaluation(modules) and self.has_trained and own_rank() == 0:
-            logger.warning(
-                "The optimizer has stepped, but all observed layers are in evaluation mode (%s). Their forwards count"
-                " as evaluations, so nothing is observed and no product is counted. Call model.train() before the"
-                " training, or ignore this warning if the layers are meant to stay so.",
-                in_sentence(*(named.name for named in modules), most=2),
+        unobserved = ""
+        if self._in_evaluation and self.has_trained and self._notices.first("evaluation"):
+            unobserved = (
+                "the optimizer has stepped, but all observed layers are in evaluation mode, so nothing is observed:"
+                " call model.train() before the training"
             )
+            if own_rank() == 0:
+                logger.warning(
+                    "In step %d %s. Or ignore this warning if the layers are meant to stay so.",
+                    self._context.iteration,
+                    unobserved,
+                )
+        self._in_evaluation = False
         if not (self._loop.trainer_steps or self._loop.counts_batches) and own_rank() == 0:
             self._check_further_steps(in_regions=in_regions)
         self.has_stepped = True
         self._steps.clear()
+        return unobserved
 
     def _check_further_steps(self, *, in_regions: bool) -> None:
         """Warn if each step of the optimizer has as many iterations that hold nothing, or a backward alone."""
@@ -185,6 +193,7 @@ class LoopChecks:
         """Count a step of an optimizer, and warn at the tenth."""
         ever = self._all_steps[optimizer] = self._all_steps.get(optimizer, 0) + 1
         self.optimizer_steps = max(self.optimizer_steps, ever)
+        self._in_evaluation |= is_in_evaluation(self._model.layers.modules)
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if count == MOST_OPTIMIZER_STEPS:
             self._say(optimizer, count, "Ignore this warning if one debug iteration is to hold so many of them.")

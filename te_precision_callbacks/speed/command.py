@@ -133,7 +133,7 @@ def speed_command(
     if path is None:
         _show_shapes(str(shapes), recipe, device, calls, expect, as_json=as_json)
         return
-    from te_precision_callbacks.runs.choosing import chosen_run
+    from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.speed.recorded import run_speed
 
     recorded, told = chosen_run(path, run)

@@ -186,6 +186,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             raise
         gone = SessionError("The callback was collected while its session was running.")
         self._finalizer = weakref.finalize(self, self._training.close, gone, at_once=False)
+        self._finalizer.atexit = False  # the session ends with the process by itself
 
     def _find_handler(self) -> CallbackHandler | None:
         trainer = None if self._trainer is None else self._trainer()

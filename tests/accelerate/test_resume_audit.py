@@ -14,22 +14,19 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.accelerate import STATE_FILE, PrecisionDebugger
+from te_precision_callbacks.accelerate import PrecisionDebugger
 from te_precision_callbacks.runs.fingerprints import FILE_NAME
-from te_precision_callbacks.session import ResumeAuditError
 from tests.accelerate.loops import Plain, prepared, run
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics
 from tests.session.test_resume_audit import (
     DELAYED,
-    MISSING,
     RECIPES,
     findings,
     warned,
     without_extra_state,
 )
 
-CURRENT = recipes.Float8CurrentScaling()
 WEIGHTS = "pytorch_model.bin"
 
 
@@ -172,46 +169,6 @@ def test_a_damaged_fingerprint_leaves_the_iteration_alone(tmp_path: Path, caplog
     debugger = resumed(tmp_path, InFp8(DELAYED), checkpoint)
     assert debugger.session.iteration == 4
     assert f"The resume cannot be audited. {checkpoint / FILE_NAME}: The fingerprint is not JSON" in caplog.text
-
-
-def test_start_step_does_not_switch_the_audit_off(tmp_path: Path) -> None:
-    debugger = resumed(tmp_path, InFp8(CURRENT), saved(tmp_path, DELAYED), start_step=100)
-    assert debugger.session.iteration == 102
-    assert len(findings(debugger.session.resume_report)) == 1
-
-
-@pytest.mark.parametrize("before_start", [True, False])
-def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture, before_start: bool) -> None:
-    checkpoint = changed(saved(tmp_path, DELAYED), without_extra_state)
-    assert (checkpoint / STATE_FILE).exists()
-    load: Any = {"load_keywords": {"strict": False}, "before_start": before_start}
-    debugger = resumed(tmp_path, InFp8(DELAYED), checkpoint, **load)
-    assert findings(debugger.session.resume_report) == [f"{MISSING}: all 2 layers."]
-    assert caplog.text.count(MISSING) == 1
-    with pytest.raises(ResumeAuditError, match=MISSING):
-        resumed(tmp_path, InFp8(DELAYED), checkpoint, strict=True, **load)
-
-
-def test_scales_that_were_reset_by_hand(tmp_path: Path) -> None:
-    def reset(model: Any) -> None:
-        model.fc2.fp8_meta["scaling_fwd"].scale.fill_(1.0)
-
-    debugger = resumed(tmp_path, InFp8(DELAYED), saved(tmp_path, DELAYED), by_hand=reset)
-    assert findings(debugger.session.resume_report) == ["The scales came back as 1 (forward): fc2."]
-
-
-def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
-    def through_bfloat16(state: dict[str, Any]) -> dict[str, Any]:
-        return {
-            key: value.dequantize(dtype=torch.bfloat16) if isinstance(value, te.Float8Tensor) else value
-            for key, value in state.items()
-        }
-
-    checkpoint = changed(saved(tmp_path, CURRENT, quantized=True), through_bfloat16)
-    debugger = resumed(tmp_path, InFp8(CURRENT, quantized=True), checkpoint)
-    assert findings(debugger.session.resume_report) == [
-        "Quantized primary weights came back with other data: they were rounded anew: all 2 layers."
-    ]
 
 
 @pytest.mark.parametrize(("limit", "named"), [(None, 2), (1, None)])

@@ -159,23 +159,6 @@ def test_all_errors_of_a_config(here: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_the_plan_of_a_model() -> None:
-    told = run("config.yaml", "--model", "my_models:build", "--tokens", "64")
-    lines = [one_line(line) for line in told.splitlines()]
-    assert "16 layers of Transformer Engine, made on meta. Recipe: fp8_delayed_scaling, compute capability 9.0" in told
-    assert "building" not in told, "what a function prints is no part of the answer"
-    [fc1] = [line for line in lines if line.startswith("layers.{2-3}.layernorm_mlp.fc1")]
-    assert "FP8 E4M3 FP8 E5M2 * E4M3 FP8 E5M2 * E4M3" in fc1
-    assert "watched: LogTensorStats of weight, steps 0 on that are multiples of 10" in fc1
-    [kept] = [line for line in lines if line.startswith("layers.{0-1}.layernorm_mlp.fc1")]
-    assert "FP8 E4M3 FP32 FP8 E5M2 * E4M3" in kept
-    assert any("kept: DisableFP8GEMM of dgrad, every step" in line for line in lines)
-    [head] = [line for line in lines if line.startswith("head")]
-    assert head.endswith("torch.nn.Linear")
-    assert "FP8 in" in told
-
-
-@pytest.mark.usefixtures("here")
 def test_early_steps() -> None:
     found = as_json("config.yaml", "--model", "my_models:build", "--early-steps", "5,1")
     assert {feature["steps"] for row in found["plan"] for feature in row["features"]} == {

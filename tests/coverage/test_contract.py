@@ -20,7 +20,7 @@ from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.runs.outcomes import outcome_in_words
+from te_precision_callbacks.runs.answers import outcome_in_words
 from te_precision_callbacks.session import InspectSession, PrecisionContractError, running_session
 from tests.conftest import feature
 
@@ -165,18 +165,6 @@ def test_a_contract_names_the_size_to_pad(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError, match=r"use te\.Linear in its place, and pad 10 to 16, since FP8"):
         with InspectSession(None, model=net, log_dir=tmp_path, require=require) as session:
             net(torch.randn(2, 32)).sum().backward()
-            session.step()
-
-
-def test_the_remedy_of_a_recurrent_layer(tmp_path: Path) -> None:
-    net = torch.nn.LSTM(16, 16, batch_first=True)
-    with pytest.raises(
-        PrecisionContractError, match=r"weight_ih_l0 fprop, dgrad, wgrad: .*Transformer Engine has no layer"
-    ):
-        with InspectSession(
-            None, model=net, log_dir=tmp_path, require={"share": "fp8 >= 10%", "by_step": 1}
-        ) as session:
-            net(torch.randn(2, 3, 16))[0].sum().backward()
             session.step()
 
 

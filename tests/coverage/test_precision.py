@@ -69,17 +69,6 @@ def test_a_feature_that_modifies_tensors_is_told_by_what_it_gave(tmp_path: Path)
     assert audit(scaled, tmp_path, recipe=DelayedScaling())["fprop"] == "FP8 E4M3 (modified) FP8 E4M3 (modified)"
 
 
-def test_evaluation_is_not_in_it(tmp_path: Path) -> None:
-    net = te.Linear(32, 32)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        with torch.no_grad():
-            net(torch.randn(16, 32))
-        assert session.precision == ()
-        with te.autocast(enabled=True):
-            net(torch.randn(16, 32)).sum().backward()
-    assert "FP32" not in str(session.precision)
-
-
 def test_a_change_during_the_run_is_shown(tmp_path: Path) -> None:
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
@@ -137,19 +126,6 @@ def test_a_region_that_excludes_a_layer_is_told_from_no_region(
     why = [{product.why for product in session.coverage(at=step) if product.layer == "0"} for step in range(6)]
     assert why == [{told[region]} for region in regions]
     assert {product.why for product in session.coverage() if product.layer == "1"} == {told["0"]}
-
-
-def test_the_summary_fits_into_80_columns(tmp_path: Path) -> None:
-    net = torch.nn.Sequential(te.TransformerLayer(32, 64, 2))
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        with te.autocast(enabled=True):
-            net(torch.randn(16, 2, 32)).sum().backward()
-        session.step()
-    console = Console(width=80, record=True, file=(tmp_path / "shown").open("w"))
-    console.print(summary(session))
-    text = console.export_text()
-    assert "…" not in text
-    assert text.count("FP8 E4M3 ") == 4
 
 
 @pytest.mark.parametrize("with_statistics", [False, True])

@@ -73,7 +73,7 @@ def test_no_operand_is_told_wrongly(what: str, args: tuple[Any, ...]) -> None:
 def test_nor_under_the_recipes_of_another_gpu() -> None:
     """In a process of its own, since the reference backend stands for one GPU in a process."""
     of_kind = cases(BLACKWELL)
-    every = [*of_kind["modules"], *of_kind["features"][::3], *of_kind["schedules"][::3], *of_kind["checkpoints"]]
+    every = [*of_kind["modules"][::2], *of_kind["features"][::3], *of_kind["schedules"][::3], *of_kind["checkpoints"]]
     every += of_kind["gradients"][::3]
     texts = [json.dumps(args) for args in every]
     done = run([executable(), "-m", "tests.instrumentation.gemm_spy", *texts])

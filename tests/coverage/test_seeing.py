@@ -155,11 +155,6 @@ def test_sequences_of_other_lengths_in_each_micro_batch(tmp_path: Path) -> None:
     assert found(session.coverage())["attention", "qk", False] == HEADS * SIZE * squares
 
 
-def torchs_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.torch_attn._varlen_attn(q, k, v, bounds, bounds, 9, 9)[0]
-    return result
-
-
 @torch.library.custom_op("vendor::mm", mutates_args=())
 def vendor_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     RAN.append("vendor::mm")

@@ -38,17 +38,6 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_finding_with_its_remedy(planted: Path) -> None:
-    result = called("diagnose", planted)
-    assert result.exit_code == 1
-    first, _, finding, seen, *_ = result.output.splitlines()
-    assert first.startswith("Problems found: 1 warning (")
-    assert finding.startswith("warning: gradient of 4.fc: at step 2, std is ")
-    assert seen == "  seen in: steps 0 to 20; no step is known to be good"
-    assert "  what to do: Look at what the first of these layers does otherwise" in result.output
-    assert "Not checked:" in result.output
-
-
 def test_json(planted: Path) -> None:
     told = json.loads(called("diagnose", planted, "--json").output)
     assert told["verdict"].startswith("Problems found: 1 warning (")
@@ -70,13 +59,6 @@ def test_one_form_in_all_outputs(planted: Path) -> None:
     assert {"verdict", "judged", "findings", "not_judged"} <= names
     other = json.loads(called("show", planted, "--json").output)
     assert {name: other[name] for name in names} == {name: told[name] for name in names}
-
-
-def test_a_healthy_run_and_one_without_numbers(tmp_path: Path) -> None:
-    train(tmp_path / "healthy", steps=11, defect=False)
-    result = called("diagnose", tmp_path / "healthy")
-    assert (result.exit_code, result.output.startswith("No problems found")) == (0, True)
-    assert "there is no such file or folder" in refusal("diagnose", tmp_path / "nothing")
 
 
 def test_a_run_without_a_step_says_that_it_has_none(tmp_path: Path) -> None:

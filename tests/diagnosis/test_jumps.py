@@ -263,3 +263,11 @@ def test_a_loss_that_jumps_at_a_resume(tmp_path: Path, folder: str, after: float
             state = session.state_dict()
     assert [each for each in found(session.findings) if "loss" in each[0]] == expected
     assert [each for each in found(diagnose(tmp_path / folder)) if "loss" in each[0]] == expected
+
+
+def test_a_loss_that_was_negative_and_explodes() -> None:
+    losses = [-1.0 - 0.01 * step for step in range(30)]
+    assert found(logged([*losses, *(-(10.0 ** (step + 2)) for step in range(6))])) == [
+        ("diverging-loss", "warning", 30)
+    ]
+    assert found(logged([*losses, *(4.0 for _ in range(30))])) == []

@@ -42,7 +42,7 @@ def defect(
     return Defect(kind, 1, model, recipe, "float32", count, block, start, variant, 1)
 
 
-MODELS = [("bytes", 3), ("gpt", 4), ("vit", 6), ("mixer", 8), ("llama", 4), ("bytes", 24)]
+MODELS = [("bytes", 3), ("vit", 6), ("llama", 4)]
 
 
 @pytest.mark.parametrize(("model", "count"), MODELS)
@@ -62,7 +62,7 @@ def test_of_two_blocks_the_odd_one_is_named(block: int, tmp_path: Path) -> None:
     assert list(first.layers) == large.truth(large.build())["exact_layers"]
 
 
-@pytest.mark.parametrize(("model", "count"), [("bytes", 2), ("gpt", 4), ("vit", 3), ("mixer", 2)])
+@pytest.mark.parametrize(("model", "count"), [("gpt", 4), ("mixer", 2)])
 def test_a_gradient_that_rounds_to_0_under_a_stale_scale(model: str, count: int, tmp_path: Path) -> None:
     squeezed = defect("squeezed-gradient", model, "delayed", count, block=1, start=3)
     found = {finding.rule: finding for finding in trained(squeezed, tmp_path / "squeezed", 6)}
@@ -135,7 +135,7 @@ def rules_of(
     net = Net(count, DelayedScaling(amax_history_len=16) if recipe is None else recipe, stem, blocks)
     optimizer = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], lr=1e-3)
     with InspectSession(with_statistics_every(1), model=net, log_dir=log_dir, quiet=True) as session:
-        for _ in range(5):
+        for _ in range(6):
             (net(torch.randn(64, 32)) - 1).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -144,7 +144,7 @@ def rules_of(
     return {(finding.rule, finding.tensor) for finding in session.findings.wrong}
 
 
-@pytest.mark.parametrize("count", [2, 4, 6])
+@pytest.mark.parametrize("count", [2, 4])
 def test_scales_that_are_never_updated(count: int, tmp_path: Path) -> None:
     """Only the new rule fires for such a tensor, not stale-scale, whose remedies do not help."""
     detached = rules_of(tmp_path / "detached", count, stem="detached")

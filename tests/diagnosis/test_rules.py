@@ -152,13 +152,6 @@ def test_nonfinite_names_the_first_layer_by_execution() -> None:
     assert one.seen == "1 element is inf or nan; 1 more layer has some in the same step"
 
 
-def test_the_remedy_for_a_weight_names_what_looks_at_weights() -> None:
-    """A layer in FP8 casts an inf of its weight to a finite number, so no activation shows it."""
-    weight = only(judged([ordinary(b3_fc1_weight_nonfinite_num=1.0)], facts()), "nonfinite")
-    assert "DebugActivationOverflow(model, parameters=True)" in weight.remedy
-    assert "debug='activation_overflow'" in only(judged([NAN], facts()), "nonfinite").remedy
-
-
 @pytest.mark.parametrize(("checkpoints", "last"), [((7, 14), 7), ((10, 11), 10), ((14,), None), ((), None)])
 def test_the_checkpoint_is_from_before_the_last_good_step(checkpoints: Sequence[int], last: int | None) -> None:
     """The step 20 shows a nan that may have come in each step after 10."""
@@ -586,22 +579,6 @@ def test_amaxes_that_are_not_reduced(row: dict[str, Any], found: list[str]) -> N
     assert not len(verdict(ranks=1))
     stages = verdict(alike=False)
     assert len(stages) == (0 if row["reduced"] and not row["outside"] else len(found)), "a group without other stages"
-
-
-def test_arguments_without_effect() -> None:
-    row = {
-        "recipe": "MXFP8BlockScaling",
-        "argument": "margin",
-        "value": "2",
-        "why": "only DelayedScaling has a margin",
-        "instead": "Leave it out",
-        "severity": "warning",
-    }
-    finding = only(judged([ordinary()], facts(settings=Settings(ignored=[row]))), "ignored-argument")
-    assert (finding.severity, finding.subject) == ("warning", "the model")
-    assert finding.seen == "MXFP8BlockScaling: margin (2) has no effect: only DelayedScaling has a margin. Leave it out"
-    both = Settings(ignored=[row, {**row, "argument": "other", "severity": "note"}])
-    assert [each.severity for each in judged([ordinary()], facts(settings=both))] == ["warning", "note"]
 
 
 def logged(norms: Sequence[float], losses: Sequence[float]) -> Verdict:

@@ -10,11 +10,9 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
-from te_precision_callbacks.config import ConfigError
-from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
-from tests.conftest import Keeper, feature, statistics
-from tests.docs.pages import PAGES, blocks
+from te_precision_callbacks.session import InspectSession, running_session
+from tests.conftest import Keeper, statistics
+from tests.docs.pages import blocks
 from tests.lightning.models import logged_lines
 
 PAGE = "docs/session.md"
@@ -80,16 +78,6 @@ def test_a_loop_that_fails_ends_its_session(names: dict[str, Any]) -> None:
     assert running_session() is None
 
 
-def test_the_names_of_several_models(tmp_path: Path) -> None:
-    first, second = torch.nn.Sequential(te.Linear(16, 16)), torch.nn.Sequential(torch.nn.ReLU(), te.Linear(16, 16))
-    for models, expected in (
-        ({"generator": first, "critic": second}, ["generator.0", "critic.1"]),
-        ([first, second], ["chunk0.0", "chunk1.1"]),
-    ):
-        with InspectSession(statistics(), model=models, log_dir=tmp_path) as session:
-            assert [layer.name for layer in session.layers] == expected
-
-
 def test_a_session_that_was_stopped_begins_anew(tmp_path: Path, keeper: Keeper) -> None:
     model = torch.nn.Sequential(te.Linear(16, 16))
     session = InspectSession(statistics(), model=model, log_dir=tmp_path, sinks=[keeper])
@@ -101,41 +89,3 @@ def test_a_session_that_was_stopped_begins_anew(tmp_path: Path, keeper: Keeper) 
         session.stop()
     assert keeper.iterations == [0, 0]
     assert keeper.closed == [None, None]
-
-
-def test_the_errors_of_the_table(tmp_path: Path) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "own.py").write_text("raise RuntimeError('no')")
-    model = torch.nn.Sequential(te.Linear(16, 16))
-    nowhere = {"s": feature("DisableFP8Layer", ["fc7"])}
-
-    def with_another() -> None:
-        with InspectSession(statistics(), log_dir=tmp_path):
-            InspectSession(statistics(), log_dir=tmp_path).start()
-
-    def without_model() -> None:
-        with InspectSession(statistics(), log_dir=tmp_path) as session:
-            session.step()
-
-    raised = {
-        "made with an unknown feature": (ConfigError, lambda: InspectSession({"s": feature("Nothing", ["fc1"])})),
-        "a section that matches no layer": (ConfigError, InspectSession(nowhere, model=model, log_dir=tmp_path).start),
-        "an unknown keyword": (OptionError, lambda: InspectSession(stepon="batch")),  # type: ignore[call-arg]
-        "a feature that raises": (
-            FeatureLoadError,
-            InspectSession(feature_dirs=[tmp_path / "broken"], log_dir=tmp_path).start,
-        ),
-        "step() without start()": (SessionError, InspectSession(model=model).step),
-        "attach() without start()": (SessionError, lambda: InspectSession().attach(model)),
-        "step() without a model": (SessionError, without_model),
-        "a second session": (SessionError, with_another),
-    }
-    page = PAGES[PAGE].read_text()
-    for what, (expected, call) in raised.items():
-        assert issubclass(expected, PrecisionDebugError)
-        assert f"`{expected.__name__}`" in page
-        with pytest.raises(expected) as caught:
-            call()
-        if what == "a second session":
-            assert __file__ in str(caught.value)
-    assert running_session() is None

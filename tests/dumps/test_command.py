@@ -167,17 +167,6 @@ def test_the_numbers_of_blocks() -> None:
     assert found.smallest_block == difference.BlockAmax((1, 1), 2.0**-7, 2.0**-7)
 
 
-def test_lines_in_a_pipe_are_as_wide_as_columns_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    dumps.save(some_mxfp8(), folder / "long", high_precision=X, layer="decoder.layers.0.self_attention.layernorm_qkv")
-    a = folder / "rank_0" / "iter_000009" / "a.safetensors"
-    monkeypatch.chdir(folder)
-    for arguments in (("show", "long"), ("diff", a, folder / "long"), ("list", ".")):
-        lines = run(*arguments)[1].splitlines()
-        assert max(map(len, lines)) <= 60, arguments
-        assert not any(line.endswith(" ") for line in lines)
-
-
 def test_diff_command(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("same", 0), ("b", 1)):
         dumps.save(some_mxfp8(seed=seed), tmp_path / name, high_precision=X)
@@ -214,11 +203,3 @@ def test_wrong_use_is_exit_code_2(tmp_path: Path) -> None:
         assert message in done.stderr
         assert "Traceback" not in done.stderr
     assert te_precision("dumps", "diff", str(tmp_path / "a.safetensors")).returncode == 2
-
-
-@pytest.mark.processes
-def test_help_is_there_without_torch() -> None:
-    done = te_precision("dumps", "--help")
-    assert done.returncode == 0
-    for command in ("list", "show", "diff"):
-        assert command in done.stdout

@@ -7,10 +7,7 @@ import errno
 import json
 import os
 import pickle
-import signal
-import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,9 +25,7 @@ from te_precision_callbacks.dumps import dump_files
 from te_precision_callbacks.dumps.contents import dump_of
 from te_precision_callbacks.dumps.header import SCHEMA
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
-from tests.forked import executable
 from tests.full_disk import files_up_to
-from tests.reference.processes import REPOSITORY
 
 X = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -583,48 +578,3 @@ def test_a_new_file_where_none_can_be(tmp_path: Path) -> None:
     with pytest.raises(dumps.DumpError, match="cannot be written"):
         dump_files.write_new(dump_of(X, None), tmp_path / "file")
     assert os.listdir(tmp_path) == ["file"]
-
-
-WRITER = """
-import sys, torch
-from te_precision_callbacks.dumps.contents import dump_of
-from te_precision_callbacks.dumps.dump_files import write
-torch.set_num_threads(1)
-for number in range(100_000):
-    tensor = torch.full((300_000,), float(number))
-    write(dump_of(tensor, None, iteration=number), f"{sys.argv[1]}/{number:06d}")
-    write(dump_of(tensor, None, iteration=number), f"{sys.argv[1]}/last")
-"""
-
-
-@pytest.mark.processes
-def test_a_killed_process_leaves_whole_files(tmp_path: Path) -> None:
-    """Killed twice, while one dump after another is written: new files, and one that is replaced each time."""
-    kept = 0
-    for number, after in enumerate((3, 8)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        process = subprocess.Popen(
-            [executable(whole=True), "-c", WRITER, str(folder)],
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": "."},
-            stdout=subprocess.PIPE,
-        )
-        while process.poll() is None and sum(not name.startswith(".") for name in os.listdir(folder)) < after:
-            time.sleep(0.001 * number)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()  # until the forked process, too, has closed its output
-        assert process.returncode == -signal.SIGKILL
-        listing = dumps.list(folder)
-        assert listing.foreign == ()
-        assert len(listing) >= after
-        # Nothing else is there, under any name.
-        beside = [name for name in os.listdir(folder) if name.startswith(".")]
-        assert len(listing) + len(beside) == len(os.listdir(folder))
-        assert not [name for name in beside if not name.endswith(".incomplete")]
-        for entry in listing:
-            loaded = dumps.load(entry.path)
-            expected = torch.full((300_000,), float(loaded.header.iteration or 0))
-            assert torch.equal(loaded.tensors["high_precision"], expected)
-            kept += 1
-    assert kept >= 11

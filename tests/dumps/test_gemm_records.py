@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,10 @@ from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.gemm_error.factors import factor_of
 from te_precision_callbacks.replay import replay_folder
 from te_precision_callbacks.session import InspectSession
-from tests.capability import any_capability
 from tests.conftest import feature
 from tests.dumps.gemms import GEMMS, INPUTS, OUTPUTS, RECIPES, ROWS, train
 
-
-@pytest.fixture(autouse=True)
-def any_gpu() -> Iterator[None]:
-    with any_capability():
-        yield
+pytestmark = pytest.mark.usefixtures("any_gpu")
 
 
 @pytest.mark.parametrize("observe", ["auto", "debug"])

@@ -33,7 +33,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.base.ranks.messages import Messages
-from te_precision_callbacks.base.ranks.tree import Tree
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.reduction import Stamp
@@ -256,7 +255,7 @@ class Counted(TorchDispatchMode):
     def __enter__(self) -> Counted:
         for name in self._WAITING_METHODS:
             self._patches.append(mock.patch.object(torch.Tensor, name, self._counting(name)))
-        self._patches.append(mock.patch.object(Tree, "exchange", self._noting(Tree.exchange)))
+        self._patches.append(mock.patch.object(Messages, "_exchange", self._noting(Messages._exchange)))
         for patch in self._patches:
             patch.start()
         super().__enter__()
@@ -285,9 +284,9 @@ class Counted(TorchDispatchMode):
     def _noting(self, original: Callable[..., bytes]) -> Callable[..., bytes]:
         """Notes the messages of our own, with their numbers."""
 
-        def exchange(tree: Tree, kind: str, why: str, numbers: Any, *arguments: Any) -> bytes:
+        def exchange(messages: Messages, kind: str, why: str, numbers: Any, *arguments: Any) -> bytes:
             self.messages.append((kind, len(numbers)))
-            return original(tree, kind, why, numbers, *arguments)
+            return original(messages, kind, why, numbers, *arguments)
 
         return exchange
 
@@ -658,17 +657,19 @@ def with_more() -> dict[str, Any]:
 
 @case(2)
 def out_of_step(folder: Path) -> dict[str, Any]:
-    """Rank 1 skips the step() of its second batch, or is set to another iteration after the first."""
+    """Rank 1 skips the step() of its second batch, or is set to another iteration after the first; or its optimizer
+    steps half as often."""
     rank = dist.get_rank()
     found = {}
-    for name in ("skips a step", "another iteration"):
+    for name in ("half as often", "skips a step", "another iteration"):
         model = Layers("a")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         counts = []
         with said() as lines, session(model, folder / name, strict=False) as (running, keeper):
-            for step in range(4):
+            for step in range(4 if name == "another iteration" else 6):
                 model.run([("a", 10 * rank + step)])
-                optimizer.step()
+                if name != "half as often" or rank == 0 or step % 2 == 0:
+                    optimizer.step()
                 if name == "skips a step" and (rank, step) == (1, 1):
                     continue
                 if name == "another iteration" and (rank, step) == (1, 1):

@@ -408,19 +408,30 @@ def test_ranks_out_of_step_are_named_and_nothing_is_mixed(two: Ranks, alone: Any
 
 
 @pytest.mark.processes
-def test_other_counts_of_optimizer_steps_alone_are_only_told(two: Ranks, alone: Any) -> None:
-    """As of optimizers with different groups; or where a rank has skipped a step(), and ends before the others."""
+def test_a_rank_that_misses_a_step_early_mixes_no_batches(two: Ranks, alone: Any) -> None:
+    """From the step on in which the counts of optimizer steps differ; the third one shows that it is no optimizer that
+    steps less often."""
     first, second = (rank["out_of_step"]["skips a step"] for rank in two)
-    assert (first["local"], second["local"]) == ([False, False, False, True], [False] * 3)
-    batches = [[("a", 0), ("a", 10)], [("a", 1), ("a", 11), ("a", 12)], [("a", 2), ("a", 13)]]
-    expected = alone(Layers("a"), [[calls] for calls in batches])
-    for rank in (first, second):
-        for step, values in enumerate(expected):
+    assert (first["local"], second["local"]) == ([False, *[True] * 5], [False, *[True] * 4])
+    for rank, batches in ((first, [[1], [2], [3], [4], [5]]), (second, [[11, 12], [13], [14], [15]])):
+        expected = alone(Layers("a"), [[[("a", seed) for seed in seeds]] for seeds in batches])
+        for step, values in enumerate(expected, start=1):
             assert_equal(rank["steps"][step], values)
-    told = [line for line in first["said"] if "different numbers of optimizer steps" in line]
-    assert len(told) == 1
+    (told,) = [line for line in first["said"] if "optimizer steps" in line]
+    assert "done since the start: 4 optimizer steps on rank 0; 5 optimizer steps on rank 1" in told
     assert not [line for line in second["said"] if "optimizer steps" in line]
-    assert [line for line in first["said"] if "rank 1 has ended its session" in line.lower()]
+
+
+@pytest.mark.processes
+def test_an_optimizer_that_steps_less_often_is_only_told(two: Ranks, alone: Any) -> None:
+    first, second = (rank["out_of_step"]["half as often"] for rank in two)
+    assert first["local"] == second["local"] == [False, True, True, False, False, False]
+    expected = alone(Layers("a"), [[[("a", step), ("a", 10 + step)]] for step in (3, 4, 5)])
+    for rank in (first, second):
+        for step, values in enumerate(expected, start=3):
+            assert_equal(rank["steps"][step], values)
+    assert len([line for line in first["said"] if "different numbers of optimizer steps" in line]) == 1
+    assert not [line for line in second["said"] if "optimizer steps" in line]
 
 
 @pytest.mark.processes

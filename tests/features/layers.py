@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS
 from te_precision_callbacks.engine.kernels import compiled
 from tests.engine.exact import BLOCK_STATISTICS
 
@@ -25,7 +24,6 @@ ROWS, INPUTS, OUTPUTS = 96, 160, 96
 TENSORS = ("activation", "weight", "gradient")
 OF_ANY_RECIPE = ("underflows%", "overflows%", "mse", "scale_inv_min", "scale_inv_max")
 BLOCK_RECIPES = ("mxfp8", "fp8_block_scaling", "nvfp4")
-IN_EITHER_FORMAT = ("mxfp8", "fp8_block_scaling")
 
 
 def names(own: bool) -> list[str]:
@@ -34,8 +32,6 @@ def names(own: bool) -> list[str]:
     for recipe in BLOCK_RECIPES:
         asked += [f"{recipe}_{name}" for name in (*OF_ANY_RECIPE, *BLOCK_STATISTICS)]
         asked += [f"{recipe}_{name}_columnwise" for name in ("mse", "underflow_blocks%", "scale_inv_p50")]
-    for prefix in (f"{recipe}_{element_format}" for recipe in IN_EITHER_FORMAT for element_format in ELEMENT_FORMATS):
-        asked += [f"{prefix}_{name}" for name in ("mse", "underflows%", "scale_inv_p50")]
     if own:
         asked += [*OF_ANY_RECIPE, *BLOCK_STATISTICS, "scale_inv_p50_columnwise", "block_dynamic_range_max_columnwise"]
     return asked

@@ -75,38 +75,6 @@ def test_the_tensors_are_those_of_transformer_engines_feature(tmp_path: Path, fo
     assert torch.equal(dumps.dequantize(ours), theirs["quantized"].dequantize())
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    """Of micro-batches, of similar names, of a second run."""
-    options = {**BOTH, "quantized_tensor": False}
-    written: list[torch.Tensor] = []
-    for run in range(2):
-        with plain({"DumpTensors": options}, tmp_path):
-            for seed, name in enumerate(["my.linear", "my_linear", "my.linear"]):
-                written.append(random(10 * run + seed))
-                inspect(name, written[-1])
-            debug_api.step()
-    stems = ["my.linear.activation", "my_linear.activation", "my.linear.activation.mb1"]
-    names = [f"iter_000000/{stem}{number}.safetensors" for number in ("", ".1") for stem in stems]
-    assert sorted(files(tmp_path)) == sorted(names)
-    for name, expected in zip(names, written, strict=True):
-        assert torch.equal(load(tmp_path, name).tensors["high_precision"], expected)
-
-
-def test_what_is_written_is_what_was_there_in_that_moment(tmp_path: Path) -> None:
-    x = random(0)
-    became = quantized(x)
-    codes = became._data.clone()
-    with plain({"DumpTensors": BOTH}, tmp_path):
-        inspect("linear", x, became, became)
-        x.zero_()
-        became._data.zero_()
-        became._scale_inv.zero_()
-        debug_api.step()
-    found = load(tmp_path, "iter_000000/linear.activation.safetensors")
-    assert torch.equal(found.tensors["high_precision"], random(0))
-    assert torch.equal(found.tensors["data"].view(torch.uint8), codes)
-
-
 @pytest.mark.parametrize(
     "case", ["one object", "two objects", "rowwise plain", "columnwise plain", "rowwise only", "fake", "high precision"]
 )
@@ -197,14 +165,6 @@ def test_conditions_without_a_session(tmp_path: Path, caplog: pytest.LogCaptureF
     assert len(errors) == 2
     assert "'mse > 1' of DumpTensors would never hold: its statistic is not collected for 'activation'" in errors[0]
     assert "because activation overflow detection is off" in errors[1]
-
-
-def test_a_disk_that_is_full_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "tensor_dumps").write_text("a file where a folder should be")
-    with plain({"DumpTensors": BOTH}, tmp_path):
-        train(linear(), steps=3)
-    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len([text for text in errors if "No more tensors are dumped" in text]) == 1
 
 
 def test_nothing_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

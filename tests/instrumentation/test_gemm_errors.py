@@ -20,10 +20,13 @@ from te_precision_callbacks.reference.extension.operands import operand
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.views.show.view import look
-from tests.capability import any_capability, stand_for
+from tests.capability import stand_for
+from tests.combinations import half
 from tests.conftest import Keeper, feature
 from tests.instrumentation.gemm_spy import GEMM_OF
 from tests.replay.faults import swizzled_wrongly
+
+pytestmark = pytest.mark.usefixtures("any_gpu")
 
 BF16 = torch.bfloat16
 RESULT = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
@@ -37,12 +40,6 @@ RECIPES: Mapping[str, Callable[[], Any]] = {
 }
 ROWS, INPUTS, OUTPUTS = 128, 192, 256
 GEMM_RULES = {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer", "gemm-excess"}
-
-
-@pytest.fixture(autouse=True)
-def any_gpu() -> Iterator[None]:
-    with any_capability():
-        yield
 
 
 @contextmanager
@@ -205,8 +202,7 @@ NETS: Mapping[str, tuple[Callable[[], torch.nn.Module], Mapping[str, tuple[str, 
 
 
 @pytest.mark.usefixtures("second_thread")
-@pytest.mark.parametrize("observe", ["fused", "debug"])
-@pytest.mark.parametrize("module", NETS)
+@pytest.mark.parametrize(("module", "observe"), half(NETS, ["fused", "debug"]))
 def test_each_module(module: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
     """Of two pending micro-batches. The kernel and the format are judged in each GEMM; the quantizer where what it was
     given exists."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,13 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     uses_of,
 )
 from te_precision_callbacks.layers.naming import named_operations, named_te_modules
-from tests.capability import any_capability, stand_for
+from tests.capability import stand_for
+
+pytestmark = pytest.mark.usefixtures("any_gpu")
 
 MODULES, OPERATIONS, ATTENTION = Uses(True, False, False), Uses(False, True, False), Uses(True, False, True)
 
 PACKAGE = Path(inspect.getfile(transformer_engine)).parent
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    with any_capability():
-        yield
 
 
 @pytest.mark.parametrize("row", IGNORED, ids=lambda row: f"{row.recipe}.{row.argument}")

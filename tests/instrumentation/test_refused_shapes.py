@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,10 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.session import InspectSession
-from tests.capability import any_capability, stand_for
+from tests.capability import stand_for
 from tests.conftest import statistics
+
+pytestmark = pytest.mark.usefixtures("any_gpu")
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -101,12 +103,6 @@ def train(net: torch.nn.ModuleDict, case: Case, size: int) -> None:
 
 def model(case: Case, size: int) -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({"layer": case.make(size)})
-
-
-@pytest.fixture(autouse=True)
-def capability() -> Iterator[None]:
-    with any_capability():
-        yield
 
 
 @pytest.mark.parametrize("watched", [True, False])

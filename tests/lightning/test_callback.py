@@ -56,6 +56,18 @@ def test_every_optimizer_step_is_an_iteration(tmp_path: Path) -> None:
     assert {key: value for key, value in lines.items() if key[0] == FIRST} == expected
 
 
+class WithoutNumber(Plain):
+    """Lightning passes a training_step the number of its batch only if it takes it."""
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def test_a_training_step_that_takes_the_batch_alone(tmp_path: Path) -> None:
+    lines, _ = fit(tmp_path, statistics(), batches=2, model=WithoutNumber())
+    assert {step for _, step in lines} == {0, 1}
+
+
 def test_an_accumulation_is_one_iteration(tmp_path: Path) -> None:
     lines, _ = fit(tmp_path, statistics(), batches=10, accumulate_grad_batches=4)
     expected = {0: largest(0, 1, 2, 3), 1: largest(4, 5, 6, 7), 2: largest(8, 9)}

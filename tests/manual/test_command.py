@@ -15,12 +15,11 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.base.numerics.recipes import RECIPES
-from te_precision_callbacks.cli.manual.features import UnknownFeatureError, features, find
+from te_precision_callbacks.cli.manual.features import UnknownFeatureError, features
 from te_precision_callbacks.cli.manual.statistics import recipes_table
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.schemas import FEATURES
-from te_precision_callbacks.statistics.names import UnknownStatisticError
 from te_precision_callbacks.statistics.table import BLOCKWISE, GEMM_STATISTICS, STATISTICS, SYMBOLS, TENSOR_STATISTICS
 from tests.conftest import feature
 from tests.docs.pages import ROOT, blocks
@@ -60,13 +59,6 @@ def test_features_are_listed() -> None:
     assert "TestDummyFeature" in known_features()["transformer_engine"], "which a config may name"
 
 
-def test_a_table_in_a_pipe_is_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert max(map(len, run("features").splitlines())) > 120, "every line stays whole"
-    monkeypatch.setenv("COLUMNS", "70")
-    assert max(map(len, run("features").splitlines())) <= 70
-
-
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_is_explained_with_an_example_that_loads(name: str) -> None:
     output = run("features", name.lower())
@@ -78,18 +70,6 @@ def test_a_feature_is_explained_with_an_example_that_loads(name: str) -> None:
     for key, field in FEATURES[name].model_fields.items():
         assert f" {key}: " in words
         assert one_line(str(field.description)) in words
-
-
-def test_what_is_said_of_keys_and_where_a_feature_acts() -> None:
-    words = one_line(run("features", "FakeQuant"))
-    assert "Tensors: activation, weight, gradient, output, wgrad, dgrad GEMMs: fprop, dgrad, wgrad Keys" in words
-    everywhere = "in: feature, items of `gemms_struct`, items of `tensors_struct`; default: 0"
-    assert f"margin: an integer from -126 to 127 {everywhere} The scale is computed for" in words
-    assert "gemm: one of fprop, dgrad, wgrad in: items of `gemms_struct`; must be given" in words
-    (layer,) = find("DisableQuantizationLayer")
-    assert (layer.tensors, layer.gemms) == ((), ("fprop", "dgrad", "wgrad"))
-    (fp8,) = find("LogFp8TensorStats")
-    assert (fp8.tensors, fp8.gemms) == (("activation", "weight", "gradient"), ())
 
 
 def test_features_as_json() -> None:
@@ -156,32 +136,6 @@ def test_the_example_of_a_statistic_loads_in_what_collects_it(name: str) -> None
                 else:
                     with pytest.raises(ConfigError):
                         load_config({"s": section})
-
-
-def test_a_name_with_recipe_format_and_direction() -> None:
-    words = one_line(run("statistics", "mxfp8_e5m2_mse_columnwise"))
-    for said in (
-        "sum((x - y)^2) / n",
-        "unit: square of the tensor's",
-        "recipe: mxfp8; for other layers what it would give",
-        "elements that share a factor: 32 factor: a power of two (E8M0) elements: E5M2",
-        "direction: columnwise, read by wgrad of the activation, dgrad of the weight, wgrad of the gradient",
-        "over micro-batches and ranks: counts and sums added",
-        "collected by LogFp8TensorStats: of activation, weight, gradient in Transformer Engine 2.20: yes",
-        "In the options of LogFp8TensorStats: stats: [mxfp8_e5m2_mse_columnwise]",
-    ):
-        assert said in words
-    words = one_line(run("statistics", "delayed_scaling_underflows%"))
-    assert "recipe: fp8_delayed_scaling; other layers have no such statistic" in words
-    assert "direction" not in words
-    assert "stats: [fp8_delayed_scaling_underflows%]" in words
-    words = one_line(run("statistics", "nvfp4_block_underflows%_max"))
-    assert "options of LogFp8TensorStats or LogNvfp4TensorStats: stats: [nvfp4_block_underflows%_max]" in words
-    words = one_line(run("statistics", "max_blockwise_dynamic_range_block_size_16_dims_2_max_over_orientations"))
-    assert "blocks: block_size 16, dims 2" in words
-    assert "stats: [max_blockwise_dynamic_range: {block_size: 16, dims: 2}]" in words
-    with pytest.raises(UnknownStatisticError):
-        run("statistics", "mxfp8_max")
 
 
 def test_docs_statistics_has_the_recipes_and_symbols() -> None:

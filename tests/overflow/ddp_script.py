@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from te_precision_callbacks.base.ranks.tree import Tree
+from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.overflow import (
     ActivationOverflowError,
     DebugActivationOverflow,
@@ -29,9 +29,9 @@ class Collectives:
 
     def __init__(self) -> None:
         self.count = 0
-        self._all_reduce, self._exchange = dist.all_reduce, Tree.exchange
+        self._all_reduce, self._exchange = dist.all_reduce, Messages._exchange
         dist.all_reduce = self._reduces  # type: ignore[assignment]
-        Tree.exchange = self._sends  # type: ignore[assignment, method-assign]
+        Messages._exchange = self._sends  # type: ignore[assignment, method-assign]
 
     def _reduces(self, *arguments: Any, **keywords: Any) -> object:
         self.count += 1
@@ -39,9 +39,9 @@ class Collectives:
 
     @property
     def _sends(self) -> Any:
-        def exchange(tree: Tree, *arguments: Any) -> bytes:
+        def exchange(messages: Messages, *arguments: Any) -> bytes:
             self.count += 1
-            return self._exchange(tree, *arguments)
+            return self._exchange(messages, *arguments)
 
         return exchange
 

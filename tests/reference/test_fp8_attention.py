@@ -7,7 +7,7 @@ casts (for MXFP8, numpy from the formats' specifications) wherever a tensor beco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,11 @@ from transformer_engine.pytorch.cpp_extensions import fused_attn
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.session import InspectSession
-from tests.capability import any_capability, stand_for
+from tests.capability import stand_for
 from tests.conftest import statistics
 from tests.reference import block_formats
+
+pytestmark = pytest.mark.usefixtures("any_gpu")
 
 BATCH, TOKENS, HEADS, SIZE = 2, 128, 4, 128
 ATTN_SCALE = 1 / math.sqrt(SIZE)
@@ -37,12 +39,6 @@ LAYOUTS = ["bshd_bshd_bshd", "sbhd_sbhd_sbhd", "bs3hd", "sbh3d", "bshd_bs2hd", "
 MASKS = ["no_mask", "causal", "padding", "padding_causal"]
 FP8 = fused_attn.FusedAttnBackend.FP8
 HIGH_PRECISION = fused_attn.FusedAttnBackend.F16_arbitrary_seqlen
-
-
-@pytest.fixture(autouse=True)
-def any_gpu() -> Iterator[None]:
-    with any_capability():
-        yield
 
 
 # ------------------------------------------------------------------------------------------------ in float64

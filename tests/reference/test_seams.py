@@ -16,8 +16,8 @@ from te_precision_callbacks.reference import collectives, cuda_on_cpu, cuda_on_c
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.importer import RewritingLoader
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
-from te_precision_callbacks.reference.seams import READ_FROM, SEAMS, Seam, as_markdown
-from tests.reference.processes import REPOSITORY, answers
+from te_precision_callbacks.reference.seams import READ_FROM, SEAMS, Seam
+from tests.reference.processes import answers
 
 
 def execute(source: str, *, cuda_on_cpu: bool = True) -> dict[str, Any]:
@@ -35,11 +35,6 @@ def test_what_the_table_says_stands_upstream(seam: Seam) -> None:
     assert spec is not None
     assert spec.origin is not None
     assert seam.text in (Path(spec.origin).parents[1] / seam.upstream).read_text(encoding="utf-8")
-
-
-def test_the_table_is_the_one_in_the_documentation() -> None:
-    page = (REPOSITORY / "docs" / "reference-backend.md").read_text(encoding="utf-8")
-    assert f"<!-- seams: begin -->\n{as_markdown()}<!-- seams: end -->" in page
 
 
 def test_the_versions_are_the_installed_ones() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,11 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.replay import replay_folder, shown
-from tests.capability import any_capability
 from tests.dumps.gemms import RECIPES, train
 from tests.reference import processes
 from tests.replay import faults
 
-
-@pytest.fixture(autouse=True)
-def any_gpu() -> Iterator[None]:
-    with any_capability():
-        yield
+pytestmark = pytest.mark.usefixtures("any_gpu")
 
 
 def run(*arguments: object) -> tuple[int, str]:

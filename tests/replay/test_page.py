@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,12 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.session import InspectSession
-from tests.capability import any_capability
 from tests.docs.pages import blocks
 from tests.replay import faults
 
+pytestmark = pytest.mark.usefixtures("any_gpu")
+
 PAGE = "docs/replay.md"
-
-
-@pytest.fixture(autouse=True)
-def any_gpu() -> Iterator[None]:
-    with any_capability():
-        yield
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

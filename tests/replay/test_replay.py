@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,14 @@ import torch
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.dumps import load
 from te_precision_callbacks.replay import replay_file, replay_folder, shown
-from tests.capability import any_capability
 from tests.combinations import half
 from tests.dumps.gemms import RECIPES, train
 from tests.replay import faults
 
+pytestmark = pytest.mark.usefixtures("any_gpu")
+
 FLOORS = {"nvfp4": (0.08, 0.3), "nvfp4 without": (0.08, 0.3)}
 """The format's share of the error; 0.02 to 0.08 for FP8 (E4M3 3.7 %, E5M2 times E4M3 5 %)."""
-
-
-@pytest.fixture(autouse=True)
-def any_gpu() -> Iterator[None]:
-    with any_capability():
-        yield
 
 
 @pytest.mark.parametrize("accumulates", [False, True])

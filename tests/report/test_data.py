@@ -17,8 +17,7 @@ from te_precision_callbacks import InspectSession
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.tables import STEP0
-from te_precision_callbacks.statistics.series import badness, family_of, sign_of
-from te_precision_callbacks.statistics.table import Worse
+from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import PageData, worst_layers
 from te_precision_callbacks.views.report.format_limits import (
@@ -30,7 +29,7 @@ from te_precision_callbacks.views.report.format_limits import (
 )
 from te_precision_callbacks.views.report.histograms import histograms
 from te_precision_callbacks.views.report.overview import ALL_RANKS, Columns, overviews, pieces
-from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale, narrowed
+from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale
 from te_precision_callbacks.views.report.subjects import FamilySeries, Subjects, layer_name
 from tests.conftest import feature
 from tests.report.runs import drifting, empty
@@ -173,21 +172,6 @@ def test_zero_has_a_byte_of_its_own_on_a_logarithmic_scale() -> None:
     scale = PackedScale.of(values)
     assert scale.bytes(values, np.array([True, True, True])).tolist() == [ZERO, 1, LEVELS]
     assert scale.bytes(values, np.array([False, True, True]))[0] == 0
-
-
-def test_narrow_only_where_nothing_is_lost() -> None:
-    assert narrowed(np.array([1.5, np.nan, np.inf])).dtype == np.float32
-    assert narrowed(np.array([0.1])).dtype == np.float64
-    assert narrowed(np.array([1e300])).dtype == np.float64
-
-
-def test_badness_is_that_of_families() -> None:
-    values = np.array([0.0, -3.0, 2.0, np.inf, -np.inf, np.nan])
-    for family in Subjects(RUN).families:
-        assert badness(values, sign_of(family.family.worse)).tolist() == [
-            family.family.badness(value) for value in values
-        ]
-    assert badness(values, sign_of(Worse.NEITHER)).tolist() == [0, 3, 2, np.inf, np.inf, np.inf]
 
 
 @pytest.mark.processes

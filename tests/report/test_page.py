@@ -18,7 +18,7 @@ from tests.report.runs import PARTS, drifting
 pytestmark = pytest.mark.slow  # a browser
 
 PAGES = ("findings", "heatmap", "layer", "profile", "speed", "config", "summary")
-NOTE = "values-000002.parquet is damaged: iterations 10 to 19 are missing"
+NOTE = "values-0002.parquet is damaged: iterations 10 to 19 are missing"
 BAD = "decoder.layers.2.mlp.fc1"
 RUN = drifting(blocks=3, steps=40, notes=(NOTE,))
 assert RUN.run_id != BAD
@@ -84,9 +84,6 @@ def test_hover_tells_the_exact_number_and_a_click_opens_the_layer(look: Look, re
     look.page.wait_for_selector("h1.layer-name")
     assert look.page.locator("h1").inner_text() == grid.layers[7]
     assert "step=25" in look.page.url
-
-
-RANGE = "whole => document.querySelector('.plot').layout.yaxis.range[0]"
 
 
 def test_zoom_and_back(look: Look, report: Path) -> None:

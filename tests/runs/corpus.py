@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
@@ -28,7 +27,7 @@ Damage = Callable[[Path], object]
 
 
 def record(folder: Path) -> None:
-    """A session's run in ``folder / "sealed"``, and as it was before its end in ``folder / "running"``."""
+    """A session's run in ``folder / "closed"``, and as it was before its end in ``folder / "running"``."""
     import torch
 
     from te_precision_callbacks import reference
@@ -41,7 +40,7 @@ def record(folder: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(te.Linear(32, 64), te.Linear(64, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = InspectSession(CONFIG, log_dir=folder / "sealed").start()
+    session = InspectSession(CONFIG, log_dir=folder / "closed").start()
     session.attach(model)
     device = next(model.parameters()).device
     for _ in range(6):
@@ -53,15 +52,15 @@ def record(folder: Path) -> None:
         session.log({"loss": float(loss.detach()), "lr": 0.1})
         session.step()
     session.stop()
-    shutil.copytree(folder / "sealed", folder / "running")
-    unseal(folder / "running")
+    shutil.copytree(folder / "closed", folder / "running")
+    reopen(folder / "running")
 
 
-def unseal(log_dir: Path) -> None:
-    """Make a run what it was before its end: its parts are tails, in which a few rows were appended at a time."""
+def reopen(log_dir: Path) -> None:
+    """Make a run what it was before its end: its files are open, and a few rows were appended at a time."""
     for path in rank(log_dir).glob("*.parquet"):
         table = pq.read_table(path)
-        with pa.ipc.new_stream(str(path.with_suffix(".arrows")), table.schema) as stream:
+        with pa.ipc.new_stream(str(path.with_suffix(".arrow")), table.schema) as stream:
             stream.write_table(table.unify_dictionaries(), max_chunksize=5)
         path.unlink()
     fact("status", '"running"')(log_dir)
@@ -96,10 +95,10 @@ def rank(log_dir: Path) -> Path:
 
 
 def file_of(log_dir: Path, table: str) -> Path:
-    """The file of a table: a sealed part or a tail, or facts."""
+    """The file of a table: a closed or an open file, or facts."""
     if table in FACTS:
         return segment(log_dir) / f"{table}.parquet"
-    return next(path for path in rank(log_dir).iterdir() if path.name.startswith(f"{table}-000001."))
+    return next(path for path in rank(log_dir).iterdir() if path.name.startswith(f"{table}-0001."))
 
 
 def read(path: Path) -> pa.Table:
@@ -155,7 +154,7 @@ def event(key: str, text: str) -> Damage:
 
 
 def damage_page(path: Path, name: str) -> None:
-    """Damage the first page of a column of a sealed part."""
+    """Damage the first page of a column of a closed file."""
     with pq.ParquetFile(path) as file:
         found = file.metadata.row_group(0).column(file.schema_arrow.get_field_index(name))
     data = bytearray(path.read_bytes())
@@ -207,54 +206,13 @@ def pipe(name: str) -> Damage:
     return apply
 
 
-def many_rows(table: str, rows: int) -> Damage:
-    """A small file of that many rows, all alike."""
-
-    def apply(log_dir: Path) -> None:
-        path = file_of(log_dir, table)
-        first = read(path).slice(0, 1)
-        at_once = min(rows, 1 << 20)
-        piece = first.take(pa.array(np.zeros(at_once, np.int64))).combine_chunks()
-        with pq.ParquetWriter(path, piece.schema, compression="zstd") as writer:
-            for _ in range(rows // at_once):
-                writer.write_table(piece, row_group_size=at_once)
-
-    return apply
-
-
-def long_text(table: str, name: str, nbytes: int, rows: int) -> Damage:
-    """Rows that all have the same long text."""
-
-    def apply(log_dir: Path) -> None:
-        path = file_of(log_dir, table)
-        whole = read(path)
-        whole = whole.take(pa.array(np.zeros(rows, np.int64))).combine_chunks()
-        text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array(["x" * nbytes]))
-        place = whole.schema.get_field_index(name)
-        pq.write_table(whole.set_column(place, name, text), path, store_schema=False, compression="zstd")
-
-    return apply
-
-
-def sparse(name: str, nbytes: int) -> Damage:
-    """A file that claims to be long: nothing of it is on the disk."""
-
-    def apply(log_dir: Path) -> None:
-        path = segment(log_dir) / name if name == "run.json" else rank(log_dir) / name
-        path = path if path.exists() else file_of(log_dir, name)
-        with path.open("r+b") as file:
-            file.truncate(nbytes)
-
-    return apply
-
-
 def surrogate(log_dir: Path) -> None:
     path = rank(log_dir) / "events.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"text": "', b'"layer": "\\udc80", "text": "\\ud800'))
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
-SEALED: dict[str, Damage] = {
+CLOSED: dict[str, Damage] = {
     "run.json cut": bytes_of("run.json", lambda data: data[: len(data) // 2]),
     "run.json empty": bytes_of("run.json", lambda data: b""),
     "run.json a list": bytes_of("run.json", lambda data: b"[1]"),
@@ -295,7 +253,7 @@ SEALED: dict[str, Damage] = {
     **{
         f"events {key} {text}": event(key, text)
         for keys, texts in (
-            (("iteration", "rank", "order"),
+            (("iteration", "rank"),
              ("null", "1e999", "1" + "0" * 23, "-7", str(2**62), "[]", '{"a": 1}', "NaN", "true", '"x"')),
             (("kind", "severity", "text", "layer", "data", "phase"), ("null", "-7", '{"a": 1}')),
         )
@@ -304,19 +262,13 @@ SEALED: dict[str, Damage] = {
     },
     **{
         f"{table} {name} null": column(table, name, filled(None))
-        for table, schema in TABLES.items()
-        for name in schema.names
-    },
-    **{
-        f"{table} {field.name} {value}": column(table, field.name, filled(value), every=False)
-        for table, schema in TABLES.items()
-        for field in schema
-        if field.type == pa.int64()
-        for value in (-1, 2**63 - 1)
+        for table, names in (("values", VALUES.names), ("vectors", VECTORS.names), ("steps", STEPS.names))
+        for name in names
     },
     **{
         f"{table} {name} {value}": column(table, name, of_type(pa.int64(), value), every=False)
-        for table, name in (("steps", "wall_time"), ("values", "series"), ("gemms", "gemm_id"), ("layers", "layer_id"))
+        for table, names in (("values", ("series", "iteration")), ("steps", ("iteration", "wall_time")))
+        for name in names
         for value in (-(2**62), -1, 2**31 - 1, 2**62)
     },
     "values of nan": column("values", "value", filled(float("nan"))),
@@ -333,16 +285,16 @@ SEALED: dict[str, Damage] = {
     "bins beyond all": column("vectors", "bin", lambda values: pa.chunked_array(
         [pa.array([[65535] * len(each) for each in values.to_pylist()], pa.list_(pa.uint16()))])),
     "plan of no JSON": column("plan", "options", of_type(pa.string(), "{")),
-    "a name of a part": named("values-000002-999999999999.parquet", "values"),
-    "a number of a part": named("values-900000000000000000.parquet", "values"),
-    "a part of a part": named("values-000001-000002.parquet", "values"),
-    "a folder for a part": lambda log_dir: (rank(log_dir) / "values-000002.parquet").mkdir(),
-    "a link to nothing": lambda log_dir: (rank(log_dir) / "values-000002.parquet").symlink_to("nowhere"),
-    "a link to a device": lambda log_dir: (rank(log_dir) / "values-000002.arrows").symlink_to("/dev/zero"),
+    "a name of a file": named("values-0002-999999999999-every2.parquet", "values"),
+    "a number of a file": named("values-900000000000000000.parquet", "values"),
+    "a file of two": named("values-0001-0002-every2.parquet", "values"),
+    "a folder for a file": lambda log_dir: (rank(log_dir) / "values-0002.parquet").mkdir(),
+    "a link to nothing": lambda log_dir: (rank(log_dir) / "values-0002.parquet").symlink_to("nowhere"),
+    "a link to a device": lambda log_dir: (rank(log_dir) / "values-0002.arrow").symlink_to("/dev/zero"),
     "a number of a segment": lambda log_dir: (segment(log_dir).parent / "seg-999999999").mkdir(),
     "a number of a rank": lambda log_dir: (segment(log_dir) / "rank-999999999").mkdir(),
-    **{f"a pipe {name}": pipe(name) for name in ("events.jsonl", "run.json", "values-000002.parquet",
-                                                  "steps-000002.arrows", "layers.parquet")},
+    **{f"a pipe {name}": pipe(name) for name in ("events.jsonl", "run.json", "values-0002.parquet",
+                                                  "steps-0002.arrow", "layers.parquet")},
 }  # fmt: skip
 """Name -> what it does to a log folder whose run has ended."""
 
@@ -366,22 +318,6 @@ RUNNING: dict[str, Damage] = {
 }
 """The same for one whose run has not."""
 
-LARGE: dict[str, Damage] = {
-    "a series of 2^31 - 1 (sealed)": column("values", "series", filled(2**31 - 1), every=False),
-    "a series of 2^31 - 1 in histograms": column("vectors", "series", filled(2**31 - 1), every=False),
-    "8 million values": many_rows("values", 8 << 20),
-    "8 million steps": many_rows("steps", 8 << 20),
-    "as many values as can be": many_rows("values", 2 << 20),
-    "as many scalars as can be": many_rows("scalars", 3 << 20),
-    "a million layers": many_rows("layers", 1 << 20),
-    "layers of a megabyte": long_text("layers", "layer", 1 << 20, 1 << 18),
-    "values of a layer of a megabyte": long_text("values", "layer", 1 << 20, 1 << 20),
-    "run.json of 20 GB": sparse("run.json", 20 << 30),
-    "events.jsonl of a gigabyte": sparse("events.jsonl", 1 << 30),
-    "values of 20 GB": sparse("values", 20 << 30),
-}
-"""The same for files whose readers may take gigabytes."""
-
 
 def damaged(whole: Path, name: str, damage: Damage, folder: Path) -> Path:
     """A copy of a log folder that is damaged.
@@ -401,6 +337,6 @@ def damaged(whole: Path, name: str, damage: Damage, folder: Path) -> Path:
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     record(target / "whole")
-    for of_which, damages in (("sealed", SEALED), ("running", RUNNING), ("sealed", LARGE)):
+    for of_which, damages in (("closed", CLOSED), ("running", RUNNING)):
         for each, what in damages.items():
             print(damaged(target / "whole" / of_which, each, what, target / of_which))

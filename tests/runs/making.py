@@ -57,12 +57,12 @@ def records(iteration: int, table: SeriesTable, values: list[float], **keywords:
 def write_until_killed(folder: Path) -> None:
     """Write steps through the sink as fast as a training would, and print the iteration of each after it was handed
     over, with the time."""
-    from te_precision_callbacks.runs import tails
+    from te_precision_callbacks.runs import writing
     from te_precision_callbacks.runs.sink import RecordSink
     from te_precision_callbacks.sinks import writer_thread
 
     writer_thread.FLUSH_SECONDS = 0.05
-    tails.SEAL_BYTES = 20_000  # a part every few steps, so that the kill also comes in the middle of a sealing
+    writing.CLOSE_BYTES = 20_000  # a file every few steps, so that the kill also comes while one is closed
     table, sink = SeriesTable(), RecordSink(folder)
     sink.start(info(folder))
     for iteration in range(10**9):

@@ -28,7 +28,7 @@ from te_precision_callbacks.runs import (
     UnknownSubjectError,
     list_runs,
     open_run,
-    tails,
+    writing,
 )
 from te_precision_callbacks.runs.limits import DEFAULT_LIMIT, record_limit
 from te_precision_callbacks.runs.sink import RecordingError, RecordSink
@@ -73,8 +73,10 @@ def test_any_of_its_folders_is_the_run(tmp_path: Path) -> None:
         assert len(open_run(path).values()) == 4
 
 
-def test_sealed_parts_are_sorted_and_a_tail_is_read_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tails, "SEAL_BYTES", 3000)
+def test_closed_files_are_sorted_and_an_open_one_is_read_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "CLOSE_BYTES", 3000)
     run = RunWriter.begin(tmp_path)
     series = np.array([run.series(f"layer{n}", "weight", "amax") for n in (2, 1, 0)], np.int32)
     for iteration in range(40):
@@ -83,7 +85,9 @@ def test_sealed_parts_are_sorted_and_a_tail_is_read_with_them(tmp_path: Path, mo
         run.flush()
     parts = sorted(path.name for path in rank_folder(tmp_path).glob("values*"))
     assert len(parts) > 3
-    assert [name for name in parts if name.endswith(".arrows")] in ([], parts[-1:]), "one tail at most, the last part"
+    assert [name for name in parts if name.endswith(".arrow")] in ([], parts[-1:]), (
+        "one open file at most, the last one"
+    )
     for part in rank_folder(tmp_path).glob("values*.parquet"):
         keys = pq.read_table(part).select(["series", "iteration"]).to_pylist()
         assert keys == sorted(keys, key=lambda row: (row["series"], row["iteration"]))
@@ -139,11 +143,13 @@ def test_a_run_that_is_resumed_three_times_reads_as_one(tmp_path: Path) -> None:
     assert only.steps["iteration"].to_pylist() == [5, 6, 7, 8]
 
 
-def test_what_an_earlier_segment_alone_has_counts(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_what_was_recorded_from_its_first_step_on(tmp_path: Path) -> None:
     run_id = write_run(tmp_path, range(10))
     write_run(tmp_path, range(5, 7), run_id=run_id, scale=10.0)
-    values = open_run(tmp_path).grid("amax", "activation").values[1]
-    assert values.tolist() == [0, 10, 20, 30, 40, 500, 600, 70, 80, 90]
+    RunWriter.begin(tmp_path, run_id=run_id, first_iteration=3).close()  # it has failed before its first step
+    run = open_run(tmp_path)
+    assert run.grid("amax", "activation").values[1].tolist() == [0, 10, 20, 30, 40, 500, 600]
+    assert run.steps["iteration"].to_pylist() == run.scalars["iteration"].to_pylist() == list(range(7))
 
 
 def test_versions_that_differ_between_segments_are_noted(tmp_path: Path) -> None:
@@ -212,39 +218,38 @@ def test_a_run_in_which_nothing_has_happened_yet(tmp_path: Path) -> None:
     assert run.grid("amax", "activation").values.shape == (0, 0)
 
 
-def test_files_of_a_later_version_are_refused(tmp_path: Path) -> None:
-    write_run(tmp_path, range(2), schema=99)
-    with pytest.raises(RunError, match="its schema is 99, and this te-precision-callbacks reads up to 1"):
+def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, range(2), schema=1, versions={"te-precision-callbacks": "0.0.7"})
+    said = r"recorded by te-precision-callbacks 0\.0\.7, with schema 1 of the files; this version reads schema 2 only"
+    with pytest.raises(RunError, match=said):
         open_run(tmp_path)
 
 
 def damaged(folder: Path) -> None:
-    path = folder / "values-000001.parquet"
+    path = folder / "values-0001.parquet"
     data = bytearray(path.read_bytes())
     data[len(data) // 3 :] = bytes(len(data) - len(data) // 3)
     path.write_bytes(data)
 
 
 def truncated(folder: Path) -> None:
-    path = folder / "values-000001.parquet"
+    path = folder / "values-0001.parquet"
     path.write_bytes(path.read_bytes()[:100])
 
 
 def foreign(folder: Path) -> None:
-    pq.write_table(pa.table({"a": [1]}), folder / "values-000001.parquet")
+    pq.write_table(pa.table({"a": [1]}), folder / "values-0001.parquet")
 
 
 def of_other_types(folder: Path) -> None:
-    table = pa.table({name: ["x"] for name in pq.read_schema(folder / "values-000001.parquet").names})
-    pq.write_table(table, folder / "values-000001.parquet")
+    table = pa.table({name: ["x"] for name in pq.read_schema(folder / "values-0001.parquet").names})
+    pq.write_table(table, folder / "values-0001.parquet")
 
 
 def nulls(folder: Path) -> None:
-    table = pq.read_table(folder / "values-000001.parquet")
+    table = pq.read_table(folder / "values-0001.parquet")
     place = table.column_names.index("series")
-    pq.write_table(
-        table.set_column(place, "series", pa.nulls(len(table), pa.int32())), folder / "values-000001.parquet"
-    )
+    pq.write_table(table.set_column(place, "series", pa.nulls(len(table), pa.int32())), folder / "values-0001.parquet")
 
 
 @pytest.mark.parametrize("spoil", [damaged, truncated, foreign, of_other_types, nulls])
@@ -257,16 +262,16 @@ def test_a_part_that_cannot_be_read_is_noted_and_the_others_are_read(tmp_path: P
     assert run.grid("amax", "activation").iterations.tolist() == [5, 6, 7]
     assert run.steps["iteration"].to_pylist() == list(range(8))
     (note,) = run.notes
-    assert "values-000001.parquet cannot be read, and its rows are missing" in note
+    assert "values-0001.parquet cannot be read, and its rows are missing" in note
 
 
 def test_a_part_that_is_missing_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tails, "SEAL_BYTES", 1)
+    monkeypatch.setattr(writing, "CLOSE_BYTES", 1)
     write_run(tmp_path, range(4))
-    (rank_folder(tmp_path) / "values-000002.parquet").unlink()
+    (rank_folder(tmp_path) / "values-0002.parquet").unlink()
     run = open_run(tmp_path)
     assert run.grid("amax", "activation").iterations.tolist() == [0, 2, 3]
-    assert run.notes == (f"{rank_folder(tmp_path)}: parts of values are missing: 2.",)
+    assert run.notes == (f"{rank_folder(tmp_path)}: files of values are missing: 2.",)
 
 
 def test_missing_ranks_segments_and_run_files_are_noted(tmp_path: Path) -> None:
@@ -318,7 +323,7 @@ def wait_for(happens: Callable[[], bool]) -> None:
 
 @pytest.mark.processes
 def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> None:
-    """At five random moments, also in the middle of a sealing: parts are sealed every few steps."""
+    """At five random moments, also while a file is closed, every few steps."""
     chance = random.Random(0)
     lost = []
     for number in range(5):
@@ -339,7 +344,7 @@ def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> N
         process.wait()
         run = open_run(folder)
         assert run.notes == ()
-        assert run.segments[0].status in ("killed", "running")
+        assert run.segments[0].status in ("stopped without an end", "running")
         iterations = run.steps["iteration"].to_pylist()
         assert iterations == list(range(len(iterations)))
         last = iterations[-1] if iterations else -1
@@ -351,7 +356,7 @@ def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> N
     assert max(lost, default=0.0) < 1.0, "the sink writes every 50 ms here, every 2 s otherwise"
 
 
-def test_a_run_is_read_while_it_is_written_and_a_part_is_sealed(
+def test_a_run_is_read_while_it_is_written_and_a_file_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunWriter.begin(tmp_path)
@@ -364,16 +369,16 @@ def test_a_run_is_read_while_it_is_written_and_a_part_is_sealed(
     run.add_step(3)
     run.add_values(3, series, np.array([3.0]))
     run.close()
-    assert read.values()["value"].to_pylist() == [0.0, 1.0, 2.0], "what was there when it was opened, from the new part"
+    assert read.values()["value"].to_pylist() == [0.0, 1.0, 2.0], "what was there when it was opened, from the new file"
     assert open_run(tmp_path).values()["value"].to_pylist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_a_tail_that_ends_anywhere(tmp_path: Path) -> None:
+def test_an_open_file_that_ends_anywhere(tmp_path: Path) -> None:
     """It is read to its last whole batch, wherever a killed process has left it."""
     run = RunWriter.begin(tmp_path)
     series = np.array([run.series("fc", "weight", "amax")], np.int32)
     ends = []
-    tail = rank_folder(tmp_path) / "values-000001.arrows"
+    tail = rank_folder(tmp_path) / "values-0001.arrow"
     for iteration in range(3):
         run.add_step(iteration)
         run.add_values(iteration, series, np.array([float(iteration)]))
@@ -387,11 +392,11 @@ def test_a_tail_that_ends_anywhere(tmp_path: Path) -> None:
         assert read.values()["value"].to_pylist() == [float(n) for n, end in enumerate(ends) if end <= size]
 
 
-def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+def test_a_run_whose_process_is_gone_stopped_without_an_end(tmp_path: Path) -> None:
     writer = RunWriter.begin(tmp_path)
     assert open_run(tmp_path).segments[0].status == "running"
     writer.put_run(pid=2**22 + 1)
-    assert open_run(tmp_path).segments[0].status == "killed"
+    assert open_run(tmp_path).segments[0].status == "stopped without an end"
 
 
 def silence(segment: Path) -> None:
@@ -400,15 +405,15 @@ def silence(segment: Path) -> None:
         os.utime(path, (past, past))
 
 
-def test_a_process_that_cannot_be_seen_counts_as_killed_when_it_is_silent(tmp_path: Path) -> None:
+def test_a_process_that_cannot_be_seen_counts_as_gone_when_it_is_silent(tmp_path: Path) -> None:
     """As of another machine, or of another container on this one with the network and the name of the host."""
     writer = RunWriter.begin(tmp_path, pid_namespace="another", pid=2**22 + 1)
     assert open_run(tmp_path).segments[0].status == "running"
     silence(writer.folder)
-    assert open_run(tmp_path).segments[0].status == "killed"
+    assert open_run(tmp_path).segments[0].status == "stopped without an end"
 
 
-def test_a_process_that_lives_is_not_killed_by_silence(tmp_path: Path) -> None:
+def test_a_silent_process_that_lives_is_running(tmp_path: Path) -> None:
     writer = RunWriter.begin(tmp_path)
     silence(writer.folder)
     assert open_run(tmp_path).segments[0].status == "running"
@@ -529,12 +534,14 @@ def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
     assert "Segment 0 is not recorded to its end: [Errno 21] Is a directory" in run.notes[0]
 
 
-def test_a_run_that_was_not_recorded_to_its_end_was_not_killed(tmp_path: Path) -> None:
+def test_a_run_that_was_not_recorded_to_its_end_says_why(tmp_path: Path) -> None:
     writer = RunWriter.begin(tmp_path)
     writer.put_run(pid=2**22 + 1)
-    writer.facts.put_lost(OSError(28, "No space left on device"))
+    writer.put_lost(OSError(28, "No space left on device"))
     writer.leave()
-    assert open_run(tmp_path).segments[0].status == "unknown"
+    run = open_run(tmp_path)
+    assert run.segments[0].status == "stopped without an end"
+    assert "Segment 0 is not recorded to its end: [Errno 28] No space left on device" in run.notes
 
 
 def test_a_name_that_cannot_be_written_becomes_an_escape(tmp_path: Path) -> None:
@@ -560,7 +567,7 @@ def test_the_limit_is_said_once(
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     table, sink = SeriesTable(), RecordSink(tmp_path, limit=100_000)
     sink.start(info(tmp_path))
-    numbers = np.random.default_rng(0).random((100, 150))  # equal ones would need no room in a sealed part
+    numbers = np.random.default_rng(0).random((100, 150))  # equal ones would need no room in a closed file
     for iteration in range(100):
         sink.write(records(iteration, table, numbers[iteration].tolist()))
     sink.close(None)
@@ -568,7 +575,7 @@ def test_the_limit_is_said_once(
     assert run.steps["iteration"].to_pylist() == list(range(100))
     assert 0 < len(run.values()) < 100 * 150
     assert run.thinned
-    assert [text.count("every 10th one is kept") for text in run.events["text"].to_pylist()].count(1) == 1
+    assert run.events["kind"].to_pylist().count("records_thinned") == 1
     assert caplog.text.count("have reached their limit of 100,000 bytes") == 1
 
 

@@ -11,7 +11,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks import InspectSession
-from te_precision_callbacks.runs import list_runs, open_run, tails
+from te_precision_callbacks.runs import list_runs, open_run, writing
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, STEPS, VALUES, VECTORS
 from tests.conftest import statistics
 from tests.docs.pages import PAGES, blocks
@@ -29,7 +29,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_libraries_read_it(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In three lines each, over several parts and segments."""
     assert len([line for line in code.splitlines() if line]) == 3
-    monkeypatch.setattr(tails, "SEAL_BYTES", 1)
+    monkeypatch.setattr(writing, "CLOSE_BYTES", 1)
     run_id = write_run(Path("logs"), range(5))
     write_run(Path("logs"), range(5, 7), run_id=run_id)
     names: dict[str, Any] = {}

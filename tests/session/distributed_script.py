@@ -29,11 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-from te_precision_callbacks.base.ranks import tree
+from te_precision_callbacks.base.ranks import meeting
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis import PrecisionFindingError
 from te_precision_callbacks.instrumentation.upstream import Snapshot
-from te_precision_callbacks.runs.fingerprints import pooling
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from tests.conftest import Keeper, feature, statistics
 from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
@@ -65,7 +64,6 @@ def main(rank: int, folder: Path) -> None:
     uneven(rank, folder / "uneven")
     sharded(rank, folder / "sharded")
     reduced(rank, folder / "reduced")
-    fingerprints(rank, folder / "fingerprints")
     for number, name in enumerate(("plain", "plain again", "plain with another weight")):
         plain(rank, folder / name, seed=min(number, 1), scale=4.0 if number == 2 else 1.0)
     groups = [torch.distributed.new_group([index]) for index in range(2)]
@@ -154,24 +152,6 @@ def reduced(rank: int, folder: Path) -> None:
             session.step()
             rows = {row.dtype: row.bytes for row in session.coverage().state if row.subject == "reduce"}
         (folder / f"{how} {rank}.txt").write_text(repr(rows))
-
-
-def fingerprints(rank: int, folder: Path) -> None:
-    """What a checkpoint of rank 0 has, of ranks that are alike, of others, and of a rank that saves alone."""
-    usual, pooling.WAITING = pooling.WAITING, 20.0
-    torch.manual_seed(0)
-    net = te.Linear(32, 32)
-    with InspectSession(statistics(), model=net, log_dir=folder, reduce=False) as session:
-        for case in ("alike", "different", "alone"):
-            with te.autocast(recipe=DelayedScaling(reduce_amax=False)):
-                net(torch.ones(16, 32) * (1 + rank * (case == "different"))).sum().backward()
-            session.step()
-            if case == "alone":
-                pooling.WAITING = 0.2
-            if case != "alone" or rank == 0:
-                found = [session.state_dict(all_ranks=True)["fingerprints"] for _ in range(2)][-1]
-                (folder / f"{case} {rank}.txt").write_text(repr([entry["ranks"] for entry in found]))
-    pooling.WAITING = usual
 
 
 def plain(rank: int, folder: Path, *, seed: int, scale: float) -> None:
@@ -490,7 +470,7 @@ def train(stage: Split, rank: int) -> None:
 
 def start_late(rank: int, folder: Path) -> None:
     """Rank 1 comes when rank 0 has said that it waits, or not within 15 seconds."""
-    usual, tree.WAITING = tree.WAITING, 0.2
+    usual, meeting.WAITING = meeting.WAITING, 0.2
     folder.mkdir(exist_ok=True)
     said = folder / "rank-0.log"
     logging.getLogger("te_precision_callbacks").addHandler(logging.FileHandler(folder / f"rank-{rank}.log"))
@@ -498,7 +478,9 @@ def start_late(rank: int, folder: Path) -> None:
     while rank == 1 and not (said.exists() and said.stat().st_size) and time.monotonic() < until:
         time.sleep(0.05)
     with InspectSession(statistics(), model=te.Linear(32, 32), log_dir=folder):
-        tree.WAITING = usual
+        meeting.WAITING = usual
+        attached = time.monotonic()
+    (folder / f"{rank}.txt").write_text(str(time.monotonic() - attached))
 
 
 if __name__ == "__main__":

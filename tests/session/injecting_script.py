@@ -35,7 +35,7 @@ import transformer_engine.pytorch as te
 
 import te_precision_callbacks
 from te_precision_callbacks.base import garbage, ranks
-from te_precision_callbacks.base.ranks import messages, tree
+from te_precision_callbacks.base.ranks import messages
 from te_precision_callbacks.coverage import parallel
 from te_precision_callbacks.engine import reduction
 from te_precision_callbacks.session import InspectSession, run, session
@@ -292,7 +292,6 @@ def main(rank: int, world: int, folder: Path, every: int) -> None:
         world_size=world,
         timeout=timedelta(seconds=120),
     )
-    tree.FAN = 2
     log = logging.getLogger("te_precision_callbacks")
     log.addHandler(logging.FileHandler(folder / f"rank-{rank}.log"))
     log.setLevel(logging.INFO)

@@ -82,21 +82,6 @@ def test_what_lacks_a_quantized_tensor_is_told_once(tmp_path: Path, caplog: pyte
     assert message.endswith("of weight of 0: it has no quantized_tensor. Further such tensors are not named.")
 
 
-def test_a_condition_that_cannot_hold_is_told_once_without_a_session(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {"enabled": True, "tensors": ["activation", "weight"], "high_precision_tensor": True}
-    with plain({"DumpTensors": {**options, "when": ["activation_overflow", "max > 1"]}}, tmp_path):
-        net = torch.nn.Sequential(*(te.Linear(32, 32, name=f"{n}.linear") for n in range(3)))
-        for number in range(2):
-            net(random(number)).sum().backward()
-            debug_api.step()
-    overflow, statistic = messages(caplog, "condition", level=logging.ERROR)
-    assert 'A session with debug="activation_overflow" turns the detection on.' in overflow
-    assert "'max > 1' of DumpTensors would never hold: its statistic is not collected for 'activation'" in statistic
-    assert overflow.endswith("Further tensors with this condition are not named. Training goes on.")
-
-
 def test_nonfinite_on_the_cpu_has_its_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     net = te.Linear(32, 32)

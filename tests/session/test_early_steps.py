@@ -45,8 +45,8 @@ def due_in(folder: Path, steps: int, config: Any, **keywords: Any) -> list[int]:
 
 
 def test_the_default_config_has_them(tmp_path: Path) -> None:
-    assert due_in(tmp_path, 301, None) == [0, 1, 2, 5, 10, 20, 50, 100, 200, 300]
-    assert due_in(tmp_path, 101, None, early_steps=False) == [0, 100]
+    assert due_in(tmp_path, 101, None) == [0, 1, 2, 5, 10, 20, 50, 100]
+    assert due_in(tmp_path, 11, None, early_steps=False) == [0]
 
 
 def test_the_default_as_yaml_of_ones_own(tmp_path: Path) -> None:

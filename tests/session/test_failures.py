@@ -38,28 +38,6 @@ class BrokenSink(Keeper):
         raise OSError("the disk is full")
 
 
-def test_a_broken_sink_is_dropped_and_the_others_go_on(
-    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
-) -> None:
-    net = te.Linear(32, 32)
-    sinks = [BrokenSink(), keeper]
-    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=sinks) as session:
-        train(session, net)
-    assert keeper.iterations == [0, 1, 2]
-    assert len(reports(caplog)) == 1
-    assert "writing records to BrokenSink: OSError: the disk is full" in reports(caplog)[0]
-
-
-def test_a_sink_that_fails_is_closed(tmp_path: Path) -> None:
-    net, broken = te.Linear(32, 32), BrokenSink()
-    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[broken]) as session:
-        train(session, net, 1)
-        (error,) = broken.closed
-        assert str(error) == "the disk is full"
-        train(session, net, 1)
-    assert len(broken.closed) == 1
-
-
 class Clock:
     """Goes on where it is told to."""
 

@@ -430,17 +430,6 @@ def test_a_feature_class_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert global_state() == before
 
 
-def test_a_session_that_cannot_start_leaves_a_running_one_alone(tmp_path: Path, keeper: Keeper) -> None:
-    net = model()
-    with InspectSession(statistics(), model=net, log_dir=tmp_path / "1", sinks=[keeper]) as session:
-        train_step(net)
-        with pytest.raises(SessionError, match="Another session is running"):
-            InspectSession(statistics(), model=net, log_dir=tmp_path / "2").start()
-        train_step(net)
-        session.step()
-    assert keeper.iterations == [0]
-
-
 def test_a_strict_run_refuses_a_log_dir_that_is_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SessionError, match="log_dir="):
@@ -461,30 +450,6 @@ def test_a_session_does_not_keep_the_model_alive(tmp_path: Path) -> None:
     assert alive() is None
     assert session.layers
     assert session.precision
-
-
-def test_a_users_feature_class_is_found_in_each_session(tmp_path: Path) -> None:
-    from nvdlfw_inspect.registry import api_method
-    from transformer_engine.debug.features.api import TEConfigAPIMapper
-
-    seen: list[tuple[str, int]] = []
-
-    class Watcher(TEConfigAPIMapper):  # type: ignore[misc]
-        @api_method  # type: ignore[untyped-decorator]
-        def inspect_tensor_enabled(self, config: Any, layer_name: str, tensor_name: str, iteration: int) -> Any:
-            return True, iteration + 1
-
-        @api_method  # type: ignore[untyped-decorator]
-        def inspect_tensor(
-            self, config: Any, layer_name: str, tensor_name: str, iteration: int, tensor: Any, **_: Any
-        ) -> None:
-            seen.append((layer_name, iteration))
-
-    config = {"mine": feature("Watcher", ["fc1"], tensors=["activation"])}
-    net = model()
-    for name in ("1", "2"):
-        run(net, config, 2, tmp_path / name, features=[Watcher])
-    assert seen == [("1.fc1", 0), ("1.fc1", 1)] * 2
 
 
 def test_the_files_of_a_run_of_upstream_alone_stay_as_they_are(tmp_path: Path) -> None:

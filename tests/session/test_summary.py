@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ import torch
 import transformer_engine.pytorch as te
 from rich.console import Console
 from transformer_engine.common.recipe import Float8CurrentScaling
-from typer.testing import CliRunner
 
 from te_precision_callbacks import InspectSession
-from te_precision_callbacks.cli import app
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.session.summary import summary
 from te_precision_callbacks.statistics.series import family_of
@@ -213,25 +210,3 @@ def test_a_full_disk_leaves_the_summary_of_the_run_before(tmp_path: Path) -> Non
         session.stop()
     assert written.startswith("Summary of ")
     assert (tmp_path / "precision_summary.txt").read_text() == written
-
-
-def test_words_and_names_stay_whole_in_80_columns(tmp_path: Path) -> None:
-    """A name goes on in the next line behind a dot, an underscore or the like, in the summary and in ``show``."""
-    part = "post_attention_layernorm_mlp"
-    parts = ("attention", "layernorm", "layers", "decoder", "vocabulary", "nonfinite", "torch", "Linear", "multiply")
-    names = {f"layers_of_the_decoder_{number}": te.Linear(32, 32) for number in range(2)}
-    net = torch.nn.ModuleDict({part: torch.nn.ModuleDict({**names, "vocabulary": torch.nn.Linear(32, 32)})})
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        x = torch.randn(16, 32)
-        with te.autocast(enabled=True):
-            for layer in net[part].values():
-                x = layer(x)
-        x.sum().mul(float("nan")).backward()
-        session.step()
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(summary(session))
-    shown = CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": "80"}).output
-    for text in (console.export_text(), shown):
-        assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
-        ends = re.findall(r"([A-Za-z]{2,}) *$", text, re.MULTILINE)
-        assert not [end for end in ends for part in parts if part.startswith(end) and part != end]

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from te_precision_callbacks.views.show.sparklines import sparkline
 from te_precision_callbacks.views.show.view import NothingToShowError, look
 from te_precision_callbacks.views.verdicts import MOST_FINDINGS
 from tests.compare.recorded import Values, append, layers, record
-from tests.planted import BAD, defective
+from tests.planted import defective
 
 STEPS = 40
 EVIL = 'fc<script>"/../\x1b[31m[bold]\u202e'
@@ -95,13 +94,6 @@ def test_a_statistic_of_ones_own_is_shown_when_it_is_asked_for(tmp_path: Path) -
     (shown,) = look(run, ["kurt"]).worst["kurt"]
     assert (shown.layer, shown.worst, shown.worst_iteration) == ("fc", -7.0, 1)
     assert "kurt" in show(tmp_path, "--statistic", "kurt").output
-
-
-def test_a_run_of_ones_own_statistics_alone_tells_what_it_has(tmp_path: Path) -> None:
-    run = record(tmp_path, {("fc", "activation", "kurt"): np.ones(STEPS)})
-    with pytest.raises(NothingToShowError, match=r"no statistic 'kurtosis'\. It has 'kurt'\."):
-        look(run, ["kurtosis"])
-    assert len(look(run, ["kurt"]).worst["kurt"]) == 1
 
 
 def test_the_first_step_of_delayed_scaling_is_not_the_worst(tmp_path: Path) -> None:
@@ -263,26 +255,6 @@ def test_output_that_cannot_be_written_is_no_traceback(
 # ---------------------------------------------------------------------- following
 
 
-def test_following_ends_with_the_run(tmp_path: Path) -> None:
-    run = RunWriter.begin(tmp_path)
-    append(run, {("fc1", "activation", "underflows%"): np.arange(5.0)})
-    run.flush()
-
-    def later() -> None:
-        time.sleep(0.4)
-        append(run, {("fc2", "activation", "underflows%"): np.arange(50.0, 55.0)}, first=5)
-        run.close("ended")
-
-    thread = threading.Thread(target=later)
-    thread.start()
-    result = show(tmp_path, "--follow", "--every", "0.1")
-    thread.join()
-    assert result.exit_code == 0
-    assert "ended" in result.output
-    assert "fc2 activation" in result.output
-    assert "54 (9)" in result.output
-
-
 def test_following_waits_for_the_run_and_prints_as_it_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,10 +298,10 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
 
 
 def test_following_waits_for_a_run_whose_folder_is_still_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    number, segment = make_segment(tmp_path / FOLDER / "run")
+    number = make_segment(tmp_path / FOLDER / "run")
 
     def train(seconds: float) -> None:
-        run = RunWriter(segment.parent, number)
+        run = RunWriter(tmp_path / FOLDER / "run", number)
         run.put_run()
         append(run, {("fc1", "activation", "underflows%"): np.arange(5.0)})
         run.close("ended")
@@ -386,7 +358,7 @@ def test_following_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     threading.Timer(0.5, lambda: (os.kill(process.pid, signal.SIGKILL), process.wait())).start()
     result = show(tmp_path, "--follow", "--every", "0.1")
     assert result.exit_code == 0
-    assert "killed" in result.output
+    assert "stopped without an end" in result.output
 
 
 # ---------------------------------------------------------------------- curves
@@ -430,19 +402,6 @@ def test_shares_can_be_told_apart_without_colour(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- the verdict
-
-
-def test_the_verdict_is_the_first_line(tmp_path: Path) -> None:
-    lines = [line.rstrip() for line in drawn(defective(tmp_path), 300).splitlines()]
-    verdict = diagnose(tmp_path)
-    assert lines[0] == verdict.summary
-    assert "1 warning" in lines[0]
-    assert lines[1].startswith(f"warning gradient of {BAD}: at step 2, std is ")
-    assert lines[1].endswith("(sibling, since step 0)")
-    assert lines[2].strip() == f"{verdict[0].remedy}."
-    assert lines[3] == f"more: te-precision diagnose {tmp_path}"
-    missing = "Not checked: " + ", ".join(each.rule for each in verdict.not_judged) + "."
-    assert " ".join(lines[4:]).startswith(missing)
 
 
 def test_a_healthy_run_says_so_first_and_lists_no_magnitude_as_the_worst(tmp_path: Path) -> None:

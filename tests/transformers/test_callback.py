@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import pickle
 import re
 from pathlib import Path
@@ -20,9 +19,7 @@ from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import list_runs
 from te_precision_callbacks.session import SessionError
-from te_precision_callbacks.sinks import Row, StepRecords
 from te_precision_callbacks.transformers.closing import DataParallelError
-from te_precision_callbacks.transformers.log_history import HistorySummary
 from tests.conftest import Keeper, feature, module_state, statistics
 from tests.lightning.models import logged_lines
 from tests.transformers.models import FP8_STATISTICS, Net, arguments, llama, sample, trainer
@@ -177,16 +174,6 @@ def test_a_second_training_has_a_session_of_its_own(tmp_path: Path, keeper: Keep
 
 
 # ---------------------------------------------------------------------- log_history
-
-
-def test_what_is_not_finite_is_the_worst_in_the_log_history() -> None:
-    rows = [Row(layer, "activation", None, "sqnr_db", value) for layer, value in (("good", 30.0), ("bad", -math.inf))]
-    exact = Row("exact", "activation", None, "sqnr_db", math.inf)
-    history = HistorySummary("te")
-    history.add(StepRecords.from_rows(0, 0, [*rows, exact]))
-    entry: dict[str, Any] = {"loss": 1.0}
-    history.update(entry)
-    assert (entry["te/worst_sqnr_db"], entry["te/worst_sqnr_db_layer"]) == (-math.inf, "bad")
 
 
 def test_log_history_gets_the_worst_of_what_was_collected_since_the_last_event(tmp_path: Path, keeper: Keeper) -> None:

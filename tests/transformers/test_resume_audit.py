@@ -189,53 +189,6 @@ def test_strict_ends_the_training_before_the_parameters_change(tmp_path: Path) -
     assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
 
 
-def test_scales_that_were_reset_by_hand(tmp_path: Path) -> None:
-    class ByHand(transformers.TrainerCallback):
-        def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-            model.net[1].fp8_meta["scaling_fwd"].scale.fill_(1.0)
-
-    saved(tmp_path, DELAYED)
-    callback = resumed(tmp_path, InFp8(DELAYED), ByHand())
-    assert findings(callback.session.resume_report) == ["The scales came back as 1 (forward): net.1."]
-
-
-class SavesWithTorch(transformers.Trainer):
-    """safetensors cannot hold quantized tensors, so the Trainer alone cannot save them."""
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        Path(str(output_dir)).mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_to_save(), Path(str(output_dir), "pytorch_model.bin"))
-
-    def state_to_save(self) -> dict[str, Any]:
-        return self.model.state_dict()  # type: ignore[no-any-return]
-
-
-class SavesInBfloat16(SavesWithTorch):
-    def state_to_save(self) -> dict[str, Any]:
-        return {
-            key: value.dequantize(dtype=torch.bfloat16) if isinstance(value, te.Float8Tensor) else value
-            for key, value in super().state_to_save().items()
-        }
-
-
-@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
-def test_quantized_weights_that_came_back_as_they_were(tmp_path: Path, name: str) -> None:
-    recipe, capability = RECIPES[name]
-    with any_capability():
-        stand_for(capability)
-        saved(tmp_path, recipe, quantized=True, kind=SavesWithTorch)
-        callback = resumed(tmp_path, InFp8(recipe, quantized=True), kind=SavesWithTorch, strict=True)
-    assert findings(callback.session.resume_report) == []
-
-
-def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
-    saved(tmp_path, CURRENT, quantized=True, kind=SavesInBfloat16)
-    callback = resumed(tmp_path, InFp8(CURRENT, quantized=True), kind=SavesInBfloat16)
-    assert findings(callback.session.resume_report) == [
-        "Quantized primary weights came back with other data: they were rounded anew: all 2 layers."
-    ]
-
-
 class Breaks(Net):
     """Its activations are NaN from a step on, which leaves the loss and the weights as they are."""
 

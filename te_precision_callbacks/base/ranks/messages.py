@@ -1,32 +1,43 @@
-"""The messages among the ranks of a run: opened on all of them, closed at its end."""
+"""The messages among the ranks of a run: opened on all of them, closed at its end.
+
+A message begins with a header of fixed size, reduced by the maximum together with its negative: so all ranks see
+whether they are at the same message, with numbers of the same sizes and with equal texts. If not, nobody sends
+anything more. Numbers are then added, or merged by the maximum. Texts that differ are gathered on rank 0, and its
+union is broadcast. They are JSON: nothing that arrives is unpickled.
+
+A rank on which anything fails leaves: it writes the reason into the store and closes its group. The others notice
+that in their current or next message, read the reason, and leave too. So nobody waits for a rank that is alive and has
+failed. A rank that is silent costs the others a timeout.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import json
 import logging
-import pickle
+import time
+import zlib
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.ranks.meeting import (
-    Meeting,
-    MeetingFailed,
-    Place,
-    below,
-    connect,
-    say_gone,
-    shared_store,
-)
-from te_precision_callbacks.base.ranks.tree import Departure, Numbers, RanksLostError, Tree
+from te_precision_callbacks.base.ranks import meeting, ranks_in_words
+from te_precision_callbacks.base.ranks.group import Group
+from te_precision_callbacks.base.ranks.meeting import Meeting, MeetingFailed, Place, below, connect, shared_store
 
 logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry", bound=Hashable)
+Numbers = npt.NDArray[np.float64]
 
 EXCHANGING = 60.0
 """The seconds that a rank waits for the others in a message of a step, but for the first one."""
@@ -41,9 +52,51 @@ CONNECTING = 15.0
 RECONNECTING = 10.0
 """The same for ranks that meet again, in the middle of training."""
 
-POLLING, MOST_RETURNS = 8, 9
+POLLING, MOST_RETURNS = 8, 5
 """After how many steps ranks that are apart look for the others, and how often they meet again at most. With these they
 are together again 26 to 34 steps after they parted."""
+
+_HEADER = 9
+"""Numbers in the header of a message: what it is, how many numbers are added, and merged by the maximum, and a hash of
+the text; the same negated; and the length of the text."""
+
+_ROOM = 500
+"""Maxima that travel with the header, so that a small message is one reduction."""
+
+_LEFT, _WAITS = "left", "waits"
+"""Keys in the store: why a rank has left, and in which message a rank waits."""
+
+_LONGEST_TEXT = 4000
+"""Characters of the reason why a rank has left."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Why a rank has left.
+
+    Attributes:
+        rank: which one, in the group.
+        text: the reason.
+        kind: the name of the class of its exception; empty if it has none.
+        raises: whether its caller gets the exception, so that those of all ranks should.
+    """
+
+    rank: int
+    text: str
+    kind: str = ""
+    raises: bool = False
+
+
+class RanksLostError(PrecisionDebugError, RuntimeError):
+    """The ranks exchange no messages any more.
+
+    Attributes:
+        departure: of the rank that was the first to leave, as far as it is known.
+    """
+
+    def __init__(self, departure: Departure, message: str = "") -> None:
+        super().__init__(message or departure.text)
+        self.departure = departure
 
 
 class Messages:
@@ -62,6 +115,7 @@ class Messages:
         note: sent along with the numbers of a step: whether this rank wants all to do something.
         wants_stop: likewise, whether it wants all to stop.
         stop_is_wanted: whether some rank wanted that in the last numbers of a step.
+        timeout: the seconds that this rank waits in a message at most.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
@@ -75,10 +129,12 @@ class Messages:
         self._purpose = purpose
         self._ranks = range(self.size) if group is None else dist.get_process_group_ranks(group)
         self._at = Place(self.rank, self.size, self.name)
-        self._tree: Tree | None = None
-        self._wait = EXCHANGING
+        self._group: Group | None = None
+        self._keys: Any = None
+        self._count = 0
+        self.timeout = EXCHANGING
         self._noted: bool | None = None
-        self._met: tuple[Any, str] | None = None
+        self._on_one_machine = False
         self._return: _Return | None = None
 
     def name(self, rank: int) -> str:
@@ -96,7 +152,7 @@ class Messages:
     @property
     def is_open(self) -> bool:
         """Whether the ranks exchange messages."""
-        return self._tree is not None
+        return self._group is not None
 
     @property
     def leads(self) -> bool:
@@ -114,37 +170,37 @@ class Messages:
         Raises:
             RanksLostError: the ranks have not met. They are apart from then on.
         """
-        meeting: Meeting | None = None
+        called: Meeting | None = None
         try:
             self.close()
             self._return = None
             if dist.get_backend(self.group) == "fake":
                 raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
             wait = _patience(self.group)
-            meeting = self._meeting()
-            keys, secret = meeting.meet(wait, why)
-            self._connect(keys, secret, CONNECTING)
-            self._wait, self._met = min(max(wait, EXCHANGING), FIRST_STEP), (keys, secret)
+            called = self._meeting()
+            self._on_one_machine = called.meet(wait, why)
+            self._connect(called.keys, CONNECTING)
+            self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
         except RanksLostError as error:
             raise self._apart(error.departure.text) from error
         except Exception as error:  # it must not be on this rank alone that anything is raised
-            self.decline(error, meeting)
+            self.decline(error, called)
             raise self._apart(f"The ranks have not met: {_reason(error)}") from error
         except BaseException as error:
-            self.decline(error, meeting)
+            self.decline(error, called)
             raise
 
-    def decline(self, error: BaseException, meeting: Meeting | None = None) -> None:
+    def decline(self, error: BaseException, called: Meeting | None = None) -> None:
         """Tell the other ranks that this one does not meet them because something failed on it.
 
         Args:
             error: what failed.
-            meeting: the one at which this rank is; None if it has not come to it.
+            called: the meeting at which this rank is; None if it has not come to it.
         """
         reason = _reason(error)
         own = reason if isinstance(error, MeetingFailed) else f"{self.name(self.rank)} has failed ({reason})"
         with contextlib.suppress(Exception):
-            (meeting or self._meeting()).refuse(own)
+            (called or self._meeting()).refuse(own)
 
     def _meeting(self) -> Meeting:
         return Meeting(shared_store(f"te_precision_callbacks/{self._purpose}/{self._group_name}"), self._at)
@@ -152,11 +208,12 @@ class Messages:
     def settle(self) -> None:
         """From now on ranks meet again where one of them has left; and from the next message on they come to messages
         at about the same time, as in steps of training. To that one they may not: in their first step some compile."""
-        if self._tree is not None and self._met is not None:
-            self._return = _Return(*self._met)
+        if self._group is not None:
+            self._return = _Return(self._keys)
 
-    def _connect(self, keys: Any, secret: str, wait: float) -> None:
-        self._tree = connect(keys, secret, self._at, wait)
+    def _connect(self, keys: Any, wait: float) -> None:
+        self._group = connect(keys, self._at, wait, 2 * FIRST_STEP, on_one_machine=self._on_one_machine)
+        self._keys, self._count = keys, 0
         self.meetings += 1
 
     def _apart(self, why: str) -> RanksLostError:
@@ -171,7 +228,7 @@ class Messages:
             error: what failed.
             raises: whether the caller of this rank gets the exception, so that those of all ranks should.
         """
-        if self._tree is not None:
+        if self._group is not None:
             own = str(error) if isinstance(error, PrecisionDebugError) else _reason(error)
             self._leave(Departure(self.rank, own, type(error).__name__, raises))
 
@@ -189,18 +246,26 @@ class Messages:
             self._return.put_off()
 
     def _leave(self, departure: Departure) -> None:
-        tree, self._tree = self._tree, None
         self.departure = departure
-        if tree is not None:
-            tree.leave(departure)
+        self._close(departure)
         if self._return is not None:
             self._return.put_off()
 
     def close(self) -> None:
         """End the messages of this rank."""
-        tree, self._tree = self._tree, None
-        if tree is not None:
-            tree.leave(Departure(self.rank, f"{self.name(self.rank).capitalize()} has ended its session"))
+        self._close(Departure(self.rank, f"{self.name(self.rank).capitalize()} has ended its session"))
+
+    def _close(self, departure: Departure) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        try:
+            if group.is_whole:  # this rank is the first to leave; the store may be gone with another one
+                self._keys.set(_LEFT, json.dumps(asdict(departure) | {"text": departure.text[:_LONGEST_TEXT]}))
+        except Exception as error:
+            logger.info("%s cannot report why it has left: %s.", self.name(self.rank).capitalize(), _reason(error))
+        finally:
+            group.close()
 
     # ------------------------------------------------------------------ messages
 
@@ -216,7 +281,7 @@ class Messages:
         Raises:
             RanksLostError: the ranks are apart.
         """
-        self._exchange(kind, why, numbers, sums, b"", _first)
+        self._exchange(kind, why, numbers, sums)
 
     def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
         """The largest of each number that the ranks give, which may be whole up to 2**53.
@@ -228,21 +293,20 @@ class Messages:
         self.merge(kind, why, own, 0)
         return tuple(own.tolist())
 
-    def pooled(self, own: Iterable[Entry], kind: str, why: str) -> list[Entry]:
+    def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
         """The entries of all ranks, each once, in the same order everywhere: those of lower ranks first.
 
-        A message grows with the number of different entries, not with the number of ranks.
-
         Args:
-            own: this rank's; they must survive pickling.
+            own: this rank's.
             kind, why: as for :meth:`merge`.
+            of: the type of an entry, which pydantic can read from JSON.
 
         Raises:
             RanksLostError: the ranks are apart.
         """
-        text = self._exchange(kind, why, np.empty(0), 0, _packed(own), _union)
-        entries: list[Entry] = pickle.loads(text)
-        return entries
+        text = _written(own, of)
+        found: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
+        return found
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
         """The numbers of each rank, by its number among all ranks: for messages of errors, since it grows with them.
@@ -250,27 +314,93 @@ class Messages:
         Raises:
             RanksLostError: the ranks are apart.
         """
-        found = self.pooled([(self._ranks[self.rank], tuple(numbers))], kind, why)
+        found = self.pooled([(self._ranks[self.rank], tuple(numbers))], kind, why, tuple[int, tuple[int, ...]])
         return dict(sorted(found))
 
-    def _exchange(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes, merge: Any) -> bytes:
-        tree = self._tree
-        if tree is None:
+    def _exchange(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
+        """Merge numbers, and return the union of texts."""
+        group = self._group
+        if group is None:
             raise RanksLostError(self.departure, self._in_words(self.departure))
+        self._count += 1
         try:
-            found = tree.exchange(kind, why, numbers, sums, text, merge, self._wait)
+            found = self._exchanged(group, _Waiting(self, why), kind, numbers, sums, text, of)
             if self._return is not None:
-                self._wait = EXCHANGING
+                self.timeout = EXCHANGING
             return found
         except RanksLostError as error:
             self._leave(error.departure)
             raise RanksLostError(error.departure, self._in_words(error.departure)) from error
+        except _GroupFailed as error:
+            self._leave(self._departure_of_another(error))
+            raise RanksLostError(self.departure, self._in_words(self.departure)) from error
         except Exception as error:  # the others cannot know how far this rank has come: they go on, and it does too
             self.leave(error)
             raise RanksLostError(self.departure, self._in_words(self.departure)) from error
         except BaseException as error:
             self.leave(error)
             raise
+
+    def _exchanged(
+        self, group: Group, waiting: _Waiting, kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
+    ) -> bytes:
+        ranked = _ranked(numbers[sums:])
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+        equal = zlib.crc32(kind.encode()), sums, ranked.size, digest
+        header = np.zeros(_HEADER + _ROOM, np.int64)
+        header[:_HEADER] = *equal, *(-number for number in equal), len(text)
+        header[_HEADER : _HEADER + ranked.size] = ranked[:_ROOM]
+        group.maximum(header)
+        waiting.finish(group)
+        alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
+        if not alike[:-1].all():
+            remedy = "Every rank must call step() for the same optimizer steps"
+            raise RanksLostError(Departure(self.rank, f"The ranks are at different places. {remedy}"))
+        if sums:
+            group.add(numbers[:sums])
+        if ranked.size > _ROOM:
+            group.maximum(ranked[_ROOM:])
+        waiting.finish(group)
+        ranked[:_ROOM] = header[_HEADER : _HEADER + ranked.size]
+        numbers[sums:] = _numbers_of(ranked)
+        return text if alike[-1] else self._union(group, waiting, text, int(header[_HEADER - 1]), of)
+
+    def _union(self, group: Group, waiting: _Waiting, text: bytes, longest: int, of: Any) -> bytes:
+        padded = np.frombuffer(text.ljust(longest), np.uint8).copy()  # JSON may end with blanks
+        gathered = group.gather(padded)
+        waiting.finish(group)
+        union = b""
+        if gathered:
+            texts = dict.fromkeys(each.tobytes() for each in gathered)
+            union = _written((entry for each in texts for entry in _read(each, of)), of)
+        size = np.array([len(union)])
+        group.broadcast(size)
+        waiting.finish(group)
+        shared = np.frombuffer(union.ljust(int(size[0])), np.uint8).copy()
+        group.broadcast(shared)
+        waiting.finish(group)
+        return shared.tobytes()
+
+    def _departure_of_another(self, error: Exception) -> Departure:
+        """Why another rank has left: what it has written, or else that it cannot be reached."""
+        try:
+            if self._keys.check([_LEFT]):
+                found = json.loads(self._keys.get(_LEFT))
+                return Departure(int(found["rank"]), str(found["text"]), str(found["kind"]), bool(found["raises"]))
+        except Exception as failure:  # of the store, which may be gone with the rank
+            logger.info("Why a rank has left is unknown: %s.", _reason(failure))
+        why = str(error).partition("]")[2].partition(". This is")[0].strip() or str(error)
+        return Departure(self.rank, f"A rank cannot be reached any more: {why}")
+
+    def waiting_ranks(self) -> set[int]:
+        """The ranks of the group that wait in the current message, and have done so for a while."""
+        keys = {rank: f"{_WAITS}/{rank}" for rank in range(self.size)}
+        there = {rank for rank, key in keys.items() if self._keys.check([key])}
+        return {rank for rank in there if int(self._keys.get(keys[rank])) == self._count}
+
+    def note_waiting(self) -> None:
+        """Report to the other ranks that this one waits in the current message."""
+        self._keys.set(f"{_WAITS}/{self.rank}", str(self._count))
 
     def _in_words(self, departure: Departure) -> str:
         who = self.name(departure.rank).capitalize()
@@ -304,25 +434,25 @@ class Messages:
             Where the ranks are together again, the largest iteration of them; else None.
         """
         found = self._return
-        if self._tree is not None or found is None:
+        if self._group is not None or found is None:
             return None
         try:
             if not found.is_time(self._at, iteration, optimizer_steps):
                 return None
-            self._connect(found.keys_of_attempt(), found.secret, RECONNECTING)
+            self._connect(found.keys_of_attempt(), RECONNECTING)
         except Exception as error:  # the store may be gone, or a rank
             with contextlib.suppress(Exception):
-                say_gone(found.keys_of_attempt(), self._at)
+                found.keys_of_attempt().set("gone", f"{self.name(self.rank)} has failed ({_reason(error)})")
             logger.info("%s has not met the other ranks again: %s.", self.name(self.rank).capitalize(), _reason(error))
             self._leave(Departure(self.rank, _reason(error)))
             return None
         try:
-            wait, self._wait = self._wait, RECONNECTING
+            wait, self.timeout = self.timeout, RECONNECTING
             (largest,) = self.largest("again", "to go on together", float(iteration))
         except Exception:
             return None
         finally:
-            self._wait = wait
+            self.timeout = wait
         return int(largest)
 
 
@@ -331,11 +461,9 @@ class _Return:
 
     Args:
         keys: those of the last meeting, which each attempt has a part of.
-        secret: of these ranks.
     """
 
-    def __init__(self, keys: Any, secret: str) -> None:
-        self.secret = secret
+    def __init__(self, keys: Any) -> None:
         self._keys = keys
         self._attempt = 0
         self._ready_at: int | None = None
@@ -392,16 +520,86 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _first(own: bytes, other: bytes) -> bytes:
-    return own or other
+@functools.cache
+def _adapter(of: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(list[of])
 
 
-def _packed(entries: Iterable[Hashable]) -> bytes:
-    return pickle.dumps(list(dict.fromkeys(entries)))
+def _written(entries: Iterable[Hashable], of: Any) -> bytes:
+    """Entries as JSON, each once; inf and nan as Python's json writes them."""
+    return json.dumps(_adapter(of).dump_python(list(dict.fromkeys(entries)), mode="json")).encode()
 
 
-def _union(own: bytes, other: bytes) -> bytes:
-    return own if own == other else _packed([*pickle.loads(own), *pickle.loads(other)])
+def _read(text: bytes, of: Any) -> list[Any]:
+    found: list[Any] = _adapter(of).validate_python(json.loads(text))
+    return found
+
+
+def _ranked(numbers: Numbers) -> npt.NDArray[np.int64]:
+    """Whole numbers in the order of the given ones, nan the largest: gloo's own maximum may lose a nan."""
+    bits = np.where(np.isnan(numbers), np.nan, numbers).view(np.int64)
+    return bits ^ ((bits >> 63) & np.iinfo(np.int64).max)
+
+
+def _numbers_of(ranked: npt.NDArray[np.int64]) -> Numbers:
+    bits = ranked ^ ((ranked >> 63) & np.iinfo(np.int64).max)
+    return bits.view(np.float64)
+
+
+class _GroupFailed(Exception):
+    """An operation of the group has failed: another rank has left or died."""
+
+
+class _Waiting:
+    """The time that a rank waits in one message: it warns after a while, and gives up after a timeout.
+
+    Args:
+        messages: those of the rank.
+        why: what it waits for.
+    """
+
+    def __init__(self, messages: Messages, why: str) -> None:
+        self._messages = messages
+        self._why = why
+        self._begun = time.monotonic()
+        self._is_noted = self._has_warned = False
+
+    def finish(self, group: Group) -> None:
+        """Wait for the operations of a group.
+
+        Raises:
+            RanksLostError: that took too long.
+            _GroupFailed: they have failed.
+        """
+        try:
+            group.finish(self._check)
+        except RuntimeError as error:
+            if isinstance(error, RanksLostError):
+                raise
+            raise _GroupFailed(str(error).partition("\n")[0]) from error
+
+    def _check(self) -> None:
+        messages, passed = self._messages, time.monotonic() - self._begun
+        if passed >= min(meeting.WAITING, messages.timeout) / 2 and not self._is_noted:
+            self._is_noted = True
+            messages.note_waiting()
+        if passed >= messages.timeout:
+            text = f"{self._who} has waited {messages.timeout:g} s for {self._late()}, {self._why}"
+            raise RanksLostError(Departure(messages.rank, text))
+        if passed >= meeting.WAITING and not self._has_warned:
+            self._has_warned = True
+            if messages.rank <= 1:
+                logger.warning("%s has waited %g s for %s, %s.", self._who, meeting.WAITING, self._late(), self._why)
+
+    @property
+    def _who(self) -> str:
+        return self._messages.name(self._messages.rank).capitalize()
+
+    def _late(self) -> str:
+        """The ranks that are not at this message; not asked by all ranks, since each is asked for."""
+        messages = self._messages
+        late = set(range(messages.size)) - messages.waiting_ranks() if messages.rank <= 1 else set()
+        return ranks_in_words(sorted(map(messages.number, late))) if late else "other ranks"
 
 
 def _patience(group: dist.ProcessGroup | None) -> float:

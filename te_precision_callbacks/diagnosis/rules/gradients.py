@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -12,6 +13,7 @@ from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, loses, most_underflow
+from te_precision_callbacks.sinks.step_records import Event
 
 DEAD_STEPS = 3
 """Due steps in a row in which a gradient is 0."""
@@ -47,12 +49,19 @@ class DeadGradient(Judge):
         self._streaks = ColumnStreaks(DEAD_STEPS)
         self._rhythms = Rhythms()
         self._lacks_backward = False
+        self._all_trained: int | None = None
 
     @property
     def why_not(self) -> str:
         """As of :class:`Judge`."""
         lacks = "no backward has reached a layer with statistics in a due step" if self._lacks_backward else ""
         return super().why_not or lacks
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        """As of :class:`Judge`."""
+        if event.kind == "parameters" and "missing-gradient" in event.data["checked"] and not event.data["problems"]:
+            self._all_trained = self._all_trained or event.iteration
+        yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
@@ -82,6 +91,8 @@ class DeadGradient(Judge):
     ) -> Iterator[Sighting]:
         self._rhythms.note_idle(column.layers[holds], numbers.iteration)
         tells = ~self._rhythms.explain(column.layers)
+        if key == "absent" and (numbers.iteration < RHYTHM or (self._all_trained or math.inf) < numbers.iteration):
+            tells &= self._rhythms.has_trained(column.layers)  # others had no turn yet, or only in other steps
         return self._streaks.sightings(numbers, facts, column, holds, seen, tells=tells, key=key)
 
 
@@ -110,6 +121,11 @@ class Rhythms:
         """[layers]: whether the layer has trained, and a rhythm explains when."""
         self._grow(layers)
         return self._has_trained[layers] & self._possible[layers].any(axis=1)
+
+    def has_trained(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[layers]: whether the layer has trained in a collection step."""
+        self._grow(layers)
+        return self._has_trained[layers]
 
     def _grow(self, layers: npt.NDArray[np.int64]) -> None:
         more = int(layers.max(initial=-1)) + 1 - len(self._has_trained)
@@ -223,12 +239,13 @@ RULES = (
         collect="LogTensorStats with tensors: [activation, gradient] and stats: [cur_amax], or no config at all",
         condition=(
             f"the gradient of a layer is 0, or no backward reaches it although it has a weight to train, in"
-            f" {DEAD_STEPS} due steps in a row in which its activation is not 0"
+            f" {DEAD_STEPS} collection steps in a row in which its activation is not 0; from step {RHYTHM} on where it"
+            " has never had one"
         ),
         silent=(
-            f"a layer that trains in a rhythm of at most {RHYTHM} steps, as a generator, once it has trained; the first"
-            " steps of LoRA and of layers that begin at 0, experts without tokens, frozen layers, gradients with inf or"
-            " nan"
+            f"a layer that trains in a rhythm of at most {RHYTHM} steps, as a generator; parameters that get their"
+            " gradients in other than collection steps; the first steps of LoRA and of layers that begin at 0, experts"
+            " without tokens, frozen layers, gradients with inf or nan"
         ),
         severity="warning",
         source="arithmetic; the number of steps is ours",

@@ -24,6 +24,9 @@ RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5)
 """The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
 last ones are above all of the 20 before."""
 
+SIGNED, TIMES_SIGNED = 3, 30.0
+"""The last losses, and how many times as large as all of the 20 before they are, where a loss was 0 or negative."""
+
 BLOCK, LASTS = 20, 5
 """Losses of which a level is the median; last losses that must all be above it."""
 
@@ -74,7 +77,7 @@ class DivergingLoss(Judge):
 class _Curve:
     """The losses of one name.
 
-    A loss that was 0 or negative, as in reinforcement learning, has no ratios: only lost progress counts.
+    A loss that was 0 or negative, as in reinforcement learning, has no ratios: lost progress counts, and its size.
     """
 
     def __init__(self, name: str) -> None:
@@ -114,6 +117,10 @@ class _Curve:
     def _rise(self) -> tuple[int, float] | None:
         """The last losses that are far above all of those before, and how high these are."""
         values = [value for _, value in self._recent]
+        if self._least <= 0:  # no ratios, but sizes
+            before, last = values[-BLOCK - SIGNED : -SIGNED], values[-SIGNED:]
+            if len(before) >= LASTS and min(map(abs, last)) >= TIMES_SIGNED * max(map(abs, before)) > 0:
+                return SIGNED, statistics.median(before)
         for count, least, low, high in RISES:
             before, last = values[-BLOCK - count : -count], values[-count:]
             if len(before) >= least and self._least > 0:
@@ -272,11 +279,12 @@ RULES = (
             " before. Or the last"
             f" {LASTS} are above the best level (the median of {BLOCK} losses) by {SPREADS:g} times its spread (95th"
             f" percentile less median) and by {100 * LOST:g} % of the progress since the start, or of the level where"
-            " there is no progress. An error if the loss is twice its first value; else a warning"
+            f" there is no progress. Of a loss that was 0 or negative the last {SIGNED} are {TIMES_SIGNED:g} times as"
+            " large as all of the 20 before. An error if the loss is twice its first value; else a warning"
         ),
         silent=(
             "losses of evaluations, parts of the loss, losses of a generator or a critic; single spikes; losses that"
-            " were 0 or negative, as in reinforcement learning, have no ratios"
+            " were 0 or negative, as in reinforcement learning, have no ratios, only sizes"
         ),
         severity="error",
         source="calibrated on trainings of small models, with docs/proof.md; the thresholds are ours",

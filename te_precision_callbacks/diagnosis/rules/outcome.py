@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.runs.outcomes import broken_in_short, ended_by
+from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 from te_precision_callbacks.sinks.step_records import Event
 
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
@@ -18,23 +18,23 @@ class FailedRun(Judge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._killed = ""
+        self._stopped = ""
 
     @property
     def why_not(self) -> str:
         """As of :class:`Judge`."""
-        return self._killed
+        return self._stopped
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         """As of :class:`Judge`."""
-        self.judged = facts.has_run and not self._killed
+        self.judged = facts.has_run and not self._stopped
         return ()
 
     def event(self, event: Event) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
         first_line = event.text.partition("\n")[0].rstrip(":. ")
-        if event.kind == "killed":
-            self._killed, self.judged = first_line, False
+        if event.kind == "stopped":
+            self._stopped, self.judged = first_line, False
         is_end = event.kind == "segment_ended" and event.severity == "error"
         if is_end and not ended_by(first_line) and not first_line.startswith(_EXPLAINED):
             yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
@@ -92,7 +92,7 @@ RULES = (
         source="arithmetic",
         why="the training is not complete, and the cause may be in its numbers",
         disproof="the exception was meant to end the run",
-        remedy="Read the traceback in the output of the script; findings above this one may be its cause",
+        remedy="Read the traceback in the output of the script",
         judge=FailedRun,
         essential=True,
         consequence_of=("nonfinite", "nonfinite-loss", "contract"),

@@ -32,6 +32,11 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
         "lost_gradient": _Kind(
             "no backward has reached {names} since step {since}, although it had gradients before and its module runs"
         ),
+        "left_out": _Kind(
+            "no forward has used {names} in {number:.0f} steps, since step {since}",
+            "If the module is meant to train, look at why forward() no longer calls it",
+            "note",
+        ),
         "not_held": _Kind(
             "no optimizer has {names}, although a backward has reached it",
             "Give the optimizer all parameters that train, also those that were added or replaced after it was made",

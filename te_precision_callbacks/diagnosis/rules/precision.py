@@ -94,6 +94,15 @@ class NoLowPrecision(Judge):
         if event.kind == "segment_ended":
             self.judged |= self._facts.has_run
             yield from self._sighting(self._facts)
+            yield from self._ended(self._facts)
+
+    def _ended(self, facts: Facts) -> Iterator[Sighting]:
+        """A run that began in low precision, and has left it."""
+        of_te = [layer for layer in facts.layers.values() if layer.is_of_te and layer.reasons]
+        if self._has_low and of_te and not any(layer.low for layer in facts.layers.values()):
+            is_meant = all(layer.is_explicit for layer in of_te)
+            seen = "the last steps run in high precision, and earlier ones ran in low precision"
+            yield Sighting((), "", "", seen, None, "note" if is_meant else "warning")
 
     def _sighting(self, facts: Facts) -> Iterator[Sighting]:
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]

@@ -18,7 +18,7 @@ FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3
 """Powers of two by which amax is above the range of the scale, the same where elements overflow, and due steps in a
 row."""
 
-RISING, RISEN = 0.25, 4.0
+RISING, RISEN = 0.4, 4.0
 """The same of an activation or gradient whose amax rises from due step to due step, and by how much it must have risen.
 A scale of delayed scaling is a step late, so amax is a little above its range as long as gradients grow: in healthy
 runs, due in each step, by up to 2^1.5 for two steps, and while amax rises by up to 2^2.6."""

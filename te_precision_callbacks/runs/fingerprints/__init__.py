@@ -9,7 +9,6 @@ Usage::
 from __future__ import annotations
 
 from te_precision_callbacks.runs.fingerprints.changes import Finding, ResumeReport
-from te_precision_callbacks.runs.fingerprints.checkpoint_files import FILE_NAME, read
-from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, FingerprintError
+from te_precision_callbacks.runs.fingerprints.fingerprint import FILE_NAME, Fingerprint, FingerprintError, read
 
 __all__ = ["FILE_NAME", "Finding", "Fingerprint", "FingerprintError", "ResumeReport", "read"]

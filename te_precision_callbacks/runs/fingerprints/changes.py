@@ -117,7 +117,8 @@ def compare(saved: Mapping[int, Fingerprint], now: Fingerprint) -> ResumeReport:
         fingerprint, before = of_rank[rank]
         recipes = fingerprint.recipe_of(before), now.recipe_of(layer)
         same_place = rank == now.rank and fingerprint.world_size == now.world_size
-        for difference in _differences(before, layer, recipes, same_place=same_place):
+        same_scales = rank == now.rank or all(each is not None and each.fields.get("reduce_amax") for each in recipes)
+        for difference in _differences(before, layer, recipes, same_scales=same_scales, same_place=same_place):
             found.setdefault(difference, []).append(layer.name)
     findings = [
         Finding(what, tuple(names), all_layers=len(names) == compared, of_rank=of_rank)
@@ -139,7 +140,12 @@ def _of_run(before: Fingerprint, now: Fingerprint) -> Iterator[Finding]:
 
 
 def _differences(
-    before: LayerFingerprint, now: LayerFingerprint, recipes: tuple[Recipe | None, Recipe | None], *, same_place: bool
+    before: LayerFingerprint,
+    now: LayerFingerprint,
+    recipes: tuple[Recipe | None, Recipe | None],
+    *,
+    same_scales: bool,
+    same_place: bool,
 ) -> Iterator[tuple[str, bool]]:
     """The differences of a layer, and whether each is one of what the rank has restored."""
     changed = _of_recipe(*recipes)
@@ -152,7 +158,7 @@ def _differences(
             False,
         )
     if recipes[1] is None or not _WITH_STATE.isdisjoint(recipes[1].fields):
-        for what in _of_state(before, now, length_may_differ="amax_history_len" in changed):
+        for what in _of_state(before, now, same_scales=same_scales, length_may_differ="amax_history_len" in changed):
             yield what, True
     for what in _of_weights(before, now, same_place=same_place):
         yield what, True
@@ -176,8 +182,11 @@ def _of_recipe(before: Recipe | None, now: Recipe | None) -> str:
     return f"Other values of {now.name}: {', '.join(changes)}"
 
 
-def _of_state(before: LayerFingerprint, now: LayerFingerprint, *, length_may_differ: bool) -> Iterator[str]:
-    """The differences of scales and histories; one that both directions have is one."""
+def _of_state(
+    before: LayerFingerprint, now: LayerFingerprint, *, same_scales: bool, length_may_differ: bool
+) -> Iterator[str]:
+    """The differences of scales and histories; one that both directions have is one. Their contents are compared on the
+    rank that saved them, or where ranks share them by a reduction of amax."""
     of_direction: dict[str, list[str]] = {}
     for direction, old, new in (
         ("forward", before.forward, now.forward),
@@ -188,21 +197,21 @@ def _of_state(before: LayerFingerprint, now: LayerFingerprint, *, length_may_dif
         if new is None:
             of_direction.setdefault(_UNSAVED if before.unsaved else _MISSING, [])
             continue
-        for what in _of_direction(old, new, length_may_differ=length_may_differ):
+        for what in _of_direction(old, new, same_scales=same_scales, length_may_differ=length_may_differ):
             of_direction.setdefault(what, []).append(direction)
     for what, directions in of_direction.items():
         yield f"{what} ({' and '.join(directions)})" if directions else what
 
 
-def _of_direction(old: ScalingState, new: ScalingState, *, length_may_differ: bool) -> Iterator[str]:
+def _of_direction(old: ScalingState, new: ScalingState, *, same_scales: bool, length_may_differ: bool) -> Iterator[str]:
     if new.has_unit_scales and not old.has_unit_scales:
         yield "The scales came back as 1"
-    elif new.scale != old.scale:
+    elif same_scales and new.scale != old.scale:
         yield "Other scales than in the checkpoint"
     if new.history.length != old.history.length:
         if not length_may_differ:
             yield f"Amax histories of {new.history.length} steps, of {old.history.length} in the checkpoint"
-    elif new.history != old.history:
+    elif same_scales and new.history != old.history:
         yield "Amax histories with another content than in the checkpoint"
 
 

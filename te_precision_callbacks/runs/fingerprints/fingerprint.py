@@ -3,7 +3,11 @@
     text = fingerprint.to_text()                # JSON, one line
     fingerprint = Fingerprint.from_text(text)   # FingerprintError if it is not one
 
-A fingerprint holds no tensor: of each it has length, range and hash. It belongs to one rank.
+A fingerprint holds no tensor: of each it has length, range and hash. It belongs to one rank, and is text in a
+checkpoint's state, or a file in its folder:
+
+    te_precision_fingerprint.json          of rank 0
+    te_precision_fingerprint_rank-3.json   of rank 3
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.runs.run_files import replace_whole
 
 SCHEMA = 1
 """The version of the JSON form. Another version is not read."""
@@ -36,7 +42,7 @@ class TensorDigest:
     Attributes:
         length: its length along the first dimension.
         min, max: its smallest and its largest element.
-        hash: of its content, see :func:`te_precision_callbacks.runs.fingerprints.hashing.content_hash`.
+        hash: of its content, see :func:`te_precision_callbacks.runs.fingerprints.taking.content_hash`.
     """
 
     length: int
@@ -201,4 +207,48 @@ def merged(fingerprints: Iterable[Fingerprint]) -> dict[Identity, dict[int, tupl
     for fingerprint in sorted(fingerprints, key=lambda entry: entry.rank):
         for layer in fingerprint.layers:
             found.setdefault((layer.scope, layer.name), {})[fingerprint.rank] = (fingerprint, layer)
+    return found
+
+
+# ---------------------------------------------------------------------- files in the folder of a checkpoint, one a rank
+
+FILE_NAME = "te_precision_fingerprint.json"
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return FILE_NAME if rank == 0 else f"te_precision_fingerprint_rank-{rank}.json"
+
+
+def write(fingerprint: Fingerprint, folder: Path) -> None:
+    """Write a fingerprint; its file appears when it is complete, and replaces an earlier one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = fingerprint.to_text().encode()
+    replace_whole(folder / file_name(fingerprint.rank), lambda file: file.write(text))
+
+
+def read(folder: Path, rank: int) -> dict[int, Fingerprint]:
+    """The fingerprints of a checkpoint that a rank is compared with: its own, or those of all ranks if it has none.
+
+    Args:
+        folder: the folder of the checkpoint.
+        rank: the rank.
+
+    Returns:
+        Rank -> fingerprint; empty for a checkpoint without fingerprints.
+
+    Raises:
+        FingerprintError: a file cannot be read, is damaged, or of another version.
+    """
+    own = folder / file_name(rank)
+    found = {}
+    for path in [own] if own.exists() else sorted(folder.glob("te_precision_fingerprint*.json")):
+        try:
+            fingerprint = Fingerprint.from_text(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FingerprintError(f"{path}: {error}") from error
+        found[fingerprint.rank] = fingerprint
     return found

@@ -49,7 +49,7 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Show which findings B has that A has not, which facts of two runs differ, and where their numbers part first."""
-    from te_precision_callbacks.runs.choosing import chosen_run
+    from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
     from te_precision_callbacks.views.compare.comparison import compare
     from te_precision_callbacks.views.compare.printing import show

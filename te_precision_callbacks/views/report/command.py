@@ -36,7 +36,7 @@ def report_command(
 
     A page has at most 10 MB. It says which of its numbers are exact.
     """
-    from te_precision_callbacks.runs.choosing import chosen_run
+    from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.speed.devices import device_named
     from te_precision_callbacks.views.report.page import MOST_BYTES, output_path, write_report
 

@@ -26,9 +26,13 @@ from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.recorded import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
-from te_precision_callbacks.runs.answers import no_step_in_words, not_measured_in_words, why_nothing_to_show
+from te_precision_callbacks.runs.answers import (
+    no_step_in_words,
+    not_measured_in_words,
+    outcome_in_words,
+    why_nothing_to_show,
+)
 from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_beside
 from te_precision_callbacks.speed.devices import Device

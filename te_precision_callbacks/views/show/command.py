@@ -69,7 +69,7 @@ def show_command(
 ) -> None:
     """Show a run: the verdict, coverage, the loss, the worst layers by each statistic, the last events."""
     from te_precision_callbacks.runs.answers import why_nothing_to_show
-    from te_precision_callbacks.runs.choosing import chosen_run
+    from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.views.show.view import NothingToShowError, look
 
     recorded, told = _when_it_is_there(path, run, every) if follow else chosen_run(path, run)
@@ -147,7 +147,7 @@ def _has_the_same_step(before: RecordedRun, now: RecordedRun) -> bool:
 def _when_it_is_there(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:
     """The run, as soon as one has begun in a folder that may not exist yet."""
     from te_precision_callbacks.runs import NotARunError, list_runs
-    from te_precision_callbacks.runs.choosing import chosen_run
+    from te_precision_callbacks.runs.reading import chosen_run
 
     told = False
     while True:

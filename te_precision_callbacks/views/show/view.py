@@ -21,11 +21,11 @@ from te_precision_callbacks.runs.answers import (
     loss_first,
     no_step_in_words,
     not_measured_in_words,
+    outcome_in_words,
     precision_shares,
 )
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.runs.outcomes import outcome_in_words
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.sinks.worst import Lost, worst_first
 from te_precision_callbacks.speed.errors import SpeedError

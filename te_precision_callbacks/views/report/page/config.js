@@ -39,7 +39,7 @@ async function configPage(report) {
     shown(event.iteration), event.kind ?? "", event.severity ?? "", event.layer ? link({ page: "layer", layer: event.layer, step: event.iteration }, brief(layers.get(event.layer) ?? { name: event.layer, short: event.layer })) : "",
     event.ranks ?? "", event.text ?? "",
   ]);
-  const columns = ["iteration", "kind", "severity", "ranks", "micro", "order", "phase", "layer", "tensor", "gemm", "text", "data", "time"];
+  const columns = ["iteration", "kind", "severity", "ranks", "phase", "layer", "tensor", "gemm", "text", "data", "time"];
   return [[
     el("h1", {}, "Config and events"), notes(report),
     card("Events", {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,13 +13,13 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from te_precision_callbacks.runs import RecordedRun, Thinned, open_run
-from te_precision_callbacks.runs import aging as aging_module
+from te_precision_callbacks.runs import RecordedRun, open_run, size_limit
+from te_precision_callbacks.runs.recording import Place, Recording, Step
 from te_precision_callbacks.runs.run_files import make_segment
-from te_precision_callbacks.runs.segment_rows import Place, Recording, Step
-from te_precision_callbacks.runs.tables import EXTREME, STEP0
+from te_precision_callbacks.runs.tables import EXTREME, STEP0, VALUES
 from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
 from te_precision_callbacks.views.compare import compare
@@ -34,7 +35,7 @@ Truth = dict[int, dict[int, float]]
 
 
 def begin(folder: Path, limit: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Recording:
-    number, _ = make_segment(folder / "precision_records" / RUN)
+    number = make_segment(folder / "precision_records" / RUN)
     place = Place(RUN, number)
     runs, run = folder / "precision_records", info(folder, rank=rank, world=world, start=start)
     return Recording(runs, place, run, writes_reduced=True, limit=limit, begun=0.0)
@@ -86,52 +87,41 @@ def layer_numbers(run: RecordedRun) -> dict[int, int]:
     return {number: int(layer.removeprefix("layer")) for number, layer in enumerate(run.series["layer"].to_pylist())}
 
 
-def check(run: RecordedRun, truth: Truth) -> dict[int, Thinned | None]:
-    """Hold what is left against all that was recorded; iteration -> the stretch that it is in."""
+def check(run: RecordedRun, truth: Truth) -> int:
+    """Hold what is left against all that was recorded; return the iteration from which on all steps are there."""
     assert all(each.table == "values" for each in run.thinned)
     table = run.values()
     name_of = layer_numbers(run)
-    rows = [
-        (name_of[number], iteration, number_value, flags)
-        for number, iteration, number_value, flags in zip(
-            *(table[name].to_pylist() for name in ("series", "iteration", "value", "flags")), strict=True
-        )
-    ]
+    columns = (table[name].to_pylist() for name in ("series", "iteration", "value", "flags"))
+    rows = [(name_of[number], *others) for number, *others in zip(*columns, strict=True)]
     assert len({row[:2] for row in rows}) == len(rows), "no number is there twice"
     np.testing.assert_array_equal([row[2] for row in rows], [truth[row[0]][row[1]] for row in rows])
-    stretch_of: dict[int, Thinned | None] = {}
-    for iteration in sorted({iteration for values in truth.values() for iteration in values}):
-        inside = [each for each in run.thinned if each.first <= iteration <= each.last]
-        assert len(inside) <= 1
-        stretch_of[iteration] = inside[0] if inside else None
-    left: dict[int, dict[int, int]] = {}
+    left: dict[int, dict[int, int]] = {name: {} for name in truth}
     for name, iteration, _, flags in rows:
-        left.setdefault(name, {})[iteration] = flags
+        left[name][iteration] = flags
+    missing = [iteration for name, values in truth.items() for iteration in values if iteration not in left[name]]
+    whole_from = max(missing, default=-1) + 1
+    begins = [each.first for each in run.thinned] + [whole_from]
+    assert begins == sorted(begins)
+    for each, end in zip(run.thinned, begins[1:], strict=True):
+        for name, values in truth.items():
+            own, step = left[name], int(np.gcd.reduce(np.diff(sorted(values))))
+            here = [iteration for iteration in values if each.first <= iteration < end]
+            regular = {iteration for iteration in here if iteration in own and not own[iteration] & EXTREME}
+            wanted = {iteration for iteration in here if iteration // step % each.every == 0}
+            assert wanted <= regular
+            assert len(regular - wanted) <= 1, "the only step of a series in its file"
     for name, values in truth.items():
-        own = left.get(name, {})
-        regular = {iteration for iteration, flags in own.items() if not flags & EXTREME}
-        iterations = np.array(sorted(values))
-        step = int(np.gcd.reduce(np.diff(iterations)))
-        for each in {None, *stretch_of.values()}:
-            here = [iteration for iteration in iterations.tolist() if stretch_of[iteration] == each]
-            if each is None:
-                assert set(here) <= regular, "all recent steps"
-            elif each.every == 0:
-                assert not own.keys() & set(here)
-            else:
-                wanted = {iteration for iteration in here if iteration // step % each.every == 0}
-                assert regular.intersection(here) == wanted
-                finite = [iteration for iteration in here if math.isfinite(values[iteration])]
-                if finite:
-                    lowest = min(finite, key=lambda iteration: values[iteration])
-                    highest = max(finite, key=lambda iteration: values[iteration])
-                    assert {lowest, highest} <= own.keys()
-                odd = [iteration for iteration in here if not math.isfinite(values[iteration])]
-                assert set(odd[:1]) <= own.keys()
-    return stretch_of
+        odd = [iteration for iteration, number in values.items() if not math.isfinite(number)]
+        finite = [iteration for iteration in values if iteration not in odd]
+        lowest, highest = min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)
+        assert {lowest, highest, *odd[:1]} <= left[name].keys()
+    return whole_from
 
 
-def test_recent_steps_are_whole_and_old_ones_ever_thinner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_recent_steps_are_whole_and_the_interval_of_old_ones_doubles(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     limit, truth = 400_000, {}
     recording = begin(tmp_path, limit)
     sizes = []
@@ -139,29 +129,25 @@ def test_recent_steps_are_whole_and_old_ones_ever_thinner(tmp_path: Path, caplog
     recording.end(None)
     assert max(sizes) <= limit
     run = open_run(tmp_path)
-    stretches = check(run, truth)
-    assert [each.every for each in run.thinned] == [100, 10]
-    assert stretches[0] == run.thinned[0]
-    assert stretches[4999] is None
-    whole = sum(stretch is None for stretch in stretches.values())
-    assert whole > 300, "recent steps, and not a handful"
+    whole_from = check(run, truth)
+    intervals = [each.every for each in run.thinned]
+    assert intervals == sorted(intervals, reverse=True)
+    assert {2, 4, 8} & {*intervals}
+    assert 300 < 5000 - whole_from < 3000, "recent steps, and not a handful"
     spikes = {name: 1e6 + name for name in truth if 777 + name in truth[name]}
     highs = dict(zip(layer_numbers(run).values(), run.series["high"].to_pylist(), strict=True))
     assert {name: highs[name] for name in spikes} == spikes, "what happened long ago is there"
     assert run.steps["iteration"].to_pylist() == list(range(5000))
     assert len(run.scalars) == 5000, "the loss is kept whole"
-    (first, second) = run.notes
-    assert first.startswith("Of the statistics of iterations 0 to ")
-    assert "every 100th step is left, and the lowest and highest value of each series" in first
-    assert "every 10th step" in second
+    (note,) = run.notes
+    assert note.startswith("Of the statistics of iterations 0 to ")
+    assert f" one step in {min(intervals)} to {max(intervals)} is left, and the lowest and highest value" in note
     assert caplog.text.count("have reached their limit of 400,000 bytes") == 1
-    kinds = run.events["kind"].to_pylist()
-    assert kinds.count("records_thinned") == 2
-    assert run.is_thinned([0, 4999]).tolist() == [True, False]
+    assert run.events["kind"].to_pylist().count("records_thinned") == 1
 
 
 def test_a_schedule_decides_which_steps_are_left(tmp_path: Path) -> None:
-    """Of every tenth step every tenth is left: the same in series that begin elsewhere, and in another run."""
+    """Of every tenth step every second is left: the same in series that begin elsewhere, and in another run."""
     truth: Truth = {}
     recording = begin(tmp_path, 200_000)
     record(recording, range(70, 20_000, 10), truth, every=10)
@@ -170,9 +156,10 @@ def test_a_schedule_decides_which_steps_are_left(tmp_path: Path) -> None:
     check(run, truth)
     left = run.values(run.select(layer="layer0"))
     flags, iterations = left["flags"].to_numpy(), left["iteration"].to_numpy()
-    thinned = run.is_thinned(iterations) & (flags & EXTREME == 0)
-    assert thinned.any()
-    assert not (iterations[thinned] % 100).any()
+    (first, *_) = run.thinned
+    old = (iterations <= first.last) & (flags & EXTREME == 0)
+    assert old.any()
+    assert not (iterations[old] % (10 * first.every)).any()
 
 
 def test_the_first_step_of_delayed_scaling_is_kept_and_is_no_extreme(tmp_path: Path) -> None:
@@ -190,7 +177,7 @@ def test_the_first_step_of_delayed_scaling_is_kept_and_is_no_extreme(tmp_path: P
     (first,) = [row for row in table if row["flags"] & STEP0]
     assert (first["iteration"], first["value"], first["flags"]) == (777 + 6, 1e6 + 6, STEP0)
     ordinary = {iteration: number for iteration, number in truth[6].items() if number < 100}
-    until = run.thinned[0].last
+    until = run.thinned[1].first - 1
     highest = max((iteration for iteration in ordinary if iteration <= until), key=lambda at: ordinary[at])
     assert highest in [row["iteration"] for row in table]
 
@@ -210,15 +197,12 @@ def test_histograms_are_thinned_too(tmp_path: Path) -> None:
     recording.end(None)
     run = open_run(tmp_path)
     left = run.vectors()["iteration"].to_pylist()
-    wanted = [
-        iteration
-        for iteration in range(3000)
-        if all(
-            each.every and iteration % each.every == 0 for each in run.thinned if each.first <= iteration <= each.last
-        )
-    ]
     assert {each.table for each in run.thinned} == {"vectors"}
-    assert left == wanted
+    ends = [each.first for each in run.thinned[1:]] + [run.thinned[-1].last + 1]
+    for each, end in zip(run.thinned, ends, strict=True):
+        inside = [iteration for iteration in left if each.first <= iteration < end]
+        assert inside == [iteration for iteration in range(each.first, end) if iteration % each.every == 0]
+    assert left[-100:] == [*range(2900, 3000)]
     assert run.notes[-1].startswith("Of the histograms of iterations ")
     assert "value of each series" not in run.notes[-1]
 
@@ -246,34 +230,35 @@ def test_histograms_between_two_flushes_are_parts_too(tmp_path: Path) -> None:
     assert set(range(550, 600)) <= set(left)
 
 
-def test_what_is_too_much_even_thinned_is_dropped_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    limit, truth = 130_000, {}
-    recording = begin(tmp_path, limit)
-    record(recording, range(4000), truth)
+def test_what_is_too_much_even_thinned_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The limit has room for a few numbers of each series only."""
+    recording = begin(tmp_path, 60_000)
+    table, chance = SeriesTable(), np.random.default_rng(0)
+    series = np.array([table.intern(f"layer{n}", "weight", "amax") for n in range(2000)], np.int32)
+    for iteration in range(60):
+        values = array("d", chance.random(2000))
+        records = StepRecords(iteration, iteration, table, series, values, own=[False] * 2000)
+        recording.take(Step(records, 1.0, 0.1))
+        recording.flush()
     recording.end(None)
     run = open_run(tmp_path)
-    stretches = check(run, truth)
-    assert stretches[0] is not None
-    assert stretches[0].every == 0
-    assert stretches[3999] is None
-    assert run.notes[0].startswith("The statistics of iterations 0 to ")
-    assert "were dropped: the limit of records= is too small" in run.notes[0]
-    assert caplog.text.count("is too small even for every 100th step") == 1
+    assert run.steps["iteration"].to_pylist() == list(range(60))
+    assert 0 < len(np.unique(run.values()["iteration"].to_numpy())) < 60
+    assert caplog.text.count("Statistics are no longer recorded") == 1
     assert run.events["kind"].to_pylist().count("records_limited") == 1
-    assert not [note for note in run.notes if "missing" in note]
 
 
 def test_a_resumed_run_shares_the_limit_and_its_past_is_thinned_first(tmp_path: Path) -> None:
-    """Also the tail of the part that its process was writing when it was killed."""
+    """Also the open file of a process that was killed."""
     limit, truth = 400_000, {}
     killed = begin(tmp_path, limit)
     record(killed, range(1300), truth)
     killed.leave()
     assert size(tmp_path) > limit / 2
-    (tail,) = tmp_path.glob("**/seg-000/**/values-*.arrows")
-    left_over = tail.with_name(".values-000001-000004.parquet.1.incomplete")
+    (tail,) = tmp_path.glob("**/seg-000/**/values-*.arrow")
+    left_over = tail.with_name(".values-0001-0004-every2.parquet.1.incomplete")
     left_over.write_bytes(b"x" * 1000)
-    with mock.patch.object(aging_module, "has_ended", return_value=True):
+    with mock.patch.object(size_limit, "has_ended", return_value=True):
         resumed = begin(tmp_path, limit, start=1300)
         record(resumed, range(1300, 3000), truth)
     assert size(tmp_path) <= limit
@@ -281,9 +266,7 @@ def test_a_resumed_run_shares_the_limit_and_its_past_is_thinned_first(tmp_path: 
     assert not tail.exists()
     assert not left_over.exists()
     run = open_run(tmp_path)
-    stretches = check(run, truth)
-    assert stretches[2999] is None
-    assert stretches[1299] is not None
+    assert 1300 < check(run, truth) < 3000
     assert [segment.number for segment in run.segments] == [0, 1]
     assert not [note for note in run.notes if "missing" in note]
 
@@ -298,9 +281,7 @@ def test_the_parts_of_a_segment_whose_process_lives_are_left_alone(tmp_path: Pat
     other.end(None)
     assert sorted(path.name for path in tmp_path.glob("**/seg-000/**/*")) == before
     run = open_run(tmp_path)
-    stretches = check(run, truth)
-    assert stretches[999] is None
-    assert stretches[1000] is not None
+    assert run.thinned[0].first == 1000
     living.end(None)
 
 
@@ -311,9 +292,7 @@ def test_a_loop_that_goes_back_thins_the_segment_that_it_has_left(tmp_path: Path
     record(recording, range(800, 2500), truth)
     assert size(tmp_path) <= 300_000
     recording.end(None)
-    stretches = check(open_run(tmp_path), truth)
-    assert stretches[0] is not None
-    assert stretches[2499] is None
+    assert 800 < check(open_run(tmp_path), truth) < 2500
 
 
 def test_a_part_that_is_damaged_stays_and_the_others_are_thinned(
@@ -321,17 +300,39 @@ def test_a_part_that_is_damaged_stays_and_the_others_are_thinned(
 ) -> None:
     truth: Truth = {}
     recording = begin(tmp_path, 300_000)
-    record(recording, range(500), truth)
+    record(recording, range(300), truth)
     first = min(tmp_path.glob("**/values-*.parquet"))
     first.write_bytes(b"PAR1" + bytes(first.stat().st_size))
-    record(recording, range(500, 2500), truth)
+    record(recording, range(300, 2500), truth)
     recording.end(None)
     assert first.exists()
-    assert caplog.text.count("cannot be thinned, and stay") == 1
+    assert caplog.text.count("cannot be thinned, and remain") == 1
     assert size(tmp_path) <= 300_000
     run = open_run(tmp_path)
     assert [note for note in run.notes if f"{first} cannot be read" in note]
     assert run.thinned
+
+
+def test_which_rows_are_kept() -> None:
+    """Every second step of a schedule; the lowest, the highest and the first non-finite value; the first step of
+    delayed scaling, which is not an extreme; nothing that a later segment has run again."""
+    iterations = [3, 13, 23, 33, 43, 53, 63, 73, 83]
+    values = [9.0, 1.0, 5.0, -1.0, 5.0, math.inf, math.nan, 7.0, 99.0]
+    columns = {name: [None] * 9 for name in VALUES.names}
+    columns |= {"segment": [0] * 9, "iteration": iterations, "series": [4] * 9, "value": values}
+    columns |= {"flags": [STEP0, *[0] * 8]}
+    once = size_limit.every_second_step(pa.table(columns, VALUES), 80)
+    assert dict(zip(once["iteration"].to_pylist(), once["flags"].to_pylist(), strict=True)) == {
+        3: STEP0,
+        23: 0,
+        33: EXTREME,
+        43: 0,
+        53: EXTREME,
+        63: 0,
+        73: EXTREME,
+    }
+    twice = size_limit.every_second_step(once, 80)
+    assert twice["iteration"].to_pylist() == [3, 33, 43, 53, 73]
 
 
 # ---------------------------------------------------------------------- a kill, and readers meanwhile
@@ -374,7 +375,7 @@ class _Killed:
 def fill(folder: Path, limit: int, truth: Truth, steps: int = 900) -> Recording:
     """A run in which thinning is just about to begin."""
     recording = begin(folder, limit)
-    with mock.patch.object(aging_module.Aging, "keep"):
+    with mock.patch.object(size_limit.SizeLimit, "keep"):
         record(recording, range(steps), truth)
     return recording
 
@@ -389,7 +390,7 @@ def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) ->
     for after in [*range(10_000)]:
         folder = tmp_path / str(after)
         shutil.copytree(whole, folder)
-        with mock.patch.object(aging_module, "has_ended", return_value=True), _Killed(after) as kill:
+        with mock.patch.object(size_limit, "has_ended", return_value=True), _Killed(after) as kill:
             try:
                 recording = begin(folder, limit, start=300)
                 recording.flush()
@@ -401,7 +402,7 @@ def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) ->
         check(run, truth)
         assert not [note for note in run.notes if ("missing" in note and "run.json" not in note) or "cannot" in note]
         states.add(run.thinned)
-        with mock.patch.object(aging_module, "has_ended", return_value=True):
+        with mock.patch.object(size_limit, "has_ended", return_value=True):
             again = begin(folder, limit, start=300)
             record(again, range(300, 310), truth)
             again.end(None)
@@ -412,7 +413,7 @@ def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) ->
                 numbers.pop(iteration, None)
         shutil.rmtree(folder)
     assert after > 30
-    assert {each.every for state in states for each in state} == {10, 100}
+    assert {each.every for state in states for each in state} >= {2, 4}
 
 
 def test_a_run_that_was_opened_is_read_on_while_it_is_thinned(tmp_path: Path) -> None:
@@ -433,17 +434,17 @@ def test_a_run_is_listed_while_it_is_thinned(tmp_path: Path) -> None:
 
     truth: Truth = {}
     recording = fill(tmp_path, 200_000, truth)
-    listed = reading.parts_of
+    listed = reading.data_files
     thinned = []
 
-    def parts_of(folder: Path, table: str) -> Any:
-        found = listed(folder, table)
-        if table == "values" and not thinned:
+    def data_files(folder: Path) -> Any:
+        found = listed(folder)
+        if not thinned and sys._getframe(2).f_code.co_name == "_rows":
             thinned.append(True)
             recording.flush()
         return found
 
-    with mock.patch.object(reading, "parts_of", parts_of):
+    with mock.patch.object(reading, "data_files", data_files):
         run = open_run(tmp_path)
     assert thinned
     assert run.thinned
@@ -470,7 +471,7 @@ def test_a_thinned_run_compares_equal_to_the_whole_one(tmp_path: Path) -> None:
     assert result.pairing.values == regular + 1500, "and the loss of all steps"
     assert result.first_unequal is None
     assert result.parted == ()
-    assert any("every 10" in note for note in result.notes)
+    assert any("one step in" in note for note in result.notes)
 
 
 def test_columns_of_a_report_have_numbers_of_all_layers(tmp_path: Path) -> None:

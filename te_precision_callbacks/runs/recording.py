@@ -1,4 +1,4 @@
-"""Turns what a session hands over into the rows of a segment: the part of the sink that runs in its thread."""
+"""Turns what a session hands over into rows of a segment: the part of the sink that runs in its thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.runs.aging import Aging
 from te_precision_callbacks.runs.launches import launch_key
 from te_precision_callbacks.runs.run_files import segment_name, time_text
+from te_precision_callbacks.runs.size_limit import SizeLimit
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.runs.writing import RunWriter
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, StepRecords, end_of
@@ -22,14 +22,10 @@ from te_precision_callbacks.statistics.series import SeriesTable
 logger = logging.getLogger(__name__)
 
 _MOST_PENDING = 1 << 26
-"""The bytes of statistics that are collected before they are appended to the tail."""
+"""The bytes of statistics that are collected before they are appended to a file."""
 
-_PARTS, _LEAST_PART = 32, 1 << 15
-"""The limit over the size at which a tail is sealed, and the least such size. Parts that are small compared with the
-limit are thinned a few at a time."""
-
-_THINNING_SECONDS = 1.0
-"""How long the thread thins old parts before it writes again what has come in the meantime."""
+_FILES, _LEAST_FILE = 32, 1 << 15
+"""The number of files into which the limit is divided, and the least size at which a file is closed."""
 
 
 class Place(NamedTuple):
@@ -88,14 +84,14 @@ class Recording:
         self._scopes: dict[str, str] = {}
         self._last_step: int | None = None
         self._latest = run.start_iteration
-        self._seal_bytes = max(limit // _PARTS, _LEAST_PART)
+        self._close_bytes = max(limit // _FILES, _LEAST_FILE)
         self._writer = self._open(place.segment, run.start_iteration, begun)
-        self._aging = Aging(self._folder, self._writer, run.start_iteration, limit, self._say)
+        self._size_limit = SizeLimit(self._folder, self._writer, limit, self._warn)
 
     def _open(self, segment: int, first_iteration: int, started: float) -> RunWriter:
         run = self._run
         (self._folder / segment_name(segment)).mkdir(parents=True, exist_ok=True)
-        writer = RunWriter(self._folder, segment, run.rank, seal_bytes=self._seal_bytes, small_bytes=self._limit // 8)
+        writer = RunWriter(self._folder, segment, run.rank, close_bytes=self._close_bytes, small_bytes=self._limit // 8)
         self._numbers = _Numbers(writer, self._scopes)
         if run.rank == 0:
             begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}
@@ -147,6 +143,7 @@ class Recording:
             self._go_back(records.iteration)
         self._last_step = records.iteration
         self._latest = max(records.iteration, self._latest)
+        self._size_limit.note_step(records.iteration)
         self._writer.add_step(
             records.iteration,
             logging_step=records.logging_step,
@@ -156,14 +153,14 @@ class Recording:
             local=records.local,
             ranks=self._run.world_size,
         )
-        if not self._aging.is_full:
+        if not self._size_limit.is_full:
             self._take_numbers(records)
 
     def _go_back(self, iteration: int) -> None:
         """Go on in another segment, since the loop has gone back to an earlier iteration."""
         self._writer.close()
         self._writer = self._open(self._writer.segment + 1, iteration, time.time())
-        self._aging.follow(self._writer, iteration)
+        self._size_limit.follow(self._writer)
         if self._facts.tables:
             self._write_facts()
 
@@ -184,9 +181,9 @@ class Recording:
         for number, counts in records.histograms.items() if self._writes_reduced or records.local else ():
             (found,) = self._numbers.of(table, np.array([number]), rank if records.local else None)
             writer.add_vector(records.iteration, int(found), counts)
-        if writer.waiting > min(_MOST_PENDING, self._seal_bytes):
+        if writer.waiting > min(_MOST_PENDING, self._close_bytes):
             writer.flush()
-            self._aging.keep(0.0)
+            self._size_limit.keep()
 
     # ------------------------------------------------------------------ to the disk
 
@@ -198,8 +195,8 @@ class Recording:
         """
         self._writer.flush()
         if self._run.rank == 0:
-            self._writer.facts.touch()
-        self._aging.keep(_THINNING_SECONDS)
+            self._writer.show_life()
+        self._size_limit.keep()
 
     def end(self, error: BaseException | None, last: int = -1) -> None:
         """Write everything, and that the segment has ended.
@@ -211,23 +208,20 @@ class Recording:
         Raises:
             OSError: it cannot be written.
         """
-        self._aging.stop()
         self._take_event(end_of(error, max(self._latest, last)))
         self._writer.close("ended" if error is None else "failed")
 
     def leave(self) -> None:
         """Close the files as they are."""
-        self._aging.stop()
         self._writer.leave()
 
     def lose(self, error: BaseException) -> None:
         """Say in the files, if that can be written, that what comes is not recorded any more."""
-        self._writer.facts.put_lost(error)
+        self._writer.put_lost(error)
 
-    def _say(self, kind: str, text: str, warns: bool) -> None:
-        if warns:
-            logger.warning("%s Training goes on. The records are in %s.", text, self._folder)
-        self._writer.add_event(kind, text, iteration=self._latest, severity="warning" if warns else "info")
+    def _warn(self, kind: str, text: str) -> None:
+        logger.warning("%s Training goes on. The records are in %s.", text, self._folder)
+        self._writer.add_event(kind, text, iteration=self._latest, severity="warning")
 
 
 def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:

@@ -1,0 +1,238 @@
+"""The private gloo process group over which the ranks of a run exchange messages.
+
+The training's own process groups must not carry our messages: where ranks disagree about one, it would pair with a
+gradient. So :class:`Group` constructs a ``ProcessGroupGloo`` over keys of the training's store, as TorchFT does. No
+``new_group`` is called, and the training's groups and their counters stay as they are.
+
+Three properties of gloo need care (torch 2.13):
+
+- Ranks that send different sizes abort the process. Callers agree on sizes before they send a payload.
+- ``abort`` and ``shutdown`` close no connection, and the destructor waits for running operations. :meth:`Group.close`
+  therefore shuts the sockets down, which ends the operations here and on the other ranks.
+- A forked process, such as a worker of a DataLoader, inherits the sockets and would keep them open after the rank has
+  died. It closes its copies, and never runs the destructor, which would wait for threads that it does not have.
+
+Operations are polled, since ``Work.wait`` keeps Python from handling a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable that names the network interface; gloo reads it too."""
+
+_LONGEST_PAUSE = 0.005
+_LOOPBACK = "127.0.0.1"
+_OPEN: weakref.WeakSet[Group] = weakref.WeakSet()
+
+AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
+
+
+class NoAddressError(Exception):
+    """This machine has no address that other machines can reach; the message says what to set."""
+
+
+def devices(*, on_one_machine: bool) -> list[Any]:
+    """Listen on the interface that the user names; or on loopback, if all ranks share a machine; or on the address of
+    this machine.
+
+    Raises:
+        NoAddressError: the interface does not exist, or the address is unknown.
+    """
+    create = dist.ProcessGroupGloo.create_device
+    names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
+    try:
+        if names:
+            return [create(interface=name) for name in names]
+        return [create(hostname=_LOOPBACK if on_one_machine else _own_address())]
+    except RuntimeError as error:
+        text = str(error).splitlines()[0].rpartition("] ")[2]
+        raise NoAddressError(f"cannot listen on {INTERFACE}={','.join(names)}: {text}") from error
+
+
+def _own_address() -> str:
+    """The address from which this machine reaches the master; else that of the host name."""
+    found: list[str] = []
+    with contextlib.suppress(OSError, KeyError):
+        family, kind, _, _, where = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            found.append(probe.getsockname()[0])
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        found += [str(where[0]) for *_, where in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)]
+    for address in found:
+        if not address.startswith("127.") and address != "::1":
+            return address
+    problem = f"resolves to {found[-1]} only" if found else "does not resolve"
+    raise NoAddressError(f"the host name {name!r} {problem}. Set {INTERFACE} to the interface that all machines share")
+
+
+class Group:
+    """The connections of a rank to all others. Constructing it waits for them.
+
+    Args:
+        store: its keys are used by this group alone.
+        rank, size: the rank, and how many there are.
+        devices: as returned by :func:`devices`.
+        timeout: the seconds in which all ranks must have connected.
+        longest: the seconds after which an operation fails by itself; callers give up earlier.
+
+    Raises:
+        RuntimeError: the ranks have not connected.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, devices: Sequence[Any], timeout: float, longest: float
+    ) -> None:
+        before = _sockets().values()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = list(devices), 1, timedelta(seconds=timeout)
+        self._size = size
+        self._is_root = rank == 0
+        self._longest = timedelta(seconds=longest)
+        self._running: list[Any] = []
+        self._gloo: Any = gloo(store, rank, size, options)
+        self._sockets = _connections(each for each, inode in _sockets().items() if inode not in before)
+        if len(self._sockets) != size - 1:  # another thread has opened sockets meanwhile: which are ours is unknown
+            self._sockets = {}
+        _OPEN.add(self)
+
+    # ------------------------------------------------------------------ operations, which replace an array
+
+    def add(self, array: npt.NDArray[np.float64]) -> None:
+        """Start to replace numbers by their sums, which have the same bits on all ranks."""
+        self._reduce(array, dist.ReduceOp.SUM)
+
+    def maximum(self, array: npt.NDArray[np.int64]) -> None:
+        """Start to replace numbers by the largest of any rank."""
+        self._reduce(array, dist.ReduceOp.MAX)
+
+    def _reduce(self, array: npt.NDArray[Any], operation: Any) -> None:
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = operation
+        self._start(self._gloo.allreduce, [torch.from_numpy(array)], options)
+
+    def gather(self, array: AnyArray) -> list[AnyArray]:
+        """Start to gather the arrays of all ranks, of one size, in those that are returned; they are empty but on rank
+        0."""
+        found = [np.empty_like(array) for _ in range(self._size if self._is_root else 0)]
+        options: Any = dist.GatherOptions()
+        options.rootRank = 0
+        tensors = [[torch.from_numpy(each) for each in found]] if found else []
+        self._start(self._gloo.gather, tensors, [torch.from_numpy(array)], options)
+        return found
+
+    def broadcast(self, array: npt.NDArray[Any]) -> None:
+        """Start to replace an array by that of rank 0."""
+        options: Any = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._start(self._gloo.broadcast, [torch.from_numpy(array)], options)
+
+    def _start(self, operation: Callable[..., Any], *arguments: Any) -> None:
+        arguments[-1].timeout = self._longest
+        self._running.append(operation(*arguments))
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """Wait for all operations that were started.
+
+        Args:
+            check: called again and again; it raises to give up.
+
+        Raises:
+            RuntimeError: an operation has failed, because another rank has closed its group or has died.
+        """
+        begun = time.monotonic()
+        while not all(work.is_completed() for work in self._running):
+            check()
+            time.sleep(min((time.monotonic() - begun) / 8, _LONGEST_PAUSE))
+        done, self._running = self._running, []
+        for work in done:
+            work.wait()
+
+    # ------------------------------------------------------------------ the end
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no connection has ended yet, as far as is known; never in a forked process."""
+        return self._gloo is not None and _connections(self._sockets) == self._sockets
+
+    def close(self) -> None:
+        """End all connections and operations, on this rank and, as soon as they wait for it, on the others."""
+        gloo, self._gloo = self._gloo, None
+        for descriptor, ends in self._sockets.items():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if _ends(connection) == ends:  # else gloo has closed it, and the number is another file's
+                    connection.shutdown(socket.SHUT_RDWR)
+        if self._running and not self._sockets:  # its destructor may wait long
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=_hold, args=(gloo, self._running), daemon=True).start()
+        self._running = []
+
+    def forget(self) -> None:
+        """Let go of the connections in a process that was forked from the rank."""
+        for descriptor, ends in _connections(self._sockets).items():
+            if self._sockets[descriptor] == ends:
+                os.close(descriptor)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # so that its destructor never runs
+        self._gloo, self._sockets = None, {}
+
+
+def _hold(gloo: Any, running: Sequence[Any]) -> None:
+    for work in running:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+
+
+def _sockets() -> dict[int, str]:
+    """The sockets of this process, with their inodes; empty where the system does not list them."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                inode = os.readlink(f"/proc/self/fd/{name}")
+                if inode.startswith("socket:"):
+                    found[int(name)] = inode
+    return found
+
+
+_Ends = tuple[Any, Any]
+"""The addresses of both sides."""
+
+
+def _connections(descriptors: Iterable[int]) -> dict[int, _Ends]:
+    """The connected sockets among some files, with their addresses."""
+    found = {}
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                found[descriptor] = _ends(connection)
+    return found
+
+
+def _ends(connection: socket.socket) -> _Ends:
+    return connection.getsockname(), connection.getpeername()
+
+
+def _forget_inherited() -> None:
+    for group in list(_OPEN):
+        group.forget()
+
+
+os.register_at_fork(after_in_child=_forget_inherited)

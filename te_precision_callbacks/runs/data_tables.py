@@ -1,0 +1,122 @@
+"""Writes and reads tables of a run: Parquet files, and Arrow streams that may end anywhere."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from te_precision_callbacks.runs.input_files import MOST_ITERATION, open_regular
+from te_precision_callbacks.runs.run_files import CLOSED, OPEN, replace_whole
+
+UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, OverflowError)
+"""What pyarrow raises for a damaged or foreign file: of Arrow's exceptions some derive from the built-in ones."""
+
+_ROW_GROUP = 1 << 17
+"""The rows that a reader of one series has to read at least."""
+
+_NEVER_NULL = {"iteration", "series", "value", "bin", "name", "gemm_id"}
+_TIMES = {"iteration", "logging_step", "since", "until", "wall_time"}
+
+
+def write_table(table: pa.Table, path: Path) -> int:
+    """Write a Parquet file, whole or not at all, and return its size.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    names = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
+    replace_whole(
+        path,
+        lambda file: pq.write_table(
+            table,
+            file,
+            compression="zstd",
+            use_dictionary=names,
+            row_group_size=_ROW_GROUP,
+            version="2.6",
+            write_page_checksum=True,
+        ),
+    )
+    return path.stat().st_size
+
+
+def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
+    """Read columns of a Parquet file, or of an Arrow stream to its last whole batch.
+
+    Args:
+        path: the file. A stream that was closed meanwhile is read from its Parquet file.
+        columns: the columns.
+        schema: has their types.
+        series: only the rows of these series; None for all.
+
+    Raises:
+        OSError, pyarrow.ArrowException, ValueError, KeyError: it is damaged.
+    """
+    table = None
+    if path.suffix == OPEN:
+        try:
+            table = _read_stream(path, schema)
+        except FileNotFoundError:
+            path = path.with_suffix(CLOSED)
+    if table is None:
+        open_regular(path).close()
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            groups = [*range(file.num_row_groups)] if series is None else _groups_with(file, series)
+            table = file.read_row_groups(groups, list(columns))
+    wanted = pa.schema([schema.field(name) for name in columns])
+    table = table.select(columns).replace_schema_metadata(None)
+    if not table.schema.equals(wanted):
+        table = table.cast(wanted)
+    if series is not None:
+        table = table.filter(pc.is_in(table["series"], pa.array(series, pa.int32())))
+    _require_sound(table)
+    return table.unify_dictionaries()
+
+
+def _groups_with(file: pq.ParquetFile, series: list[int]) -> list[int]:
+    """The row groups that may have one of some series, by which closed files are sorted."""
+    place, series = file.schema_arrow.get_field_index("series"), sorted(series)
+    found = []
+    for number in range(file.num_row_groups):
+        spans = file.metadata.row_group(number).column(place).statistics
+        if spans is None or not spans.has_min_max or bisect_left(series, spans.min) < bisect_right(series, spans.max):
+            found.append(number)
+    return found
+
+
+def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:
+    # Not mapped: a process that maps a file gets SIGBUS where another one cuts it meanwhile.
+    with open_regular(path) as file:
+        data = file.read()
+    batches: list[pa.RecordBatch] = []
+    try:
+        with pa.ipc.open_stream(data) as stream:
+            schema = stream.schema
+            for batch in stream:
+                batch.validate(full=True)
+                batches.append(batch)
+    except (pa.ArrowInvalid, OSError):
+        pass  # the process was killed, or the disk was full, in the middle of a batch
+    return pa.Table.from_batches(batches, schema)
+
+
+def _require_sound(table: pa.Table) -> None:
+    """Raise ValueError for values that no writer has written."""
+    for field in table.schema:
+        values = table[field.name]
+        if field.name in _NEVER_NULL and values.null_count:
+            raise ValueError(f"it is damaged: its column {field.name} has nulls")
+        if pa.types.is_signed_integer(field.type) or pa.types.is_timestamp(field.type):
+            span = pc.min_max(values.cast(pa.int64()))
+            most = MOST_ITERATION if field.name in _TIMES else 1 << 63
+            if len(table) > values.null_count and not 0 <= span["min"].as_py() <= span["max"].as_py() < most:
+                raise ValueError(f"it is damaged: its column {field.name} has impossible values")
+    if {"bin", "count"} <= set(table.column_names):
+        same = pc.equal(*(pc.list_value_length(table[name]) for name in ("bin", "count")))
+        if not pc.all(pc.fill_null(same, False), min_count=0).as_py():
+            raise ValueError("it is damaged: its histograms have bins without counts")

@@ -1,0 +1,270 @@
+"""Keeps the statistics of a rank within a limit: recent steps whole, old ones at ever longer intervals.
+
+There is one rule. Where the limit is reached, an old file is rewritten with every second step of each series; with its
+neighbour, if that has the same interval, it becomes one file. The file with the shortest interval goes first, and the
+oldest of equal ones, so the interval of old steps doubles each time. The latest statistics, half of the limit, are
+rewritten only when nothing older is left to be.
+
+A rewritten file also keeps the *extremes* of each series: its lowest and its highest value, and the first one that is
+not finite, flagged :data:`~te_precision_callbacks.runs.tables.EXTREME`. A loss spike of long ago is still there.
+
+Which steps are kept depends on their iterations alone: of a series with a number every ``g`` iterations those whose
+``iteration // g`` is even. Series of one schedule, layers, and runs of one config keep the same steps.
+
+The new file is written beside its place and renamed; its name has the files that it replaces, and readers take it in
+their place from that moment on (``runs/run_files.py``). A process that is killed leaves no step twice, and none less.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from te_precision_callbacks.runs.arrays import arrow_array
+from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table, write_table
+from te_precision_callbacks.runs.input_files import MOST_ITERATION
+from te_precision_callbacks.runs.run_files import (
+    CLOSED,
+    RUN_FILE,
+    DataFile,
+    data_files,
+    has_ended,
+    is_incomplete,
+    segments_of,
+)
+from te_precision_callbacks.runs.tables import EXTREME, STEP0, VALUES, VECTORS
+from te_precision_callbacks.runs.writing import RunWriter
+
+logger = logging.getLogger(__name__)
+
+_BEFORE = 15 / 16
+"""The share of the limit at which files are rewritten: the new one exists beside the old ones for a moment."""
+
+_LEAST = 1 / 2
+"""The share of the limit that statistics have at least, however much all else needs."""
+
+_RECENT = 1 / 2
+"""The share of their room that the latest statistics have."""
+
+_NO_GAIN = 0.9
+"""A rewritten file of at least this share of the old size is not rewritten again alone."""
+
+_TABLES = {"values": VALUES, "vectors": VECTORS}  # all else is small
+
+
+class SizeLimit:
+    """Keeps the files of a rank within a limit, from the thread that writes them.
+
+    Args:
+        run: the folder of the run.
+        writer: writes the segment of this process.
+        limit: the bytes that the rank's files of all segments may have.
+        say: gets an event's kind and text.
+
+    Attributes:
+        is_full: whether there is no room for more statistics.
+    """
+
+    def __init__(self, run: Path, writer: RunWriter, limit: int, say: Callable[[str, str], None]) -> None:
+        self.is_full = False
+        self._writer = writer
+        self._limit = limit
+        self._say = say
+        self._said: set[str] = set()
+        self._begins: dict[Path, int] = {}  # segment -> the first iteration with a step, of this process
+        self._earlier: dict[DataFile, int] = {}  # files of earlier segments, oldest first
+        self._fixed = 0  # the bytes of what is never rewritten in other segments
+        self._damaged: set[Path] = set()
+        self._incompressible: set[Path] = set()  # rewriting these alone gains nothing
+        for number, segment in segments_of(run).items():
+            folder = segment / writer.own.name
+            if number != writer.segment and folder.is_dir():
+                self._adopt(segment, folder)
+
+    def _adopt(self, segment: Path, folder: Path) -> None:
+        """Count the files of another segment; they are rewritten if its process has ended."""
+        sizes = {path: path.stat().st_size for path in folder.iterdir()}
+        if segment.name < self._writer.folder.name and has_ended(segment / RUN_FILE):
+            files, replaced = data_files(folder)
+            # What a process that was killed has left of its last rewriting.
+            for path in (*(file.path for file in replaced), *filter(is_incomplete, [*sizes])):
+                path.unlink(missing_ok=True)
+                del sizes[path]
+            self._earlier |= {file: sizes.pop(file.path) for file in files}
+        self._fixed += sum(sizes.values())
+
+    def follow(self, writer: RunWriter) -> None:
+        """Continue with another segment of this process, after the last one was closed."""
+        closed = self._writer.closed
+        self._earlier |= closed
+        self._fixed += self._writer.nbytes - sum(closed.values())
+        self._writer = writer
+
+    def note_step(self, iteration: int) -> None:
+        """Take note of a step of the current segment."""
+        self._begins.setdefault(self._writer.folder, iteration)
+
+    def keep(self) -> None:
+        """Rewrite old files until all are within the limit, and one ahead of time."""
+        while True:
+            used, room = self._used_and_room()
+            if used <= _BEFORE * room:
+                self.is_full = False
+                return
+            group = self._choose(room)
+            if not group:
+                self.is_full = used > room
+                if self.is_full:
+                    self._say_once(
+                        "records_limited",
+                        f"The records of rank {self._writer.rank} have reached their limit of {self._limit:,} bytes,"
+                        " and no old steps are left to be thinned. Statistics are no longer recorded; the trainer's"
+                        " numbers and events are. A larger size for records= allows more.",
+                    )
+                return
+            self._rewrite(group)
+            if used <= room:
+                return
+
+    # ------------------------------------------------------------------ which files
+
+    @property
+    def _files(self) -> dict[DataFile, int]:
+        return {**self._earlier, **self._writer.closed}
+
+    def _used_and_room(self) -> tuple[int, float]:
+        """The bytes of statistics, and those that they may have."""
+        everything = sum(self._earlier.values()) + self._fixed + self._writer.nbytes
+        used = sum(size for file, size in self._files.items() if file.table in _TABLES) + self._writer.open_bytes
+        return used, max(self._limit - (everything - used), _LEAST * self._limit)
+
+    def _choose(self, room: float) -> list[DataFile]:
+        """The files that are rewritten next, as one; empty if there are none."""
+        files = {file: size for file, size in self._files.items() if file.table in _TABLES}
+        newest, old = self._writer.open_bytes, list(files)
+        while old and newest + files[old[-1]] <= _RECENT * room:
+            newest += files[old.pop()]
+        for candidates in (old, list(files)):
+            sound = [file for file in candidates if file.path not in self._damaged]
+            place = {(file.table, file.path.parent, file.interval, file.first): file for file in sound}
+            groups = []
+            for file in sound:
+                neighbour = place.get((file.table, file.path.parent, file.interval, file.last + 1))
+                if neighbour is not None or file.path not in self._incompressible:
+                    groups.append([file] if neighbour is None else [file, neighbour])
+            if groups:
+                return min(groups, key=lambda group: group[0].interval)
+        return []
+
+    # ------------------------------------------------------------------ rewriting
+
+    def _rewrite(self, group: list[DataFile]) -> None:
+        """Replace files by one with every second step."""
+        first, last = group[0], group[-1]
+        schema, folder = _TABLES[first.table], first.path.parent
+        tables = []
+        for file in group:
+            try:
+                tables.append(read_table(file.path, schema.names, schema))
+            except UNREADABLE as error:
+                logger.warning("The records in %s cannot be thinned, and remain as they are: %s", file.path, error)
+                self._damaged.add(file.path)
+                return
+        later = [begin for segment, begin in self._begins.items() if segment.name > folder.parent.name]
+        table = every_second_step(pa.concat_tables(tables), min(later, default=MOST_ITERATION))
+        interval = 2 * first.interval
+        path = folder / f"{first.table}-{first.first:04d}-{last.last:04d}-every{interval}{CLOSED}"
+        size = write_table(table, path)
+        for file in group:
+            file.path.unlink(missing_ok=True)
+        files = self._earlier if first in self._earlier else self._writer.closed
+        if size > _NO_GAIN * sum(files[file] for file in group):
+            self._incompressible.add(path)
+        old = list(files.items())
+        files.clear()
+        for file, nbytes in old:
+            if file == first:
+                files[DataFile(first.table, first.first, last.last, interval, path)] = size
+            elif file not in group:
+                files[file] = nbytes
+        self._say_once(
+            "records_thinned",
+            f"The records of rank {self._writer.rank} have reached their limit of {self._limit:,} bytes. Of the oldest"
+            " steps every second one is kept, and the lowest and highest value of each series; the interval doubles"
+            " each time. The latest steps are kept whole. A larger size for records= keeps more.",
+        )
+
+    def _say_once(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._say(kind, text)
+
+
+# ---------------------------------------------------------------------- which rows
+
+Places = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+
+
+def every_second_step(table: pa.Table, end: int) -> pa.Table:
+    """Rows of every second step of each series, and its extremes, sorted by series and iteration.
+
+    The first step of delayed scaling is kept, and is not an extreme.
+
+    Args:
+        table: of :data:`VALUES` or :data:`VECTORS`.
+        end: the iteration from which on a later segment has run again; its rows no longer count, and are dropped.
+    """
+    iterations = table["iteration"].to_numpy()
+    table = table.filter(arrow_array(iterations < end, pa.bool_())).unify_dictionaries()
+    table = table.sort_by([("series", "ascending"), ("iteration", "ascending")]).combine_chunks()
+    if not len(table):
+        return table
+    series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
+    has_values = "value" in table.column_names
+    flags = table["flags"].fill_null(0).to_numpy() if has_values else np.zeros(len(table), np.uint8)
+    kept = (flags & STEP0) != 0
+    kept[_every_second(series, iterations, np.flatnonzero((flags & (EXTREME | STEP0)) == 0))] = True
+    if has_values:
+        extreme = np.zeros(len(table), bool)
+        extreme[_extremes(series, table["value"].to_numpy(), (flags & STEP0) != 0)] = True
+        flags = np.where(extreme & ~kept, flags | EXTREME, flags).astype(np.uint8)
+        kept |= extreme
+        place = table.schema.get_field_index("flags")
+        table = table.set_column(place, table.schema.field(place), arrow_array(flags, pa.uint8()))
+    return table.filter(arrow_array(kept, pa.bool_()))
+
+
+def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int64], rows: Places) -> Places:
+    """Those of some rows whose step is even, in steps of their series: the common divisor of their distances."""
+    if not len(rows):
+        return rows
+    whose, when = series[rows], iterations[rows]
+    begins = np.flatnonzero(np.diff(whose, prepend=-1))
+    distances = np.diff(when, prepend=0)
+    distances[begins] = 0
+    steps = np.repeat(np.gcd.reduceat(distances, begins), np.diff(np.append(begins, len(rows))))
+    found: Places = rows[(steps == 0) | (when // np.maximum(steps, 1) % 2 == 0)]
+    return found
+
+
+def _extremes(series: npt.NDArray[np.int32], values: npt.NDArray[np.float64], first_step: Mask) -> Places:
+    """The rows with the lowest, the highest and the first non-finite value of each series."""
+    finite = np.isfinite(values)
+    begins = np.flatnonzero(np.diff(series, prepend=-1))
+    counts = np.diff(np.append(begins, len(series)))
+    found = [_first_of_each(series, np.flatnonzero(~finite))]
+    for signed in (values, -values):
+        ranked = np.where(finite & ~first_step, signed, np.inf)
+        lowest = np.repeat(np.minimum.reduceat(ranked, begins), counts)
+        found.append(_first_of_each(series, np.flatnonzero((ranked == lowest) & (ranked < np.inf))))
+    return np.concatenate(found)
+
+
+def _first_of_each(series: npt.NDArray[np.int32], rows: Places) -> Places:
+    return rows[np.unique(series[rows], return_index=True)[1]]
