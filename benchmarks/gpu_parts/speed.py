@@ -1,8 +1,8 @@
 """Expected times of matrix products beside measured ones, and advice that is applied and measured.
 
 The expected times are those of ``te-precision speed`` for this GPU, the measured ones those of ``--calibrate``: BF16 by
-torch, low precision by the forward of ``te.Linear``, which casts both operands. On a CPU the same code runs on the
-reference backend, and the expected times beside it are those of an H200.
+torch, low precision by Transformer Engine's GEMM and its casts, for the three GEMMs of a linear layer. On a CPU the
+same code runs on the reference backend, and the expected times beside it are those of an H200.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import torch
 
 from gpu_parts.rows import Rows, Settings, run_part
 from te_precision_callbacks.speed import Device, Shape, SpeedError, device_named, device_reported
-from te_precision_callbacks.speed.calibrating import calibrate
-from te_precision_callbacks.speed.calibration import Calibration
-from te_precision_callbacks.speed.expected import ProductTime, expected, products_of_shapes
+from te_precision_callbacks.speed.calibration import Calibration, calibrate
+from te_precision_callbacks.speed.expected import ProductTime, expected, products_of_shapes, with_recipes
 
 LARGE = ("15872x4096x12288", "15872x4096x4096", "15872x4096x16384", "15872x16384x4096", "4096x1024x256")
 """Those of Transformer Engine's tutorial, and one that is too small to gain."""
@@ -37,9 +36,9 @@ def check(settings: Settings, rows: Rows) -> None:
             continue
         with rows.of(recipe):
             products = products_of_shapes(shapes, recipe)
-            modeled = expected(products, recipe, device, plan="benchmark")
-            table = calibrate(modeled, plan="benchmark", device=settings.device.type, table=table)
-            measured = expected(products, recipe, device, plan="benchmark", table=table)
+            modeled = expected(products, recipe, device)
+            table = calibrate(with_recipes(products, recipe), device=settings.device.type, table=table)
+            measured = expected(products, recipe, device, table=table)
             found[recipe] = measured
             _beside(rows, modeled, measured, settings.backend_note)
     _advice(rows, found)
@@ -55,7 +54,7 @@ def _device(settings: Settings, rows: Rows) -> Device:
 
 def _beside(rows: Rows, modeled: list[ProductTime], measured: list[ProductTime], note: str) -> None:
     for model, one in zip(modeled, measured, strict=True):
-        name = f"{one.recipe}, {one.shape}"
+        name = f"{one.recipe}, {one.layer}, {one.gemm}"
         if one.source != "calibrated":
             rows.left_out(f"{name}: measured", "the GEMM did not run")
             continue
@@ -73,10 +72,10 @@ def _advice(rows: Rows, found: dict[str, list[ProductTime]]) -> None:
     for a, b in zip(current, delayed, strict=False):
         if a.source == b.source == "calibrated":
             saved = a.low_ms - b.low_ms
-            rows.measured(f"{a.shape}: delayed instead of current scaling saves", saved, "ms a call")
+            rows.measured(f"{a.layer}, {a.gemm}: delayed instead of current scaling saves", saved, "ms a call")
     for one in current:
         if one.source == "calibrated" and one.verdict == "slower":
-            rows.measured(f"{one.shape}: kept in BF16 saves", one.low_ms - one.high_ms, "ms a call")
+            rows.measured(f"{one.layer}, {one.gemm}: kept in BF16 saves", one.low_ms - one.high_ms, "ms a call")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import RECIPES, Observe
 from te_precision_callbacks.check.accelerate_conversion import Conversion, Converted
-from te_precision_callbacks.speed.command import Calibrate, DeviceName, PlanName, TableFile, call_plan, speed_of_step
+from te_precision_callbacks.speed.command import Calibrate, DeviceName, TableFile, speed_of_step
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from te_precision_callbacks.check.checked_model import CheckedModel
     from te_precision_callbacks.config import Config
     from te_precision_callbacks.config.early_steps import EarlySteps
-    from te_precision_callbacks.speed.costs import CallPlan
     from te_precision_callbacks.speed.devices import Device
     from te_precision_callbacks.speed.estimate import StepSpeed
 
@@ -137,7 +136,6 @@ def check_command(
         typer.Option("--speed", help="Also print what low precision saves, expected for the GPU of --device."),
     ] = False,
     device: DeviceName = None,
-    plan: PlanName = None,
     calibrate: Calibrate = False,
     table: TableFile = None,
     as_json: Json = False,
@@ -165,7 +163,7 @@ def check_command(
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
     if cached_weights and not memory:
         raise typer.BadParameter("it is for the plan of memory; give --memory, too", param_hint="--cached-weights")
-    of_speed = {"--device": device, "--plan": plan, "--calibrate": calibrate or None, "--table": table}
+    of_speed = {"--device": device, "--calibrate": calibrate or None, "--table": table}
     for name, each in of_speed.items():
         if each is not None and not speed:
             raise typer.BadParameter("it is for expected times; give --speed, too", param_hint=name)
@@ -198,7 +196,6 @@ def check_command(
     target = None if device is None else device_named(device)
     if target is not None and recipe is not None and recipe in RECIPES:
         target.check_recipe(recipe)  # which says what to do for this device
-    calls = call_plan(plan, "training")
     with gathered_warnings() as more, without_collections():
         checked, made_on, converted = _checked(
             model,
@@ -216,7 +213,7 @@ def check_command(
             capability=None if target is None else target.capability,
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
-    expected = None if target is None else _speed(checked, target, calls, calibrate=calibrate, table=table)
+    expected = None if target is None else _speed(checked, target, calibrate=calibrate, table=table)
     if as_json:
         planned = plan_as_json(checked, model, made_on, batch, converted)
         also = {} if expected is None else {"speed": expected.as_json()}
@@ -348,7 +345,7 @@ def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 @without_collections()
-def _speed(checked: CheckedModel, device: Device, plan: CallPlan, *, calibrate: bool, table: Path | None) -> StepSpeed:
+def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Path | None) -> StepSpeed:
     """What is expected of the planned step."""
     from te_precision_callbacks.layers.folding import folded
     from te_precision_callbacks.speed.errors import SpeedError
@@ -367,7 +364,7 @@ def _speed(checked: CheckedModel, device: Device, plan: CallPlan, *, calibrate: 
         names = ", ".join(folded(checked.attention, most=8))
         notes.append(f"Times do not include attention ({names}), which depends on sequence lengths. Give --batch.")
     step = Step(checked.coverage, checked.recipe, notes=tuple(notes))
-    return speed_of_step(step, device, plan=plan, recipe=None, calibrate=calibrate, table=table)
+    return speed_of_step(step, device, recipe=None, calibrate=calibrate, table=table)
 
 
 def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torch.nn.Module, str, Converted | None]:

@@ -17,8 +17,7 @@ from te_precision_callbacks.check.checked_model import CheckedModel
 from te_precision_callbacks.check.rows import PlannedLayers, rows
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.speed.memory.printing import as_json as memory_as_json
-from te_precision_callbacks.speed.memory.printing import show as show_memory
+from te_precision_callbacks.speed.memory.rows import show as show_memory
 
 _INDENT = 2
 _MOST_NAMES = 8
@@ -141,5 +140,5 @@ def as_json(
         "not_reached": checked.not_reached,
         "findings": checked.findings,
         "notes": checked.notes,
-        "memory": None if checked.memory is None else memory_as_json(checked.memory),
+        "memory": checked.memory,
     }

@@ -487,8 +487,7 @@ class _Reader:
                 gemms += _renumber(tables, layers, gemms)
                 for name, table in tables.items():
                     found[name].append(table)
-        for name in ("states", "memory"):
-            found[name] = [table for table in found[name] if len(table)][-1:] or found[name][:1]
+        found["states"] = [table for table in found["states"] if len(table)][-1:] or found["states"][:1]
         return {name: pa.concat_tables(tables).combine_chunks() for name, tables in found.items()}
 
     def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:

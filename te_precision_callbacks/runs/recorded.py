@@ -24,7 +24,6 @@ import pyarrow.compute as pc
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs.errors import UnknownSubjectError, it_has
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.runs.tables import MEMORY
 
 _SELECTED = ("layer", "tensor", "statistic", "gemm", "scope", "rank")
 
@@ -180,7 +179,7 @@ class RecordedRun:
         source: who has written it.
         run_id: the run.
         segments: its process starts, in order.
-        layers, gemms, operands, states, plan, memory: facts, of all ranks and segments: tables of
+        layers, gemms, operands, states, plan: facts, of all ranks and segments: tables of
             :mod:`te_precision_callbacks.runs.tables`, empty where the source has none.
         series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` counts from 0 and is the row's number.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
@@ -208,7 +207,6 @@ class RecordedRun:
     read_vectors: Callable[[list[int] | None], pa.Table] = field(repr=False)
     said: Notes = field(default_factory=Notes, repr=False)
     thinned: tuple[Thinned, ...] = ()
-    memory: pa.Table = field(default_factory=MEMORY.empty_table)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -133,6 +133,7 @@ class RecordSink(EventSink):
         """Begin to write."""
         self._run = self._info = run
         self._put(Event("segment_started", f"Debug iteration {run.start_iteration} is next.", run.start_iteration))
+        self._thread.hurry()  # a process that is killed soon leaves a run, and not an earlier one as the last
 
     def put_facts(self, facts: Facts) -> None:
         """Write facts, which replace the earlier ones."""
@@ -197,9 +198,9 @@ class RecordSink(EventSink):
     def _take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
             if self.place is None:
-                # Without a step no run is made of that alone, nor of what a trainer logs at its end. So no rank waits
-                # for one.
-                if isinstance(job, Scalars) or not _is_content(job):
+                # Without a step no run is made of that alone, nor of what a trainer logs at its end, so no rank waits
+                # for one; unless an earlier run would be taken for this one.
+                if isinstance(job, Scalars) or not (_is_content(job) or self._runs.is_dir()):
                     self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
                     return True
                 if self._info.rank == 0:

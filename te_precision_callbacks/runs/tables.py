@@ -181,25 +181,12 @@ PLAN = pa.schema(
 )
 """What a feature of the config does with a layer."""
 
-MEMORY = pa.schema(
-    [
-        ("layer", pa.string()),  # empty for what all layers share
-        ("kind", pa.string()),  # as speed.memory.rows.KINDS
-        ("what", pa.string()),  # the tensor
-        ("lives", pa.string()),  # always, to_backward, in_backward
-        ("low", pa.int64()),  # planned bytes in the layer's precision
-        ("high", pa.int64()),  # planned bytes in high precision
-    ]
-)
-"""Planned memory of the layers of a rank, as it was last."""
-
 FACTS: Mapping[str, pa.Schema] = {
     "layers": LAYERS,
     "gemms": GEMMS,
     "operands": OPERANDS,
     "states": STATES,
     "plan": PLAN,
-    "memory": MEMORY,
 }
 """The files of facts, ``<name>.parquet``, of a segment. They are replaced whole."""
 

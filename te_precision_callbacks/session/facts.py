@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -27,7 +26,6 @@ from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.idle import why_gemm_error_not_due
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
-from te_precision_callbacks.coverage.history import in_precision
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
     computes_in_float16,
@@ -45,7 +43,6 @@ from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.resume import versions
 from te_precision_callbacks.sinks.step_records import Event, LayerInfo
-from te_precision_callbacks.speed.memory.planned import memory_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +72,6 @@ class RunFacts:
         self._rests_until = 0.0
         self._machine: Row | None = None
         self._told_until: int | None = None
-        self._memory_failed = False
         self._has_ended = False
 
     def changed(self, *, at_last: bool = False) -> bool:
@@ -110,7 +106,6 @@ class RunFacts:
             "operands": operands,
             "states": self._states(),
             "plan": list(self._plan(infos)),
-            "memory": self._memory(),
         }
         now = time.perf_counter()
         self._rests_until = now + (now - begun) / MOST_SHARE
@@ -337,22 +332,6 @@ class RunFacts:
             for last in counted
             for row in last.state
         ]
-
-    def _memory(self) -> list[Row]:
-        """The planned memory of the layers; empty if it cannot be planned."""
-        counted = self._results.coverage.spans()[-1:]
-        if not counted:
-            return []
-        spans = [entry for entry in self._results.audit.spans() if entry.until is None]
-        products = in_precision(counted[0].products, counted[0].layers, spans, self._results.unconverted)
-        try:
-            memory = memory_of_run(self._model.model, self._model.layers.modules, products)
-        except Exception as error:
-            if not self._memory_failed:
-                self._memory_failed = True
-                logger.warning("The memory of the layers is not recorded: %s: %s", type(error).__name__, error)
-            return []
-        return [dataclasses.asdict(row) for row in memory]
 
     def _plan(self, infos: Sequence[LayerInfo]) -> Iterator[Row]:
         sections = {section.name: section for section in self._options.config.enabled_sections}

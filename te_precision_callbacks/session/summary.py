@@ -131,8 +131,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[RenderableType]:
 
 
 def write_summary(session: Results, coverage: Coverage, other_steps: Sequence[str]) -> None:
-    """Write the summary of a session into the file in its log folder, before those of earlier runs there; does nothing
-    if no matrix product has run.
+    """Write the summary of a session into the file in its log folder, before those of earlier runs there.
 
     Args:
         session: the session.
@@ -143,8 +142,6 @@ def write_summary(session: Results, coverage: Coverage, other_steps: Sequence[st
         OSError: the file cannot be written.
     """
     precision = session.precision
-    if not precision and not coverage:
-        return
     console = Console(file=io.StringIO(), width=_FILE_WIDTH, color_system=None)
     console.print(f"Summary of {datetime.now():%Y-%m-%d %H:%M:%S}, at iteration {session.iteration}\n", highlight=False)
     console.print(_summary(session, precision, coverage, other_steps))

@@ -1,27 +1,41 @@
-"""Times of a model's own shapes, measured on the device: the table, and its file.
+"""Times of a model's own shapes, measured on the device as Transformer Engine runs them.
 
+    table = calibrate(with_recipes(products, recipes))     # with CUDA events
+    table.write(Path("speed_calibration.json"))
     table = Calibration.read(Path("speed_calibration.json"))
     expected(products, recipes, device, table=table)   # its times first, the model's where it has none
 
-Four kinds of times: ``high``, a GEMM in BF16; ``gemm``, a GEMM of quantized operands; ``cast``, the quantizer of an
-operand in the directions that its GEMMs read; ``call``, a forward that casts both operands.
+Three kinds of times: ``high`` is ``torch.matmul`` in BF16, ``gemm`` Transformer Engine's GEMM of quantized operands,
+and ``cast`` the quantizer of an operand in the directions that its GEMMs read. On a CPU the same code runs on the
+reference backend, with the clock of the CPU: its times say nothing about a GPU, and are never used for one.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
-from dataclasses import dataclass, field
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from te_precision_callbacks.base.vocabulary import OperandName
-from te_precision_callbacks.speed.costs import Cost, Shape
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
+from te_precision_callbacks.coverage.coverage import Product
+from te_precision_callbacks.speed.costs import Shape, cast_users, operand_sizes, shape_of
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.errors import CalibrationError, why_unreadable
 
-VERSION = 1
+logger = logging.getLogger(__name__)
+
 DEFAULT_FILE = Path("speed_calibration.json")
+
+_REPEATS, _CALLS = 7, 10
+"""The measurements of a time, and the calls of each of them."""
 
 
 class Time(NamedTuple):
@@ -43,42 +57,18 @@ class Calibration:
     Attributes:
         device: what ``torch.cuda.get_device_name`` says of it; ``cpu`` for the reference backend.
         versions: of torch and Transformer Engine.
-        times: what was measured -> its time. The keys are ``high SHAPE``, ``gemm RECIPE SHAPE``, ``call RECIPE SHAPE``,
-            and ``cast RECIPE OPERAND ROWSxCOLUMNS DIRECTIONS``.
+        times: what was measured -> its time. The keys are those of :func:`high_key`, :func:`gemm_key` and
+            :func:`cast_key`.
     """
 
     device: str
     versions: dict[str, str] = field(default_factory=dict)
     times: dict[str, Time] = field(default_factory=dict)
 
-    def high_ms(self, shape: Shape) -> float | None:
-        """A GEMM in BF16, in milliseconds; None if it was not measured."""
-        return self._ms(high_key(shape))
-
-    def gemm(self, shape: Shape, recipe: str) -> Cost | None:
-        """A GEMM of operands that were quantized before; None if it was not measured."""
-        ms = self._ms(gemm_key(shape, recipe))
-        return None if ms is None else Cost(ms)
-
-    def call(self, shape: Shape, recipe: str) -> Cost | None:
-        """A forward that casts both operands; what its GEMM does not take are casts. None if it was not measured."""
-        ms = self._ms(call_key(shape, recipe))
-        if ms is None:
-            return None
-        kernel = self._ms(gemm_key(shape, recipe))
-        return Cost(ms) if kernel is None or kernel > ms else Cost(kernel, ms - kernel)
-
-    def cast(
-        self, recipe: str, operand: OperandName, rows: int, columns: int, directions: tuple[bool, bool]
-    ) -> Cost | None:
-        """The cast of an operand; None if it was not measured."""
-        ms = self._ms(cast_key(recipe, operand, rows, columns, directions))
-        return None if ms is None else Cost(0.0, ms)
-
-    def spread(self, shape: Shape, recipe: str) -> float:
-        """The relative standard deviation of a speed-up, from those of the times that it is made of."""
-        keys = high_key(shape), gemm_key(shape, recipe), call_key(shape, recipe)
-        return math.hypot(*(self.times[key].spread for key in keys if key in self.times))
+    def ms(self, key: str) -> float | None:
+        """Return a time in milliseconds; None if it was not measured."""
+        found = self.times.get(key)
+        return None if found is None else found.ms
 
     def check_device(self, device: Device) -> None:
         """Check that the times are of a device.
@@ -92,25 +82,16 @@ class Calibration:
                 " there with --calibrate, or leave out --table."
             )
 
-    def _ms(self, key: str) -> float | None:
-        found = self.times.get(key)
-        return None if found is None else found.ms
-
     def write(self, path: Path) -> None:
         """Write the table as JSON, in place of the file.
 
         Raises:
             CalibrationError: it cannot be written.
         """
-        content = {
-            "version": VERSION,
-            "device": self.device,
-            "versions": self.versions,
-            "times": {key: {"ms": one.ms, "spread": one.spread} for key, one in self.times.items()},
-        }
+        times = {key: measured._asdict() for key, measured in self.times.items()}
         try:
             new = path.with_name(f".{path.name}.new")
-            new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            new.write_text(json.dumps({**asdict(self), "times": times}, indent=1) + "\n", encoding="utf-8")
             new.replace(path)
         except OSError as error:
             raise CalibrationError(f"The measured times cannot be written to {path}: {error}") from None
@@ -120,7 +101,7 @@ class Calibration:
         """Read a table.
 
         Raises:
-            CalibrationError: it cannot be read, or is no such table.
+            CalibrationError: it cannot be read, or is not such a table.
         """
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
@@ -128,16 +109,11 @@ class Calibration:
             why = why_unreadable(error)
             raise CalibrationError(f"The table of measured times {path} cannot be read: {why}.") from None
         try:
-            version = read["version"]
             times = {key: Time(float(one["ms"]), float(one["spread"])) for key, one in read["times"].items()}
             found = cls(str(read["device"]), dict(read["versions"]), times)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             why = f"field {error.args[0]} is missing" if isinstance(error, KeyError) else "a field has a wrong type"
             raise CalibrationError(f"{path} is no table of measured times, which --calibrate writes: {why}.") from None
-        if version != VERSION:
-            raise CalibrationError(
-                f"{path} has version {version!r}, and this package reads {VERSION}. Measure it again."
-            )
         wrong = next((key for key, one in times.items() if not (0 < one.ms < math.inf and one.spread >= 0)), None)
         if wrong is not None:
             raise CalibrationError(f"{path}: the time of {wrong!r} is {times[wrong]}. Measure it again.")
@@ -145,21 +121,150 @@ class Calibration:
 
 
 def high_key(shape: Shape) -> str:
-    """The key of a GEMM in BF16."""
+    """Return the key of a GEMM in BF16."""
     return f"high {shape}"
 
 
 def gemm_key(shape: Shape, recipe: str) -> str:
-    """The key of a GEMM of quantized operands."""
+    """Return the key of a GEMM of quantized operands."""
     return f"gemm {recipe} {shape}"
 
 
-def call_key(shape: Shape, recipe: str) -> str:
-    """The key of a forward that casts both operands."""
-    return f"call {recipe} {shape}"
-
-
 def cast_key(recipe: str, operand: str, rows: int, columns: int, directions: tuple[bool, bool]) -> str:
-    """The key of a cast."""
+    """Return the key of a cast in the directions rowwise and columnwise."""
     words = [word for word, wanted in zip(("rowwise", "columnwise"), directions, strict=True) if wanted]
     return f"cast {recipe} {operand} {rows}x{columns} {'+'.join(words)}"
+
+
+def calibrate(
+    products: Iterable[tuple[Product, str]],
+    *,
+    device: str = "cuda",
+    table: Calibration | None = None,
+    report: Callable[[str, int, int], None] | None = None,
+) -> Calibration:
+    """Measure the times of products that a table does not have yet.
+
+    Args:
+        products: products with their recipes, as :func:`~te_precision_callbacks.speed.expected.with_recipes` returns
+            them.
+        device: ``cuda``, or ``cpu`` for the reference backend.
+        table: the table to add to; None for a new one.
+        report: called before each measurement with its key, its number, and how many there are.
+
+    Raises:
+        CalibrationError: there is no such device here, or the table is of another one.
+    """
+    from te_precision_callbacks import reference
+
+    reference.install_where_needed()
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CalibrationError(
+            "--calibrate measures on a GPU, and torch finds none here. Run it on the machine of the training, and carry"
+            f" the table ({DEFAULT_FILE}) over."
+        )
+    import transformer_engine
+    import transformer_engine.pytorch
+
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name()
+    versions = {"torch": torch.__version__, "transformer_engine": transformer_engine.__version__}
+    found = Calibration(name, versions) if table is None else table
+    if found.device != name:
+        raise CalibrationError(f"The table has times of {found.device!r}, and this is {name!r}. Choose another file.")
+    wanted = {key: make for key, make in _wanted(products, device).items() if key not in found.times}
+    for number, (key, make) in enumerate(wanted.items(), 1):
+        if report is not None:
+            report(key, number, len(wanted))
+        try:
+            found.times[key] = _time_of(make(), device)
+        except (RuntimeError, AssertionError, ValueError, PrecisionDebugError) as error:  # a shape that a GEMM refuses
+            text = str(error).partition("\n")[0]
+            logger.warning("%s was not measured, so the model's time is taken: %s", key, text)
+    return found
+
+
+def _time_of(run: Callable[[], object], device: str) -> Time:
+    """Return the time of a call on a device, with all that it launches."""
+    import torch
+
+    run()
+    found = []
+    for _ in range(_REPEATS):
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            run()  # the GPU is busy with it while the timed calls are launched
+            start.record()
+            for _ in range(_CALLS):
+                run()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / _CALLS)
+        else:
+            begun = time.perf_counter()
+            run()
+            found.append((time.perf_counter() - begun) * 1e3)
+    median = statistics.median(found)
+    return Time(median, statistics.stdev(found) / median if median else 0.0)
+
+
+def _wanted(products: Iterable[tuple[Product, str]], device: str) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Return the keys to measure -> what makes the function to time."""
+    found: dict[str, Callable[[], Callable[[], object]]] = {}
+    low: dict[str, dict[str, tuple[Shape, str]]] = {}
+    for product, recipe in products:
+        shape = shape_of(product)
+        if product.batch > 1 or product.gemm not in GEMMS:
+            continue
+        found.setdefault(high_key(shape), functools.partial(_matmul, shape, device))
+        if recipe in RECIPES:
+            found.setdefault(gemm_key(shape, recipe), functools.partial(_gemm, shape, recipe, device))
+            low.setdefault(product.layer, {})[product.gemm] = shape, recipe
+    for of_layer in low.values():
+        for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in of_layer.items()}):
+            shape, recipe = of_layer[first]
+            of = recipe, operand, *operand_sizes(operand, first, shape), directions
+            found.setdefault(cast_key(*of), functools.partial(_cast, *of, device))
+    return found
+
+
+def _matmul(shape: Shape, device: str) -> Callable[[], object]:
+    import torch
+
+    a, b = (torch.randn(*sizes, dtype=torch.bfloat16, device=device) for sizes in (shape[:2], shape[1:3]))
+    return lambda: torch.matmul(a, b)
+
+
+def _quantizer(recipe: str, operand: str, directions: tuple[bool, bool]) -> Any:
+    """Return the quantizer that a te.Linear has for an operand under a recipe, with the recipe's defaults."""
+    from transformer_engine.common import recipe as recipes
+    from transformer_engine.pytorch.quantization import RecipeState
+
+    made = getattr(recipes, RECIPES[recipe].recipe_class)()
+    mode, count = ("backward", 1) if operand == "gradient" else ("forward", 2)
+    quantizers = RecipeState.create(made, mode=mode, num_quantizers=count).make_quantizers()
+    quantizer = quantizers[1 if operand == "weight" else 0]
+    quantizer.set_usage(rowwise=directions[0], columnwise=directions[1])
+    return quantizer
+
+
+def _cast(
+    recipe: str, operand: str, rows: int, columns: int, directions: tuple[bool, bool], device: str
+) -> Callable[[], object]:
+    import torch
+
+    quantizer = _quantizer(recipe, operand, directions)
+    tensor = torch.randn(rows, columns, dtype=torch.bfloat16, device=device)
+    return lambda: quantizer(tensor)
+
+
+def _gemm(shape: Shape, recipe: str, device: str) -> Callable[[], object]:
+    import torch
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    weight, activation = (
+        _quantizer(recipe, operand, (True, False))(torch.randn(*sizes, dtype=torch.bfloat16, device=device))
+        for operand, sizes in (("weight", (shape.n, shape.k)), ("activation", (shape.m, shape.k)))
+    )
+    return lambda: general_gemm(weight, activation, out_dtype=torch.bfloat16, layout="TN")

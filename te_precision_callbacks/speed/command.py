@@ -25,7 +25,6 @@ from te_precision_callbacks.base.terminal import Json, Run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from te_precision_callbacks.speed.costs import CallPlan
     from te_precision_callbacks.speed.devices import Device
     from te_precision_callbacks.speed.estimate import Step, StepSpeed
     from te_precision_callbacks.speed.recorded import RunSpeed
@@ -41,19 +40,6 @@ DeviceName = Annotated[
     ),
 ]
 """The option of commands that expect times."""
-
-PlanName = Annotated[
-    str | None,
-    typer.Option(
-        "--plan",
-        metavar="PLAN",
-        help="training: fprop, dgrad and wgrad of each linear layer; operands are cast once for their GEMMs, weights"
-        " once a step. benchmark: each product casts both operands; of --shapes only fprop counts. The default is"
-        " benchmark for --shapes, and training otherwise.",
-    ),
-]
-"""The option of how often operands are cast."""
-
 
 Calibrate = Annotated[
     bool,
@@ -94,7 +80,6 @@ def speed_command(
         ),
     ] = None,
     device: DeviceName = None,
-    plan: PlanName = None,
     calibrate: Calibrate = False,
     table: TableFile = None,
     trace: Annotated[
@@ -111,13 +96,16 @@ def speed_command(
 ) -> None:
     """Show where low precision saves time, where it does not, and what to do: for a GPU that need not be here."""
     if path is None and shapes is None and trace is not None:
-        expecting = {"--recipe": recipe, "--device": device, "--plan": plan, "--table": table}
+        expecting = {"--recipe": recipe, "--device": device, "--table": table}
         for name, value in (expecting | {"--calibrate": calibrate or None}).items():
             if value is not None:
                 raise typer.BadParameter(
                     "it is for expected times; give the log folder of the run, too", param_hint=name
                 )
-        _show_trace(trace, as_json=as_json)
+        from te_precision_callbacks.speed.recorded import RunSpeed
+        from te_precision_callbacks.speed.trace import measure, read_trace
+
+        _show(RunSpeed(measured=measure(read_trace(trace))), as_json=as_json)
         return
     if path is not None and shapes is not None:
         raise typer.BadParameter("both a run and --shapes were given; give one of the two", param_hint="RUN")
@@ -125,13 +113,12 @@ def speed_command(
         raise typer.BadParameter("give the log folder of a run, --shapes, or --trace", param_hint="RUN")
     if path is None and trace is not None:
         raise typer.BadParameter("a trace has no shapes to expect times of; give one of the two", param_hint="--trace")
-    calls = call_plan(plan, "training" if shapes is None else "benchmark")
 
     def expect(step: Step, chosen: Device) -> StepSpeed:
-        return speed_of_step(step, chosen, plan=calls, recipe=recipe, calibrate=calibrate, table=table)
+        return speed_of_step(step, chosen, recipe=recipe, calibrate=calibrate, table=table)
 
     if path is None:
-        _show_shapes(str(shapes), recipe, device, calls, expect, as_json=as_json)
+        _show_shapes(str(shapes), recipe, device, expect, as_json=as_json)
         return
     from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.speed.recorded import run_speed
@@ -139,15 +126,10 @@ def speed_command(
     recorded, told = chosen_run(path, run)
     if told:
         terminal.show_text(told, err=as_json)
-    _show(run_speed(recorded, expect, device=device, trace=trace), as_json=as_json)
-
-
-def _show_trace(trace: Path, *, as_json: bool) -> None:
-    """Print what a step took in a trace whose run is not known."""
-    from te_precision_callbacks.speed.recorded import RunSpeed
-    from te_precision_callbacks.speed.trace import measure, read_trace
-
-    _show(RunSpeed(None, measure(read_trace(trace)), (), ()), as_json=as_json)
+    known = run_speed(recorded, expect, device=device, trace=trace)
+    if known.why_not is not None and known.measured is None:
+        raise type(known.why_not)(" ".join([str(known.why_not), *known.notes[:-1]]))
+    _show(known, as_json=as_json)
 
 
 def _show(known: RunSpeed, *, as_json: bool) -> None:
@@ -163,12 +145,11 @@ def _show_shapes(
     shapes: str,
     recipe: str | None,
     device: str | None,
-    plan: CallPlan,
     expect: Callable[[Step, Device], StepSpeed],
     *,
     as_json: bool,
 ) -> None:
-    """Print what is expected of shapes, without a run."""
+    """Print what is expected of linear layers, without a run."""
     if device is None:
         raise typer.BadParameter("shapes need a device, such as --device h200", param_hint="--device")
     if recipe is None:
@@ -182,38 +163,20 @@ def _show_shapes(
 
     chosen = device_named(device)
     chosen.check_recipe(recipe)
-    parsed = dict.fromkeys(Shape.parse(text) for text in shapes.split(","))
-    products = Coverage(products_of_shapes(list(parsed), recipe, plan=plan))
-    notes = tuple(notes_of_shapes(parsed, recipe, chosen, plan))
-    speed = expect(Step(products, dict.fromkeys(map(str, parsed), recipe), notes=notes), chosen)
+    parsed = list(dict.fromkeys(Shape.parse(text) for text in shapes.split(",")))
+    notes = tuple(notes_of_shapes(parsed, recipe, chosen))
+    speed = expect(Step(Coverage(products_of_shapes(parsed, recipe)), recipe, notes=notes), chosen)
     if as_json:
         terminal.show_json(speed.as_json())
     else:
-        show_times(speed.times, speed.total, speed.device, speed.plan)
+        show_times(speed)
         terminal.show_notes(speed.notes)
-
-
-def call_plan(name: str | None, default: CallPlan) -> CallPlan:
-    """The plan of calls by its name.
-
-    Raises:
-        SpeedError: there is no such plan.
-    """
-    from te_precision_callbacks.config.problems import suggestion
-    from te_precision_callbacks.speed.costs import CALL_PLANS
-    from te_precision_callbacks.speed.errors import SpeedError
-
-    found = next((each for each in CALL_PLANS if each == (name or default)), None)
-    if found is None:
-        raise SpeedError(f"There is no plan {name!r}.{suggestion(str(name), CALL_PLANS)}")
-    return found
 
 
 def speed_of_step(
     step: Step,
     device: Device,
     *,
-    plan: CallPlan,
     recipe: str | None,
     calibrate: bool = False,
     table: Path | None = None,
@@ -224,21 +187,21 @@ def speed_of_step(
         SpeedError: as from :func:`~te_precision_callbacks.speed.estimate.estimate_step`.
         CalibrationError: the table cannot be used, or nothing can be measured here.
     """
-    from te_precision_callbacks.speed import calibrating, calibration
+    from te_precision_callbacks.speed import calibration
     from te_precision_callbacks.speed.estimate import estimate_step
-    from te_precision_callbacks.speed.expected import expected
+    from te_precision_callbacks.speed.expected import with_recipes
 
     file = table if table is not None or not calibrate else calibration.DEFAULT_FILE
     measured = None
     if file is not None and (file.exists() or not calibrate):
         measured = calibration.Calibration.read(file)
     if calibrate and file is not None:
-        times = expected(step.coverage, step.recipes, device, plan=plan)
-        measured = calibrating.calibrate(times, plan=plan, table=measured, report=_progress)
+        products = with_recipes(step.coverage, step.recipes)
+        measured = calibration.calibrate(products, table=measured, report=_progress)
         measured.write(file)
     if measured is not None:
         measured.check_device(device)
-    return estimate_step(step, device, plan=plan, recipe=recipe or "", table=measured)
+    return estimate_step(step, device, recipe=recipe or "", table=measured)
 
 
 def _progress(what: str, number: int, of: int) -> None:

@@ -3,8 +3,8 @@
     shape = Shape.parse("15872x4096x12288")       # tokens x in x out: m, k and n
     device = device_named("b300")
     high_ms(shape, device)                        # in BF16
-    cost = call_cost(shape, "fp8_current_scaling", device)      # a forward that casts both operands
-    cost.kernel_ms, cost.cast_ms, cost.launch_ms, cost.low_ms
+    gemm_cost(shape, "fp8_current_scaling", device).low_ms          # a GEMM of quantized operands
+    cast_cost("fp8_current_scaling", "weight", 4096 * 12288, device).low_ms
 
 A kernel takes the time of its operations at a share of the peak, or that of its bytes at a share of the bandwidth,
 whichever is longer, and at least a launch. A cast takes the time of its bytes, and a launch for each of its kernels.
@@ -36,10 +36,11 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, rules, takes_any_layout
 from te_precision_callbacks.base.vocabulary import COLUMNWISE, ONE_SCALE, ROWWISE, GemmName, OperandName
+from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
 from te_precision_callbacks.speed.errors import SpeedError
 
@@ -54,10 +55,6 @@ _BYTES_OF_KERNEL = {HIGH: 2.0, "fp8": 1.0, "fp8_block": 1.0, "mxfp8": 1 + 1 / 32
 
 _LARGEST = 2**31
 """No dimension of a GEMM is larger."""
-
-
-CallPlan = Literal["training", "benchmark"]
-CALL_PLANS: tuple[CallPlan, ...] = get_args(CallPlan)
 
 
 class Shape(NamedTuple):
@@ -97,11 +94,6 @@ class Shape(NamedTuple):
         return cls(m, k, n)
 
     @property
-    def high_bytes(self) -> int:
-        """The bytes of both operands and the result in BF16."""
-        return _HIGH_BYTES * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
-
-    @property
     def operations(self) -> int:
         """Multiplications and additions."""
         return 2 * self.m * self.k * self.n * self.batch
@@ -109,6 +101,11 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         times = f"{self.batch} x " if self.batch > 1 else ""
         return f"{times}{self.m}x{self.k}x{self.n}"
+
+
+def shape_of(product: Product) -> Shape:
+    """Return the shape of a product: m are the rows of the result, which ``Product`` calls n."""
+    return Shape(product.n, product.k, product.m, product.batch)
 
 
 class Cast(NamedTuple):
@@ -121,9 +118,6 @@ class Cast(NamedTuple):
 
     bytes: float
     kernels: int
-
-
-NO_CAST = Cast(0.0, 0)
 
 
 class Cost(NamedTuple):
@@ -176,7 +170,7 @@ def cast_of(
     """
     directions = int(rowwise) + int(columnwise)
     if not directions or not elements:
-        return NO_CAST
+        return Cast(0.0, 0)
     if recipe == "fp8_block_scaling" and capability >= (10, 0):
         recipe = "mxfp8"  # which emulates it there
     if recipe in ONE_SCALE:
@@ -198,10 +192,14 @@ def cast_of(
     )
 
 
-def cast_ms(cast: Cast, recipe: str, device: Device) -> tuple[float, float]:
-    """The time of a cast's bytes, and that of its launches."""
+def cast_cost(
+    recipe: str, operand: OperandName, elements: int, device: Device, *, rowwise: bool = True, columnwise: bool = True
+) -> Cost:
+    """Return the time of a cast: of its bytes and of its launches. The arguments are those of :func:`cast_of`."""
+    cast = cast_of(recipe, operand, elements, device.capability, rowwise=rowwise, columnwise=columnwise)
     fitted = device.fitted
-    return cast.bytes / (device.bandwidth_tbs * 1e9 * fitted.cast[recipe]), cast.kernels * fitted.launch_ms
+    of_bytes = cast.bytes / (device.bandwidth_tbs * 1e9 * fitted.cast[recipe])
+    return Cost(0.0, of_bytes, 0.0, cast.kernels * fitted.launch_ms)
 
 
 @functools.cache
@@ -249,41 +247,6 @@ def gemm_cost(shape: Shape, recipe: str, device: Device) -> Cost:
     kernel = KERNEL_OF_RECIPE[recipe]
     plain = kernel_ms(shape, kernel, device)
     return Cost(plain, padding_ms=kernel_ms(padded(shape, recipe, device.capability), kernel, device) - plain)
-
-
-def call_cost(shape: Shape, recipe: str, device: Device) -> Cost:
-    """The time of a forward that casts both operands, as Transformer Engine's benchmark_gemm.py measures: its input in
-    both directions, for a later wgrad, its weight rowwise alone, since the input needs no gradient."""
-    cost = gemm_cost(shape, recipe, device)
-    for operand, elements, columnwise in (
-        ("activation", shape.m * shape.k, True),
-        ("weight", shape.k * shape.n, False),
-    ):
-        cast = cast_of(recipe, operand, elements * shape.batch, device.capability, columnwise=columnwise)  # type: ignore[arg-type]
-        of_bytes, of_launches = cast_ms(cast, recipe, device)
-        cost = cost.plus(Cost(0.0, of_bytes, 0.0, of_launches))
-    return cost
-
-
-def break_even(device: Device, recipe: str = "fp8_current_scaling", *, products: int = 3) -> float:
-    """The size at which low precision saves as much as its casts take: a lower bound, without launches and without what
-    small shapes lose.
-
-    Args:
-        device: the device, at its own shares of peak and bandwidth.
-        recipe: the recipe.
-        products: 3 for a linear layer that casts its input, weight and gradient once each: the bound is one for
-            1/(1/m + 1/n + 1/k); 1 for a product that casts both operands: the bound is one for 1/(1/m + 1/n).
-
-    With ``c`` bytes an element, a product takes 2mnk/P and its casts take c(mk + kn)/B. What is saved is
-    2mnk(1/P16 - 1/P8). Both are equal where 1/m + 1/n is 2(1/P16 - 1/P8)B/c.
-    """
-    fitted = device.fitted
-    kernel = KERNEL_OF_RECIPE[recipe]
-    peak = device.peak_tflops(kernel) or math.nan
-    saved = products * 2 * (1 / (device.bf16_tflops * fitted.kernel[HIGH]) - 1 / (peak * fitted.kernel[kernel]))
-    both = cast_of(recipe, "activation", 1, device.capability).bytes
-    return both / (saved * device.bandwidth_tbs * fitted.cast[recipe])
 
 
 def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:

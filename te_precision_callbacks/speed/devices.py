@@ -95,7 +95,6 @@ class Device(BaseModel):
         capability: its compute capability.
         bf16_tflops, fp8_tflops, fp4_tflops: peaks in 10^12 operations a second; None: there are no such tensor cores.
         bandwidth_tbs: of its memory, in 10^12 bytes a second.
-        memory_gb: its memory in 10^9 bytes; None if unknown.
         constants: the set of constants.yaml that it takes, or a set of its own.
         sources: what the figures come from.
     """
@@ -110,7 +109,6 @@ class Device(BaseModel):
     fp8_tflops: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     fp4_tflops: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     bandwidth_tbs: float = Field(gt=0, allow_inf_nan=False)
-    memory_gb: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     constants: str | Constants
     sources: dict[str, str] = Field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Prints expected times: tables for the terminal.
+"""Print expected times: tables for the terminal, and a line for other outputs.
 
 show_step(speed)
 """
@@ -6,17 +6,13 @@ show_step(speed)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.speed.advice import Advice
-from te_precision_callbacks.speed.costs import CallPlan
-from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.estimate import StepSpeed
-from te_precision_callbacks.speed.expected import ProductTime, Total, alike, total
-from te_precision_callbacks.speed.memory.printing import show_rows
+from te_precision_callbacks.speed.estimate import StepSpeed, layer_rows
+from te_precision_callbacks.speed.expected import Interval, layers_without_gain
 from te_precision_callbacks.speed.recorded import RunSpeed
 from te_precision_callbacks.speed.trace import show as show_measured
 
@@ -25,49 +21,58 @@ _MOST_NAMES = 4
 
 
 def milliseconds(value: float) -> str:
-    """A time in milliseconds with three digits."""
+    """Format a time in milliseconds with three digits."""
     return "unknown" if math.isnan(value) else f"{value:.3f}" if value < 100 else f"{value:,.0f}"
 
 
-def times_faster(speedup: float, interval: tuple[float, float]) -> str:
-    """A speed-up with its interval: ``1.47 (1.20 to 1.80)``."""
+def times_faster(speedup: float, interval: Interval) -> str:
+    """Format a speed-up with its interval: ``1.47 (1.20 to 1.80)``."""
     if math.isnan(speedup):
         return "unknown"
     return f"{speedup:.2f}" + ("" if math.isnan(interval[0]) else f" ({interval[0]:.2f} to {interval[1]:.2f})")
 
 
-def show_times(times: Sequence[ProductTime], whole: Total, device: Device, plan: CallPlan) -> None:
-    """Print a row for each layer: alike layers are one row, and the GEMMs of a layer share its casts."""
-    terminal.show_text(f"{device.title}, plan {plan}. Expected times, in milliseconds per step.")
-    table = terminal.table(
-        "layer",
-        "tokens x in x out",
-        "recipe",
-        "BF16",
-        "as it runs",
-        "of it casts",
-        "times as fast",
-        "verdict, or why not low",
-    )
-    rows = list(alike(times, by_name=True).values())
-    for layers in rows[:_MOST_ROWS]:
-        one = total(layers[0], device)
-        table.add_row(
-            terminal.cell_lines(folded([each[0].layer for each in layers], most=_MOST_NAMES)),
-            terminal.cell(layers[0][0].sizes),
-            terminal.cell(recipes_in_words(layers[0])),
-            terminal.cell(milliseconds(one.high_ms * len(layers))),
-            terminal.cell(milliseconds(one.low_ms * len(layers)) if one.known else "unknown"),
-            terminal.cell(milliseconds(one.cast_ms * len(layers)) if one.is_low else ""),
-            terminal.cell(times_faster(one.speedup, one.interval) if one.is_low else ""),
-            terminal.cell_lines(dict.fromkeys([*([one.verdict] if one.is_low else []), *reasons_in_words(layers[0])])),
+def in_short(speed: StepSpeed) -> str:
+    """Return the expected speed-up of the matrix products, in one line without a full stop."""
+    whole, where = speed.total, speed.device.title
+    if not whole.is_low:
+        why = "no product with a known cost" if whole.unknown else "no matrix product"
+        return f"no speed-up expected on {where}: {why} runs in low precision"
+    text = f"expected {times_faster(whole.speedup, whole.interval)} times as fast as BF16 on {where}"
+    count = len(layers_without_gain(speed.times))
+    return f"{text}; {many(count, 'layer')} {'gains' if count == 1 else 'gain'} nothing" if count else text
+
+
+def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:
+    """Print a row for each kind of layer, with measured times of layers if there are any."""
+    terminal.show_text(f"{speed.device.title}. Expected times, in milliseconds per step.")
+    columns = ["layer", "tokens x in x out", "recipe", "BF16", "as it runs", "of it casts"]
+    columns += ["measured"] if measured else []
+    table = terminal.table(*columns, "times as fast", "verdict, or why not low")
+    rows = layer_rows(speed, measured)
+    for row in rows[:_MOST_ROWS]:
+        times = row.times
+        cells = [
+            terminal.cell_lines(folded(row.layers, most=_MOST_NAMES)),
+            terminal.cell(", ".join(row.shapes)),
+            terminal.cell(row.recipes),
+            terminal.cell(milliseconds(times.high_ms)),
+            terminal.cell(milliseconds(times.low_ms) if times.known else "unknown"),
+            terminal.cell(milliseconds(times.cast_ms) if times.is_low else ""),
+        ]
+        if measured:
+            cells.append(terminal.cell("" if row.measured_ms is None else milliseconds(row.measured_ms)))
+        faster, verdict = (
+            ([times_faster(times.speedup, times.interval)], [times.verdict]) if times.is_low else ([""], [])
         )
+        table.add_row(*cells, *map(terminal.cell, faster), terminal.cell_lines([*verdict, *row.why]))
     terminal.show(table)
     if rows[_MOST_ROWS:]:
-        left = sum(len(layers) for layers in rows[_MOST_ROWS:])
+        left = sum(len(row.layers) for row in rows[_MOST_ROWS:])
         terminal.show_text(
             f"and {many(len(rows) - _MOST_ROWS, 'more row')} with {many(left, 'layer')}, which --json has."
         )
+    whole = speed.total
     terminal.show_text(
         f"All products: {milliseconds(whole.high_ms)} ms in BF16, {milliseconds(whole.low_ms)} ms as they run:"
         f" {times_faster(whole.speedup, whole.interval)} times as fast"
@@ -75,87 +80,26 @@ def show_times(times: Sequence[ProductTime], whole: Total, device: Device, plan:
     )
 
 
-def recipes_in_words(products: Sequence[ProductTime]) -> str:
-    """The recipe of a layer, or those of its GEMMs."""
-    found = {product.recipe or "none" for product in products}
-    if len(found) == 1:
-        return found.pop()
-    return ", ".join(f"{product.gemm} {product.recipe or 'none'}" for product in products)
-
-
-def reasons_in_words(products: Sequence[ProductTime]) -> list[str]:
-    """Why products of a layer are not in low precision, one for each of them."""
-    found = [product.why for product in products if not product.recipe and product.why]
-    return [*found, *dict.fromkeys(filter(None, map(_mask_in_words, products)))]
-
-
-def _mask_in_words(product: ProductTime) -> str:
-    """How the mask of attention counts; empty for what has none."""
-    if product.family != "attention" or product.mask_share == 1:
-        return ""
-    if product.mask_share is None:
-        return "counted in full: mask unknown"
-    return f"counted at {100 * product.mask_share:.1f} %: causal mask"
-
-
-def show_step(speed: StepSpeed) -> None:
-    """Print what is expected of a step: its products, advice and notes."""
-    show_times(speed.times, speed.total, speed.device, speed.plan)
-    _show_advice(speed.advice)
+def show_step(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:
+    """Print the expected speed of a step: its layers, advice and notes."""
+    show_times(speed, measured)
+    terminal.show_text("")
+    if not speed.advice:
+        terminal.show_text("No change that saves time was found.")
+    for one in speed.advice:
+        around = " to ".join(map(milliseconds, one.interval))
+        note = f"; {one.note}" if one.note else ""
+        terminal.show_text(f"{one.text}; saves {milliseconds(one.saves_ms)} ms per step ({around}){note}", hanging=2)
+        terminal.show_as_it_is(one.patch, indent=4)
     terminal.show_notes(speed.notes)
 
 
 def show_run(known: RunSpeed) -> None:
-    """Print what is known of a run: expected times, measured ones beside them, and memory."""
+    """Print the speed of a run: expected times with measured ones beside them, and the measured step."""
     if known.expected is not None:
-        show_step(known.expected)
-        if known.is_comparable:
-            terminal.show_text("")
-            _show_beside(known, known.expected.times)
+        show_step(known.expected, known.measured_layers)
     if known.measured is not None:
         terminal.show_text("")
         terminal.show_text("Measured in the trace")
         show_measured(known.measured)
-    if known.memory:
-        terminal.show_text("")
-        terminal.show_text("Memory of the layers of a rank, and what they save for the backward")
-        show_rows(known.memory)
     terminal.show_notes(known.notes)
-
-
-def _show_beside(known: RunSpeed, times: Sequence[ProductTime]) -> None:
-    """Print what GEMMs are expected to take, and what they took; alike layers are one row."""
-    table = terminal.table("layer", "GEMM", "expected", "measured", "ratio")
-    for layers in list(alike(times, by_name=True).values())[:_MOST_ROWS]:
-        for same in zip(*layers, strict=True):
-            measured = [known.gemm_ms(one) for one in same]
-            took = sum(ms for ms in measured if ms is not None)
-            expected = sum(_gemm_ms(one) for one, ms in zip(same, measured, strict=True) if ms is not None)
-            seen = any(ms is not None for ms in measured)
-            table.add_row(
-                terminal.cell_lines(folded([one.layer for one in same], most=_MOST_NAMES)),
-                terminal.cell(same[0].gemm),
-                terminal.cell(milliseconds(expected if seen else sum(map(_gemm_ms, same)))),
-                terminal.cell(milliseconds(took) if seen else "not in the trace"),
-                terminal.cell(f"{took / expected:.2f}" if seen and expected > 0 else ""),
-            )
-    terminal.show(table)
-
-
-def _gemm_ms(one: ProductTime) -> float:
-    """What the GEMM alone of a product is expected to take."""
-    return one.low_ms - one.cast_ms
-
-
-def _show_advice(advice: Sequence[Advice]) -> None:
-    terminal.show_text("")
-    if not advice:
-        terminal.show_text("No change that saves time was found.")
-    for one in advice:
-        low, high = one.interval
-        around = (
-            f"{milliseconds(low)} to {milliseconds(high)}" if math.isfinite(low) else f"at most {milliseconds(high)}"
-        )
-        note = f"; {one.note}" if one.note else ""
-        terminal.show_text(f"{one.text}; saves {milliseconds(one.saves_ms)} ms per step ({around}){note}", hanging=2)
-        terminal.show_as_it_is(one.patch, indent=4)

@@ -1,8 +1,8 @@
-"""All that is known of a recorded run's speed and memory: expected times, measured ones, and bytes.
+"""All that is known of a recorded run's speed: expected times and measured ones.
 
     step = step_of_run(open_run("logs"))
     known = run_speed(open_run("logs"), estimate_step, device="h200")
-    known.expected, known.measured, known.memory, known.notes
+    known.expected, known.measured, known.notes
 
 Expected and measured times stand beside each other and are not mixed: the errors of the model are largely the same in
 BF16 and in low precision, so they cancel in an expected speed-up, and would not in one of which one side is measured.
@@ -11,26 +11,26 @@ BF16 and in low precision, so they cancel in an expected speed-up, and would not
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 
+from te_precision_callbacks.base.counts import size
+from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.recorded import other_steps_of_run, recorded_products
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.runs.trace_files import own_traces
 from te_precision_callbacks.speed.devices import Device, device_named, device_reported
-from te_precision_callbacks.speed.errors import DeviceError, SpeedError
+from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import Step, StepSpeed
-from te_precision_callbacks.speed.expected import ProductTime
-from te_precision_callbacks.speed.memory.rows import MemoryRow, by_kind, total
 from te_precision_callbacks.speed.trace import MeasuredStep, TraceError, measure, read_trace
-from te_precision_callbacks.speed.trace import as_json as measured_as_json
 
 
 def step_of_run(run: RecordedRun) -> Step:
@@ -70,14 +70,14 @@ def _which_step(run: RecordedRun) -> str:
     return " ".join([told, changed, *others] if others else [told])
 
 
-def device_of_run(run: RecordedRun, given: Device | str | None) -> Device:
-    """The device that times are expected for: the given one, or that of this name, or that of the run.
+def device_of_run(run: RecordedRun, given: Device | None) -> Device:
+    """Return the device that times are expected for: the given one, or that of the run.
 
     Raises:
         DeviceError: the run names no GPU, one that is not known, or several.
     """
     if given is not None:
-        return device_named(given) if isinstance(given, str) else given
+        return given
     found = list(dict.fromkeys(segment.facts.get("gpu") for segment in run.segments))
     if len(found) > 1:
         names = ", ".join(str(gpu or "no GPU") for gpu in found)
@@ -97,147 +97,108 @@ def device_of_run(run: RecordedRun, given: Device | str | None) -> Device:
     return device
 
 
-_GEMMS = ("gemm", "convolution")
-
-Expect = Callable[[Step, Device], StepSpeed]
-
-
 @dataclass(frozen=True)
 class RunSpeed:
-    """What is known of a run's speed and memory.
+    """The speed of a run.
 
     Attributes:
-        expected: expected times; None for a run without a GPU, if no device was named.
-        measured: what a step took in a trace; None without one.
-        memory: what the layers keep, and save for the backward; empty where it was not recorded.
-        notes: what is not known, and why; what cannot be read of the run comes first.
+        expected: expected times; None if there are none.
+        why_not: the reason why there are none.
+        measured: the times of a step in a trace; None without one.
+        trace: the trace.
+        trace_problem: why the run's own trace gives no times; empty if it does.
+        notes: what else is not known, and why; what cannot be read of the run comes first.
     """
 
-    expected: StepSpeed | None
-    measured: MeasuredStep | None
-    memory: tuple[MemoryRow, ...]
-    notes: tuple[str, ...]
+    expected: StepSpeed | None = None
+    why_not: SpeedError | None = None
+    measured: MeasuredStep | None = None
+    trace: Path | None = None
+    trace_problem: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
-    def is_comparable(self) -> bool:
-        """Whether the measured times are of the device that times are expected for."""
+    def not_compared(self) -> str:
+        """Why measured times do not stand beside expected ones; empty if they do."""
+        if self.expected is None or self.measured is None:
+            return "There are no expected times to compare with measured ones."
+        if self.expected.device.is_called(self.measured.device):
+            return ""
         return (
-            self.expected is not None
-            and self.measured is not None
-            and self.expected.device.is_called(self.measured.device)
+            f"The trace is of {visible(self.measured.device)}. Its times are not comparable with those of"
+            f" {self.expected.device.title}."
         )
 
-    def gemm_ms(self, one: ProductTime) -> float | None:
-        """What the kernels of a product's GEMM took, in milliseconds of a step; None if that was not measured, or not
-        on the device that times are expected for."""
-        return self._measured_gemms.get((one.layer, one.gemm, one.backward)) if self.is_comparable else None
+    @functools.cached_property
+    def measured_layers(self) -> dict[str, float]:
+        """Layer -> the measured milliseconds of its GEMMs and casts; empty if they are not compared with expected ones.
+        What an activation checkpoint computes again is in neither."""
+        sums: dict[str, float] = defaultdict(float)
+        for row in () if self.measured is None or self.not_compared else self.measured.products:
+            if row.layer and row.kind in ("gemm", "convolution", "cast") and row.of_pass != "recompute":
+                sums[row.layer] += row.ms
+        return dict(sums)
 
     def as_json(self) -> dict[str, Any]:
-        """As ``te-precision speed RUN --json`` has it."""
-        found: dict[str, Any] = {"device": None, "plan": None, "products": [], "total": None}
-        found |= {"advice": [], "notes": []}
+        """Return the object that ``te-precision speed RUN --json`` prints."""
+        found: dict[str, Any] = {"device": None, "products": [], "total": None, "advice": [], "notes": []}
         if self.expected is not None:
             found = self.expected.as_json()
-            gemms = [self.gemm_ms(one) for one in self.expected.times]
-            found["products"] = [
-                {**row, "measured_gemm_ms": ms} for row, ms in zip(found["products"], gemms, strict=True)
-            ]
-        found["notes"] = [*found["notes"], *self.notes]
-        found["measured"] = None if self.measured is None else measured_as_json(self.measured)
-        kinds = {kind: bytes_._asdict() for kind, bytes_ in by_kind(self.memory).items()}
-        found["memory"] = {"kinds": kinds, "total": total(self.memory)._asdict()} if self.memory else None
-        return found
-
-    @functools.cached_property
-    def _measured_gemms(self) -> dict[tuple[str, str, bool], float]:
-        sums: dict[tuple[str, str, bool], float] = defaultdict(float)
-        for row in () if self.measured is None else self.measured.products:
-            if row.kind in _GEMMS and row.of_pass != "recompute":
-                sums[row.layer, row.gemm, row.of_pass == "backward"] += row.ms
-        return sums
+        return {**found, "notes": [*found["notes"], *self.notes], "measured": self.measured}
 
 
-def run_speed(run: RecordedRun, expect: Expect, *, device: str | None = None, trace: Path | None = None) -> RunSpeed:
-    """What is known of a run's speed and memory.
+def run_speed(
+    run: RecordedRun,
+    expect: Callable[[Step, Device], StepSpeed],
+    *,
+    device: Device | str | None = None,
+    trace: Path | None = None,
+    most_trace_bytes: float = math.inf,
+) -> RunSpeed:
+    """Return the speed of a run.
 
     Args:
         run: the run.
         expect: estimates a step for a device.
         device: the device that times are expected for; None for the run's own GPU.
         trace: a trace of the run; None for the last one that the run has made itself with ``profile=``.
+        most_trace_bytes: the largest trace of its own that is read.
 
     Raises:
-        SpeedError: the run has no products, and no trace either; or the device does not run a recipe.
-        DeviceError: the device is not known; or the run has no GPU, and no trace either.
+        DeviceError: the given device is not known.
+        CalibrationError: measured times cannot be used.
         TraceError: the given trace cannot be read, or is of another run.
     """
-    step, chosen, why_not = _step_and_device(run, device)
-    measured, notes = _measured(run, step, trace)
-    notes = [*run.unread, *notes]
-    if why_not is not None:
-        if measured is None:
-            raise type(why_not)(" ".join([str(why_not), *notes]))
-        notes.append(f"No times are expected: {why_not}")
-    expected = None if step is None or chosen is None else expect(step, chosen)
-    found = RunSpeed(
-        expected,
-        measured,
-        tuple(MemoryRow(**row) for row in run.memory.select([each.name for each in fields(MemoryRow)]).to_pylist()),
-        tuple(notes),
-    )
-    if expected is None or measured is None or found.is_comparable:
-        return found
-    note = (
-        f"The trace is of {measured.device}, and times are expected for {expected.device.title}: they are not compared."
-    )
-    return RunSpeed(expected, measured, found.memory, (*notes, note))
-
-
-def _step_and_device(run: RecordedRun, device: str | None) -> tuple[Step | None, Device | None, SpeedError | None]:
-    """The step of a run and the device that its times are expected for, or why one of them is not known.
-
-    Raises:
-        DeviceError: the named device is not known.
-    """
-    chosen = None if device is None else device_named(device)
+    step, expected, why_not = None, None, None
+    chosen = device_named(device) if isinstance(device, str) else device
     try:
         step = step_of_run(run)
+        expected = expect(step, device_of_run(run, chosen))
+    except CalibrationError:
+        raise
     except SpeedError as error:
-        return None, None, error
-    try:
-        return step, device_of_run(run, chosen), None
-    except DeviceError as error:
-        return step, None, error
-
-
-def measured_step(run: RecordedRun, step: Step | None, trace: Path, *, is_own: bool = False) -> MeasuredStep:
-    """What a step of a run took in a trace: by layer and GEMM where the layers of a step have the names of the trace.
-
-    Args:
-        run, step: the run and its step; None if the run has no products.
-        trace: the trace.
-        is_own: as of :func:`~te_precision_callbacks.speed.trace.measure`.
-
-    Raises:
-        TraceError: the trace cannot be read, or is of another run.
-    """
+        why_not = error
+    own = [] if trace is not None else own_traces(run.path, run.run_id)
+    notes = [*run.unread, *(_said_of_profile(run, has_trace=bool(own)) if trace is None else [])]
+    path, measured, problem = trace or (own[-1] if own else None), None, ""
     # Layers of several scopes have other names in a step than in the trace of one of its ranks.
-    is_of_one = len(run.gemms["scope"].unique()) == 1
-    return measure(read_trace(trace), step.coverage if step is not None and is_of_one else (), is_own=is_own)
-
-
-def _measured(run: RecordedRun, step: Step | None, trace: Path | None) -> tuple[MeasuredStep | None, list[str]]:
-    """What a trace says of a step, and what is wrong with the run's own one."""
-    if trace is not None:
-        return measured_step(run, step, trace), []
-    own = own_traces(run.path, run.run_id)
-    notes = _said_of_profile(run, has_trace=bool(own))
-    if not own:
-        return None, notes
-    try:
-        return measured_step(run, step, own[-1], is_own=True), notes
-    except TraceError as error:
-        return None, [*notes, f"The run's own trace is left out: {error}"]
+    products = step.coverage if step is not None and len(run.gemms["scope"].unique()) == 1 else ()
+    if path is not None:
+        try:
+            if own and path.stat().st_size > most_trace_bytes:
+                raise TraceError(f"{path} has {size(path.stat().st_size)}, which takes too long to read.")
+            measured = measure(read_trace(path), products)
+        except TraceError as error:
+            if trace is not None:
+                raise
+            problem = str(error)
+            notes.append(f"The run's own trace is left out: {problem}")
+    known = RunSpeed(expected, why_not, measured, path, problem)
+    if why_not is not None:
+        notes.append(f"No times are expected: {why_not}")
+    elif measured is not None and known.not_compared:
+        notes.append(known.not_compared)
+    return replace(known, notes=tuple(notes))
 
 
 def _said_of_profile(run: RecordedRun, *, has_trace: bool) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.run_files import FOLDER
-from te_precision_callbacks.runs.tables import GEMMS, MEMORY, OPERANDS
+from te_precision_callbacks.runs.tables import GEMMS, OPERANDS
 from te_precision_callbacks.speed import device_named
 from te_precision_callbacks.speed.estimate import estimate_step
 from te_precision_callbacks.speed.recorded import step_of_run
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.processes
 TRACE = "seg-000.rank-00000.iterations-000007-000007.json.gz"
 H100 = "NVIDIA H100 80GB HBM3"
 NASTY = "fc<script>window.hurt=1</script>$x$.0"
-MIB = 1 << 20
 
 
 def on(run: RecordedRun, gpu: str | None) -> RecordedRun:
@@ -52,15 +51,6 @@ def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], st
         for tensor, kind in product.operands.items():
             row = {"gemm_id": number, "layer": rename(product.layer), "gemm": product.gemm, "tensor": tensor}
             operands.append({**row, "format": kind, "source": "seen", "since": 0})
-    memory = [
-        {"layer": layer, "what": "weight", "kind": kind, "low": low, "high": high, "lives": lives}
-        for layer in ("layers.0.proj", "layers.1.proj")
-        for kind, low, high, lives in (
-            ("parameter", 2 * MIB, 2 * MIB, "always"),
-            ("weight_rowwise", MIB, 0, "always"),
-            ("gradient_codes", 8 * MIB, 0, "in_backward"),
-        )
-    ]
     (folder / "traces").mkdir(parents=True)
     Planted().write(folder / "traces" / TRACE)
     return replace(
@@ -68,7 +58,6 @@ def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], st
         path=folder,
         gemms=pa.Table.from_pylist(gemms, GEMMS),
         operands=pa.Table.from_pylist(operands, OPERANDS),
-        memory=pa.Table.from_pylist(memory, MEMORY),
     )
 
 
@@ -121,16 +110,6 @@ def test_the_trace_is_found_from_the_log_folder(tmp_path: Path) -> None:
     assert speed_facts(run)["trace"]["name"] == TRACE
 
 
-def test_memory_by_kind(run: RecordedRun) -> None:
-    memory = speed_facts(run)["memory"]
-    assert {kind["kind"]: (kind["low"], kind["high"]) for kind in memory["kinds"]} == {
-        "parameter": (4 * MIB, 4 * MIB),
-        "weight_rowwise": (2 * MIB, 0),
-        "gradient_codes": (8 * MIB, 0),  # one layer after the other
-    }
-    assert (memory["low"], memory["high"]) == (14 * MIB, 4 * MIB)
-
-
 @pytest.mark.parametrize(
     ("gpu", "why"),
     [(None, "ran without a GPU"), ("Radeon", "Nothing is known of the speed of 'Radeon'")],
@@ -141,7 +120,6 @@ def test_no_number_without_a_device(run: RecordedRun, gpu: str | None, why: str)
     assert why in facts["unknown"]
     assert "te-precision report RUN --device h200" in facts["unknown"]
     assert not {"total", "kinds", "advice"} & set(facts)
-    assert facts["memory"]["kinds"]
     assert look_at(on(run, gpu)).speed == ""
     assert speed_facts(on(run, gpu), device_named("h200"))["device"] == "NVIDIA H200 SXM"
 
@@ -172,7 +150,7 @@ def test_of_many_layers_only_what_differs_is_there() -> None:
     one = speed_facts(drifting(blocks=1, steps=2), device_named("h100"))
     many = speed_facts(drifting(blocks=500, steps=2, tensors=(), histograms=False), device_named("h100"))
     assert sum(row["layers"] for row in many["kinds"]["rows"]) == 2000
-    assert len(many["kinds"]["rows"]) == len(one["kinds"]["rows"]) == 2
+    assert len(many["kinds"]["rows"]) == len(one["kinds"]["rows"]) == 4
     assert len(json.dumps(many)) < 2 * len(json.dumps(one))
 
 
@@ -195,7 +173,7 @@ def test_the_page_begins_with_the_answer_and_draws_all(look: Look, run: Recorded
     box = region.bounding_box()
     assert box is not None
     assert box["y"] < 160
-    assert look.everything_drawn() == 2
+    assert look.everything_drawn() == 1
     assert look.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert look.page.locator("[role=alert]").count() == 0
     colours = look.page.evaluate("[...document.querySelectorAll('.plot')][0].data.map((t) => t.marker.color)")

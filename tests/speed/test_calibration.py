@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_precision_callbacks.speed import CalibrationError, device_named
-from te_precision_callbacks.speed.calibrating import calibrate
-from te_precision_callbacks.speed.calibration import Calibration, Time
-from te_precision_callbacks.speed.costs import CALL_PLANS, CallPlan, Shape
-from te_precision_callbacks.speed.estimate import notes_of
-from te_precision_callbacks.speed.expected import expected, total
+from te_precision_callbacks.speed import Calibration, CalibrationError, Shape, Time, calibrate, device_named
+from te_precision_callbacks.speed.calibration import gemm_key, high_key
+from te_precision_callbacks.speed.expected import expected, total, with_recipes
 from tests.capability import any_capability, stand_for
 from tests.speed.test_expected import layer
 
@@ -27,61 +24,62 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("plan", CALL_PLANS)
 @pytest.mark.parametrize("recipe", FORMATS)
-def test_everything_that_is_needed_is_measured(recipe: str, plan: CallPlan) -> None:
+def test_everything_that_is_needed_is_measured(recipe: str) -> None:
     """As the same code does it on a GPU: each time then comes from the table."""
     capability = (int(FORMATS[recipe]), 0)
     device = device_named("h200" if capability == (9, 0) else "b300").model_copy(update={"title": "cpu"})
     with any_capability():
         stand_for(capability)
         products = layer("fc", 128, (64, 96))
-        table = calibrate(expected(products, recipe, device, plan=plan), plan=plan, device="cpu")
+        table = calibrate(with_recipes(products, recipe), device="cpu")
     kinds = {key.split()[0] for key in table.times}
-    assert kinds == {"high", "gemm", "call" if plan == "benchmark" else "cast"}
-    times = expected(products, recipe, device, plan=plan, table=table)
+    assert kinds == {"high", "gemm", "cast"}
+    times = expected(products, recipe, device, table=table)
     assert {one.source for one in times} == {"calibrated"}
     for one in times:
-        assert one.high_ms == table.high_ms(one.shape)
+        assert one.high_ms == table.ms(high_key(one.shape))
         assert one.low_ms > 0
     table.check_device(device)
-    assert calibrate(times, plan=plan, device="cpu", table=table).times is table.times, "nothing is measured twice"
+    assert calibrate(with_recipes(products, recipe), device="cpu", table=table).times is table.times, (
+        "nothing is measured twice"
+    )
 
 
 def test_what_is_refused_is_left_to_the_model(caplog: pytest.LogCaptureFixture) -> None:
     device = device_named("h200").model_copy(update={"title": "cpu"})
-    times = expected(layer("fc", 7, (30, 10), low=("fprop",)), "fp8_current_scaling", device, plan="benchmark")
-    table = calibrate(times, plan="benchmark", device="cpu")
+    times = expected(layer("fc", 7, (30, 10), low=("fprop",)), "fp8_current_scaling", device)
+    table = calibrate(with_recipes(layer("fc", 7, (30, 10), low=("fprop",)), "fp8_current_scaling"), device="cpu")
     assert "was not measured, so the model's time is taken" in caplog.text
-    again = expected(
-        layer("fc", 7, (30, 10), low=("fprop",)), "fp8_current_scaling", device, plan="benchmark", table=table
-    )
+    again = expected(layer("fc", 7, (30, 10), low=("fprop",)), "fp8_current_scaling", device, table=table)
     assert again[0].source == "model"
     assert again[0].high_ms == times[0].high_ms, "both sides of a speed-up come from one source"
 
 
-def test_a_cast_that_was_not_measured_is_named_and_widens_the_interval() -> None:
+def test_a_gemm_without_a_measured_cast_is_modeled() -> None:
     device = device_named("h200").model_copy(update={"title": "cpu"})
     products = layer("fc", 128, (64, 96))
-    table = calibrate(expected(products, "fp8_current_scaling", device), device="cpu")
+    modeled = expected(products, "fp8_current_scaling", device)
+    table = calibrate(with_recipes(products, "fp8_current_scaling"), device="cpu")
     whole = expected(products, "fp8_current_scaling", device, table=table)
     table.times = {key: time for key, time in table.times.items() if not key.startswith("cast")}
     fprop, dgrad, wgrad = expected(products, "fp8_current_scaling", device, table=table)
-    assert fprop.source == dgrad.source == "calibrated GEMM, modeled cast"
+    assert [fprop, dgrad] == modeled[:2]
     assert wgrad.source == "calibrated", "its casts count with the others"
-    spread = table.spread(fprop.shape, "fp8_current_scaling")
-    assert math.log(fprop.interval[1] / fprop.interval[0]) > 2 * 1.96 * spread
-    assert total([fprop, dgrad, wgrad], device).source == "calibrated GEMM, modeled cast"
+    spread = math.hypot(
+        *(table.times[key].spread for key in (high_key(wgrad.shape), gemm_key(wgrad.shape, wgrad.recipe)))
+    )
+    assert math.log(wgrad.interval[1] / wgrad.interval[0]) == pytest.approx(2 * 1.96 * spread)
+    assert total([fprop, dgrad, wgrad], device).source == "model"
     assert total(whole, device).source == "calibrated"
-    assert any("only the GEMM was measured" in note for note in notes_of([fprop, dgrad, wgrad], device))
 
 
 def test_the_file(tmp_path: Path) -> None:
     table = Calibration("NVIDIA H200", {"torch": torch.__version__}, {"high 1x2x3": Time(0.5, 0.01)})
     table.write(tmp_path / "table.json")
     assert Calibration.read(tmp_path / "table.json") == table
-    assert table.high_ms(Shape(1, 2, 3)) == 0.5
-    assert table.high_ms(Shape(1, 2, 4)) is None
+    assert table.ms(high_key(Shape(1, 2, 3))) == 0.5
+    assert table.ms(high_key(Shape(1, 2, 4))) is None
 
 
 @pytest.mark.parametrize(
@@ -89,12 +87,9 @@ def test_the_file(tmp_path: Path) -> None:
     [
         ("", "cannot be read"),
         ("[]", "is no table of measured times"),
-        (json.dumps({"version": 1, "device": "x", "versions": {}, "times": {"a": 3}}), "is no table"),
-        (json.dumps({"version": 7, "device": "x", "versions": {}, "times": {}}), "has version 7"),
-        (
-            json.dumps({"version": 1, "device": "x", "versions": {}, "times": {"a": {"ms": -1, "spread": 0}}}),
-            "of 'a' is",
-        ),
+        (json.dumps({"device": "x", "versions": {}, "times": {"a": 3}}), "is no table"),
+        (json.dumps({"device": "x", "times": {}}), "field versions is missing"),
+        (json.dumps({"device": "x", "versions": {}, "times": {"a": {"ms": -1, "spread": 0}}}), "of 'a' is"),
     ],
 )
 def test_a_file_that_cannot_be_used(content: str, said: str, tmp_path: Path) -> None:

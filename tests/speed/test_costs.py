@@ -13,15 +13,11 @@ from te_precision_callbacks.speed import (
     DeviceError,
     Shape,
     SpeedError,
-    break_even,
-    call_cost,
-    cast_of,
     device_named,
     device_reported,
-    high_ms,
     known_devices,
 )
-from te_precision_callbacks.speed.costs import padded
+from te_precision_callbacks.speed.costs import cast_cost, cast_of, gemm_cost, high_ms, padded
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 ELEMENTS = 128 * 128 * 2
@@ -77,12 +73,14 @@ def test_the_bytes_of_a_cast(
     assert cast_of(recipe, operand, ELEMENTS, capability, rowwise=False, columnwise=False).bytes == 0
 
 
-def test_the_times_of_a_call(round_device: Device) -> None:
+def test_the_times_of_a_gemm_and_its_casts(round_device: Device) -> None:
     shape = Shape.parse("1000x2000x4000")
     assert (shape.m, shape.k, shape.n) == (1000, 2000, 4000)
     assert shape.operations == 16e9
     assert high_ms(shape, round_device) == pytest.approx(16e9 / 50e9)
-    cost = call_cost(shape, "fp8_current_scaling", round_device)
+    recipe = "fp8_current_scaling"
+    cost = gemm_cost(shape, recipe, round_device).plus(cast_cost(recipe, "activation", 1000 * 2000, round_device))
+    cost = cost.plus(cast_cost(recipe, "weight", 2000 * 4000, round_device, columnwise=False))
     assert cost.kernel_ms == pytest.approx(16e9 / 100e9)
     # the input in both directions, 6 bytes an element; the weight for the forward alone, 5
     assert cost.cast_ms == pytest.approx((6 * 2e6 + 5 * 8e6) / 0.5e9)
@@ -101,21 +99,8 @@ def test_a_thin_product_takes_the_time_of_its_bytes(round_device: Device) -> Non
 def test_padding(round_device: Device) -> None:
     assert padded(Shape(100, 4100, 4090), "fp8_current_scaling", HOPPER) == Shape(100, 4112, 4096)
     assert padded(Shape(100, 4100, 4090), "mxfp8", BLACKWELL) == Shape(128, 4128, 4096)
-    cost = call_cost(Shape(1000, 2000, 4001), "fp8_current_scaling", round_device)
+    cost = gemm_cost(Shape(1000, 2000, 4001), "fp8_current_scaling", round_device)
     assert cost.padding_ms == pytest.approx(2 * 1000 * 2000 * 7 / 100e9)
-
-
-@pytest.mark.parametrize(("name", "linear", "product"), [("h100", 500, 1500), ("h200", 350, 1050), ("b200", 490, 1430)])
-def test_break_even(name: str, linear: float, product: float) -> None:
-    """The bounds at the shares of torchao's table, 6 bytes an element: 2 P/B for a layer, 6 P/B for a product."""
-    device = device_named(name)
-    shares = {
-        "kernel": {"bf16": 0.78, "fp8": 0.78},
-        "cast": {"fp8_current_scaling": 0.92 * (6 if device.capability == HOPPER else 5) / 6},
-    }
-    device = device.model_copy(update={"constants": device.fitted.model_copy(update=shares)})
-    assert break_even(device) == pytest.approx(linear, rel=0.04)
-    assert break_even(device, products=1) == pytest.approx(product, rel=0.04)
 
 
 def test_the_known_devices() -> None:

@@ -28,11 +28,6 @@ def test_the_shapes_print_what_is_shown() -> None:
         assert " ".join(line.split()) in printed
 
 
-def test_break_even(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(blocks(PAGE, "python")[1], {})
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["h100", "h200", "b300"]
-
-
 @pytest.mark.slow
 def test_a_session_and_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

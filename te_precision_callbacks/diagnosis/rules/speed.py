@@ -68,7 +68,7 @@ def _expected(layer: LayerFacts, device: Device) -> Total | None:
         for gemm in low
     ]
     try:
-        return total(timed(products, [layer.recipe] * len(low), device), device) if low else None
+        return total(timed([(product, layer.recipe) for product in products], device), device) if low else None
     except SpeedError:  # the device does not run the recipe, or nothing is known of it
         return None
 

@@ -17,15 +17,8 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.speed.memory.planned import plan_memory
-    from te_precision_callbacks.speed.memory.printing import as_json, show
-    from te_precision_callbacks.speed.memory.rows import Memory, MemoryRow
+    from te_precision_callbacks.speed.memory.rows import Memory, MemoryRow, show
 
-__all__ = [
-    "Memory",
-    "MemoryRow",
-    "as_json",
-    "plan_memory",
-    "show",
-]
+__all__ = ["Memory", "MemoryRow", "plan_memory", "show"]
 
 __getattr__, __dir__ = lazy_names(__name__)

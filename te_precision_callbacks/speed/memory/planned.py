@@ -35,9 +35,9 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -49,7 +49,6 @@ from te_precision_callbacks.base.vocabulary import (
     class_names,
     recipe_of,
 )
-from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.planned_products import MadeQuantizers
 from te_precision_callbacks.coverage.precision_audit import quantizers_of_layers, recipe_text
 from te_precision_callbacks.layers.naming import (
@@ -60,21 +59,18 @@ from te_precision_callbacks.layers.naming import (
     named_operations,
     named_roots,
 )
-from te_precision_callbacks.speed.memory.rows import (
-    ACTIVATION_INPUT,
-    ACTIVATION_OUTPUT,
-    INPUT,
-    NORM_INPUT,
-    NORM_OUTPUT,
-    NORM_STATISTICS,
-    OTHER_PARAMETERS,
-    OUTPUT_GRADIENT,
-    WEIGHT,
-    Kind,
-    Lives,
-    Memory,
-    MemoryRow,
+from te_precision_callbacks.speed.memory.rows import Lives, Memory, MemoryRow
+
+WEIGHT, INPUT, NORM_INPUT, NORM_STATISTICS, NORM_OUTPUT = (
+    "weight",
+    "input",
+    "norm input",
+    "norm statistics",
+    "norm output",
 )
+ACTIVATION_INPUT, ACTIVATION_OUTPUT = "input of the activation function", "output of the activation function"
+OTHER_PARAMETERS, OUTPUT_GRADIENT = "biases and norm weights", "gradient of the output"
+"""The tensors of :attr:`MemoryRow.what`."""
 
 _FLOAT32 = torch.float32.itemsize
 
@@ -138,51 +134,56 @@ def plan_memory(
     """
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of one forward on one rank.")
-    return _MemoryPlanner(model, modules, recipe, tokens, recipes or {}, calls, cached=cached).planned()
+    roots = [root for _, root in named_roots(model) or ()]
+    trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+    planner = _MemoryPlanner(recipe, tokens, recipes or {}, calls, cached, trains)
+    named = {id(found.module): [layer.name for layer in found.layers] for found in modules}
+    operations = {id(found.module): list(found.layers) for found in named_operations(model)}
+    below = {id(module): module for root in roots for module in root.modules()}
+    for key, path in module_names(model).items():
+        module = below[key]
+        if key in named:
+            planner.plan(module, named[key])
+        elif key in operations:
+            planner.plan(module, operations[key], is_operation=True)
+        elif isinstance(module, torch.nn.Linear):
+            planner.plan_torch_linear(path, module)
+    texts = {recipe_text(each) for each in (recipe, *planner.recipes.values())} - {""}
+    notes = []
+    if tokens is None and calls is None:
+        notes.append(
+            "Saved activations are not planned, since the tokens of a forward are unknown. --tokens (tokens= in Python)"
+            " gives them."
+        )
+    if trains:
+        notes.append(
+            "Not planned: the state of the optimizer and its master weights, attention, norms and dropout, which no"
+            " recipe changes; activations that activation recompute drops; the layers' outputs; cuBLAS workspaces."
+        )
+    from transformer_engine.pytorch.utils import get_device_compute_capability
 
-
-def memory_of_run(model: Model, modules: Sequence[NamedModule], products: Iterable[Product]) -> Memory:
-    """Plan the memory of a model that trains, for the recipes and rows that it runs with.
-
-    A layer that was called several times in a forward counts once, with the rows of one call.
-
-    Args:
-        model: the model.
-        modules: its modules of Transformer Engine.
-        products: the matrix products of its step.
-    """
-    calls: dict[str, list[int]] = {}
-    low: set[str] = set()
-    for product in products:
-        if product.gemm == "fprop" and product.n:
-            calls[product.layer] = [max(product.n, *calls.get(product.layer, [0]))]
-        if product.is_low:
-            low.add(product.layer)
-    recipes: dict[str, Any] = {}
-    cached = False
-    for named in modules:
-        module: Any = named.module
-        recipe = module.fp8_meta.get("recipe") if getattr(module, "fp8", False) else None
-        cached |= bool(vars(module).get("_fp8_workspaces"))
-        recipes |= {layer.name: recipe if layer.name in low else None for layer in named.layers}
-    for found in named_operations(model):
-        states: Any = (vars(found.module).get("_fp8_metas") or {}).get("forward") or {}
-        recipes |= {layer: states.get("recipe") if layer in low else None for layer in found.layers}
-    return plan_memory(model, modules, None, cached=cached, recipes=recipes, calls=calls)
+    return Memory(
+        tuple(planner.rows),
+        texts.pop() if len(texts) == 1 else "",
+        get_device_compute_capability(),
+        tokens,
+        cached,
+        planner.not_planned,
+        tuple(notes),
+    )
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """What is needed of a layer with GEMMs.
+    """A layer with GEMMs.
 
     Attributes:
         layer: its name.
+        recipe: its recipe; None for high precision.
         quantizers: tensor -> its quantizer; empty in high precision.
-        override: the high precision that the recipe has for the backward; None for none.
         shape: of its weight: N outputs, K inputs.
         itemsize: bytes of a number in high precision.
         rows: of its input in each call; None if unknown.
-        trains: whether there is a backward.
         trained: whether its weight needs a gradient.
         cached: whether its weight's codes are kept from step to step.
         primary: whether its weight is a quantized parameter.
@@ -190,12 +191,11 @@ class _Linear:
     """
 
     layer: str
+    recipe: Any
     quantizers: Mapping[str, Any]
-    override: str | None
     shape: tuple[int, int]
     itemsize: int
     rows: Sequence[int] | None
-    trains: bool
     trained: bool
     cached: bool
     primary: bool
@@ -206,116 +206,82 @@ class _Linear:
         """Whether a recipe is in force."""
         return bool(self.quantizers)
 
+    @property
+    def override(self) -> str | None:
+        """The high precision that the recipe has for the backward; None for none."""
+        return None if self.recipe is None else self.recipe.backward_override
 
+
+@dataclass
 class _MemoryPlanner:
-    """Arguments are those of :func:`plan_memory`."""
+    """Plans one module after the other. The first attributes are the arguments of :func:`plan_memory`.
 
-    def __init__(
-        self,
-        model: Model,
-        modules: Sequence[NamedModule],
-        recipe: Any,
-        tokens: int | None,
-        recipes: Mapping[str, Any],
-        calls: Mapping[str, Sequence[int]] | None,
-        *,
-        cached: bool,
-    ) -> None:
-        self._model = model
-        self._modules = modules
-        self._recipe = recipe
-        self._tokens = tokens
-        self._recipes = recipes
-        self._calls = calls
-        self._cached = cached
-        self._rows: list[MemoryRow] = []
-        self._not_planned: dict[str, str] = {}
-        self._quantizers = MadeQuantizers()
-        self._sizes: dict[object, CodeBytes] = {}
-        self._trains = False
+    Attributes:
+        trains: whether there is a backward.
+        rows, not_planned: as in :class:`Memory`.
+        quantizers: those that modules make.
+        sizes: bytes of quantized tensors, by quantizer, shape and directions.
+    """
 
-    def planned(self) -> Memory:
-        roots = [root for _, root in named_roots(self._model) or ()]
-        self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
-        named = {id(found.module): found for found in self._modules}
-        operations = {id(found.module): found.layers for found in named_operations(self._model)}
-        below = {id(module): module for root in roots for module in root.modules()}
-        for key, path in module_names(self._model).items():
-            module = below[key]
-            if key in named:
-                self._plan(self._module, [layer.name for layer in named[key].layers], module)
-            elif key in operations:
-                self._plan(self._operation, list(operations[key]), module)
-            elif isinstance(module, torch.nn.Linear):
-                self._torch_linear(path, module)
-        recipes = {recipe_text(recipe) for recipe in (self._recipe, *self._recipes.values())} - {""}
-        from transformer_engine.pytorch.utils import get_device_compute_capability
+    recipe: Any
+    tokens: int | None
+    recipes: Mapping[str, Any]
+    calls: Mapping[str, Sequence[int]] | None
+    cached: bool
+    trains: bool
+    rows: list[MemoryRow] = field(default_factory=list)
+    not_planned: dict[str, str] = field(default_factory=dict)
+    quantizers: MadeQuantizers = field(default_factory=MadeQuantizers)
+    sizes: dict[object, CodeBytes] = field(default_factory=dict)
 
-        return Memory(
-            tuple(self._rows),
-            recipes.pop() if len(recipes) == 1 else "",
-            get_device_compute_capability(),
-            self._tokens,
-            self._cached,
-            not takes_any_layout(),
-            self._not_planned,
-            tuple(self._notes()),
-        )
-
-    def _notes(self) -> Iterator[str]:
-        if self._tokens is None and self._calls is None:
-            yield (
-                "Saved activations are not planned, since the tokens of a forward are unknown. --tokens (tokens= in"
-                " Python) gives them."
-            )
-        if self._trains:
-            yield (
-                "Not planned: the state of the optimizer and its master weights, attention, norms and dropout, which no"
-                " recipe changes; activations that activation recompute drops; the layers' outputs; cuBLAS workspaces."
-            )
-
-    def _plan(self, how: Any, layers: list[str], module: torch.nn.Module) -> None:
-        before = len(self._rows)
+    def plan(self, module: Any, layers: Sequence[str], *, is_operation: bool = False) -> None:
+        """Plan a module of Transformer Engine, or an operation of te.ops."""
+        before = len(self.rows)
         try:
-            how(module, layers)
+            linears = self._operation_linears(module, layers) if is_operation else self._linears(module, layers)
+            self._parameters(module, layers, linears)
+            if is_operation:
+                self._operation(linears)
+            else:
+                self._module(module, linears)
         except UnknownMemoryError as error:
-            del self._rows[before:]
-            self._not_planned |= dict.fromkeys(layers, str(error))
+            del self.rows[before:]
+            self.not_planned |= dict.fromkeys(layers, str(error))
 
     # ------------------------------------------------------------------ modules
 
-    def _module(self, module: Any, layers: Sequence[str]) -> None:
-        names = class_names(module)
-        recipe = self._recipes.get(layers[0], self._recipe)
-        forward, backward = self._quantizers.of(module, recipe, 3 * len(layers), 2 * len(layers))
+    def _linears(self, module: Any, layers: Sequence[str]) -> list[_Linear]:
+        recipe = self.recipes.get(layers[0], self.recipe)
+        forward, backward = self.quantizers.of(module, recipe, 3 * len(layers), 2 * len(layers))
         quantizers = list(quantizers_of_layers(forward, backward, len(layers)))
         weights = _weights(module, layers)
+        gathers = module.sequence_parallel and (
+            "LayerNormMLP" in class_names(module) or module.parallel_mode == "column"
+        )
+        return [
+            _Linear(
+                layer,
+                recipe,
+                quantizers[number],
+                (sizes[1], sizes[0]),
+                weights[layer][0].dtype.itemsize,
+                self._rows_of(layer, len(layers) if hasattr(module, "num_gemms") else 1),
+                any(part.requires_grad for part in weights[layer]),
+                self.cached and not _is_fsdp2(module),
+                bool(module.primary_weights_in_fp8) or is_quantized(weights[layer][0]),
+                bool(gathers),
+            )
+            for number, (layer, sizes) in enumerate(zip(layers, layer_features(module), strict=True))
+        ]
+
+    def _module(self, module: Any, linears: Sequence[_Linear]) -> None:
+        names = class_names(module)
         is_mlp = "LayerNormMLP" in names
         fsdp2 = _is_fsdp2(module)
-        linears = []
-        for number, (layer, sizes) in enumerate(zip(layers, layer_features(module), strict=True)):
-            weight = weights[layer]
-            linears.append(
-                _Linear(
-                    layer,
-                    quantizers[number],
-                    None if recipe is None else recipe.backward_override,
-                    (sizes[1], sizes[0]),
-                    weight[0].dtype.itemsize,
-                    self._rows_of(layer, len(layers) if hasattr(module, "num_gemms") else 1),
-                    self._trains,
-                    any(part.requires_grad for part in weight),
-                    self._cached and not fsdp2,
-                    bool(module.primary_weights_in_fp8) or is_quantized(weight[0]),
-                    bool(module.sequence_parallel and (is_mlp or module.parallel_mode == "column")),
-                )
-            )
-        self._parameters(module, layers, linears)
         recomputed = is_mlp and bool(module.checkpoint)
         for linear in linears:
             self._codes_of_weight(linear, is_saved=not (fsdp2 or recomputed), columnwise=not fsdp2)
-            if linear.is_low and recipe.delayed():
-                self._scaling_state(linear.layer, recipe, 3, 2)
+            self._scaling_state(linear, 3 + 2)
             self._codes_of_gradient(linear)
         if is_mlp:
             self._saved_of_mlp(module, *linears)
@@ -324,8 +290,7 @@ class _MemoryPlanner:
             if "LayerNormLinear" in names:
                 self._saved_of_norm(module, linear)
                 both = linear.is_low and linear.gathers and recipe_of(linear.quantizers["activation"]) == "nvfp4"
-                original = linear.override == "high_precision"
-                self._save_operand(linear, NORM_OUTPUT, original=original, rowwise=both)
+                self._save_operand(linear, NORM_OUTPUT, original=linear.override == "high_precision", rowwise=both)
             else:
                 original = linear.override == "high_precision" or (
                     bool(getattr(module, "save_original_input", False)) and linear.override is None
@@ -333,7 +298,7 @@ class _MemoryPlanner:
                 self._save_operand(linear, INPUT, original=original)
 
     def _saved_of_mlp(self, module: Any, fc1: _Linear, fc2: _Linear) -> None:
-        if fc1.rows is None or not self._trains:
+        if fc1.rows is None or not self.trains:
             return
         self._saved_of_norm(module, fc1, statistics=not module.checkpoint)
         if module.checkpoint:  # the input alone; BF16 does the same
@@ -346,7 +311,7 @@ class _MemoryPlanner:
         self._save_operand(fc2, ACTIVATION_OUTPUT, rowwise=True, columnwise=not of_tensor)
 
     def _saved_of_norm(self, module: Any, linear: _Linear, *, statistics: bool = True) -> None:
-        if linear.rows is None or not self._trains:
+        if linear.rows is None or not self.trains:
             return
         rows = sum(linear.rows)
         size = rows * linear.shape[1] * linear.itemsize
@@ -355,54 +320,54 @@ class _MemoryPlanner:
             size = rows * _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2)
             self._add(linear.layer, "saved_high", NORM_STATISTICS, size, size, "to_backward")
 
-    def _operation(self, module: Any, layers: Sequence[str]) -> None:
-        recipe = self._recipes.get(layers[0], self._recipe)
-        forward, backward = self._quantizers.of(
+    def _operation_linears(self, module: Any, layers: Sequence[str]) -> list[_Linear]:
+        recipe = self.recipes.get(layers[0], self.recipe)
+        forward, backward = self.quantizers.of(
             module, recipe, module.num_quantizers("forward"), module.num_quantizers("backward")
         )
         weights = _weights(module, layers)
+        if hasattr(module, "local_out_features"):
+            shape = module.local_out_features, module.local_in_features
+        else:
+            shape = module.out_features, module.in_features
+        gathers = getattr(module, "sequence_parallel", False) and module.tensor_parallel_mode == "column"
         linears = []
         for number, layer in enumerate(layers):
             quantizers = {}
             if forward:
                 quantizers = {"activation": forward[2 * number], "weight": forward[2 * number + 1]}
                 quantizers["gradient"] = backward[number]
-            weight = weights[layer]
             linears.append(
                 _Linear(
                     layer,
+                    recipe,
                     quantizers,
-                    None if recipe is None else recipe.backward_override,
-                    (module.local_out_features, module.local_in_features)
-                    if hasattr(module, "local_out_features")
-                    else (module.out_features, module.in_features),
-                    weight[0].dtype.itemsize,
+                    shape,
+                    weights[layer][0].dtype.itemsize,
                     self._rows_of(layer, len(layers)),
-                    self._trains,
-                    any(part.requires_grad for part in weight),
+                    any(part.requires_grad for part in weights[layer]),
                     False,
-                    bool(getattr(module, "_with_quantized_weight", False)) or is_quantized(weight[0]),
-                    bool(
-                        getattr(module, "sequence_parallel", False)
-                        and getattr(module, "tensor_parallel_mode", None) == "column"
-                    ),
+                    bool(getattr(module, "_with_quantized_weight", False)) or is_quantized(weights[layer][0]),
+                    bool(gathers),
                 )
             )
-        self._parameters(module, layers, linears)
+        return linears
+
+    def _operation(self, linears: Sequence[_Linear]) -> None:
         for linear in linears:
             both = linear.override is not None
             self._codes_of_weight(linear, is_saved=linear.override != "high_precision", rowwise=both)
-            if linear.is_low and recipe.delayed():
-                self._scaling_state(linear.layer, recipe, 2, 1)
+            self._scaling_state(linear, 2 + 1)
             self._codes_of_gradient(linear)
             original = linear.override == "high_precision" or linear.gathers  # what is gathered is quantized after it
             self._save_operand(linear, INPUT, original=original)
 
-    def _torch_linear(self, path: str, module: torch.nn.Linear) -> None:
+    def plan_torch_linear(self, path: str, module: torch.nn.Linear) -> None:
+        """Plan a linear layer of torch."""
         for name, parameter in module.named_parameters(recurse=False):
             self._parameter(path, WEIGHT if name == "weight" else OTHER_PARAMETERS, parameter)
         rows = self._rows_of(path, 1)
-        if rows is not None and self._trains and module.weight.requires_grad:
+        if rows is not None and self.trains and module.weight.requires_grad:
             size = sum(rows) * module.in_features * module.weight.dtype.itemsize
             self._add(path, "saved_high", INPUT, size, size, "to_backward")
 
@@ -419,7 +384,7 @@ class _MemoryPlanner:
             elif not linear.primary:
                 self._parameter(layer, WEIGHT, parameter)
             else:
-                self._primary(linear, module, parameter)
+                self._primary(linear, parameter)
 
     def _parameter(self, layer: str, what: str, parameter: torch.Tensor) -> None:
         local = getattr(parameter, "_local_tensor", parameter)
@@ -434,19 +399,17 @@ class _MemoryPlanner:
             size = local.numel() * dtype.itemsize
             self._add(layer, "gradient", what, size, size, "always")
 
-    def _primary(self, linear: _Linear, module: Any, parameter: torch.Tensor) -> None:
+    def _primary(self, linear: _Linear, parameter: torch.Tensor) -> None:
         local: Any = getattr(parameter, "_local_tensor", parameter)
         quantizer = getattr(local, "_quantizer", None) or linear.quantizers.get("weight")
         high = local.numel() * linear.itemsize
         if quantizer is None:
-            self._not_planned[linear.layer] = "its weights are quantized, and it is not known how: give the recipe"
+            self.not_planned[linear.layer] = "its weights are quantized, and it is not known how: give the recipe"
             return
         columnwise = quantizer.columnwise_usage if is_quantized(local) else True
         codes = self._bytes(quantizer, (local.shape[0], local.shape[1]), linear, rowwise=True, columnwise=columnwise)
         self._add(linear.layer, "parameter", WEIGHT, codes.high, high, "always")
         self._add_codes(linear.layer, "weight", WEIGHT, codes, "always")
-        if getattr(module, "preserve_high_precision_init_val", False):
-            self._add(linear.layer, "init_value", WEIGHT, high, 0, "always")
         self._gradient(linear.layer, WEIGHT, parameter, local)
 
     def _codes_of_weight(
@@ -461,7 +424,7 @@ class _MemoryPlanner:
         """
         if not linear.is_low or linear.primary:
             return
-        columnwise &= self._trains and linear.override is None
+        columnwise &= self.trains and linear.override is None
         codes = self._bytes(
             linear.quantizers["weight"],
             linear.shape,
@@ -471,12 +434,13 @@ class _MemoryPlanner:
         )
         if linear.cached:
             self._add_codes(linear.layer, "weight", WEIGHT, codes, "always")
-        elif is_saved and self._trains:
+        elif is_saved and self.trains:
             self._add_codes(linear.layer, "weight", WEIGHT, codes, "to_backward")
 
-    def _scaling_state(self, layer: str, recipe: Any, forward: int, backward: int) -> None:
-        size = (forward + backward) * (1 + recipe.amax_history_len) * _FLOAT32
-        self._add(layer, "scaling_state", "", size, 0, "always")
+    def _scaling_state(self, linear: _Linear, tensors: int) -> None:
+        if linear.is_low and linear.recipe.delayed():
+            size = tensors * (1 + linear.recipe.amax_history_len) * _FLOAT32
+            self._add(linear.layer, "scaling_state", "", size, 0, "always")
 
     # ------------------------------------------------------------------ activations
 
@@ -491,7 +455,7 @@ class _MemoryPlanner:
             original: whether it is saved in high precision.
             rowwise, columnwise: the directions of its codes that are saved where the backward is quantized.
         """
-        if linear.rows is None or not self._trains or not linear.trained:
+        if linear.rows is None or not self.trains or not linear.trained:
             return
         inputs = linear.shape[1]
         high = sum(linear.rows) * inputs * linear.itemsize
@@ -509,7 +473,7 @@ class _MemoryPlanner:
 
     def _codes_of_gradient(self, linear: _Linear) -> None:
         """The quantized gradient of the output, which a backward makes for dgrad and wgrad."""
-        if linear.rows is None or not linear.is_low or not self._trains or linear.override is not None:
+        if linear.rows is None or not linear.is_low or not self.trains or linear.override is not None:
             return
         shape = (max(linear.rows, default=0), linear.shape[0])
         codes = self._bytes(linear.quantizers["gradient"], shape, linear, rowwise=True, columnwise=linear.trained)
@@ -518,34 +482,31 @@ class _MemoryPlanner:
     # ------------------------------------------------------------------ shared
 
     def _rows_of(self, layer: str, groups: int) -> Sequence[int] | None:
-        if self._calls is not None:
-            return self._calls.get(layer, ())
-        return None if self._tokens is None else [max(1, self._tokens // groups)]
+        if self.calls is not None:
+            return self.calls.get(layer, ())
+        return None if self.tokens is None else [max(1, self.tokens // groups)]
 
     def _bytes(
         self, quantizer: Any, shape: tuple[int, int], linear: _Linear, *, rowwise: bool, columnwise: bool
     ) -> CodeBytes:
         key = id(quantizer), shape, rowwise, columnwise, linear.itemsize
-        if key not in self._sizes:
+        if key not in self.sizes:
             usage = quantizer.rowwise_usage, quantizer.columnwise_usage
             try:
-                self._sizes[key] = planned_bytes(
+                self.sizes[key] = planned_bytes(
                     quantizer, shape, rowwise=rowwise, columnwise=columnwise, itemsize=linear.itemsize
                 )
             finally:
                 quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
-        return self._sizes[key]
+        return self.sizes[key]
 
-    def _add_codes(self, layer: str, of: str, what: str, codes: CodeBytes, lives: Lives) -> None:
-        kinds: tuple[Kind, Kind, Kind] = ("saved_rowwise", "saved_columnwise", "saved_scales")
-        if of == "weight":
-            kinds = ("weight_rowwise", "weight_columnwise", "weight_scales")
-        for kind, size in zip(kinds, codes[:3], strict=True):  # rowwise, columnwise and scales
-            self._add(layer, kind, what, size, 0, lives)
+    def _add_codes(self, layer: str, of: Literal["weight", "saved"], what: str, codes: CodeBytes, lives: Lives) -> None:
+        for part in ("rowwise", "columnwise", "scales"):
+            self._add(layer, f"{of}_{part}", what, getattr(codes, part), 0, lives)
 
-    def _add(self, layer: str, kind: Kind, what: str, low: int, high: int, lives: Lives) -> None:
+    def _add(self, layer: str, kind: str, what: str, low: int, high: int, lives: Lives) -> None:
         if low or high:
-            self._rows.append(MemoryRow(layer, kind, what, low, high, lives))
+            self.rows.append(MemoryRow(layer, kind, what, low, high, lives))
 
 
 def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Sequence[Any]]:

@@ -33,16 +33,14 @@ KernelKind = Literal[
 that is none of torch's does between others, mostly Python.
 """
 
-KINDS: tuple[KernelKind, ...] = KernelKind.__args__  # type: ignore[attr-defined]
-
 
 class NamedKernel(NamedTuple):
     """What is known of a name.
 
     Attributes:
         kind: the kind.
-        format: the format of a GEMM's operands: ``bf16``, ``fp16``, ``fp32``, ``tf32``, ``fp64``, ``int8``, ``fp8``,
-            ``mxfp8``, ``nvfp4``, ``mxfp4``; empty where the name does not say it.
+        format: the format of a GEMM's operands: ``bf16``, ``fp16``, ``fp32``, ``tf32``, ``fp8``, ``mxfp8``, ``nvfp4``;
+            empty where the name does not have it.
     """
 
     kind: KernelKind
@@ -121,8 +119,6 @@ _KERNELS: tuple[_Row, ...] = (
         f"{_TE}fused_attn",
     ),
     # ---- GEMMs of cuBLASLt since CUDA 12.8: nvjet_[sm100_]<types>_<tile>; q: 8 bits, o: 4, t: BF16, h: FP16
-    _Row("gemm", r"nvjet_(sm\d+\w*_)?oo\w+.*vec16UE4M3", "cuBLASLt 12.9 and later", "nvfp4"),
-    _Row("gemm", r"nvjet_(sm\d+\w*_)?oo\w+.*vec32UE8M0", "cuBLASLt 12.9 and later", "mxfp4"),
     _Row("gemm", r"nvjet_(sm\d+\w*_)?oo", "cuBLASLt 12.9 and later", "nvfp4"),
     _Row("gemm", r"nvjet_(sm\d+\w*_)?qq\w+.*vec32UE8M0", "cuBLASLt 12.9 and later", "mxfp8"),
     _Row("gemm", r"nvjet_(sm\d+\w*_)?qq", "cuBLASLt 12.8 and later", "fp8"),
@@ -150,9 +146,8 @@ _KERNELS: tuple[_Row, ...] = (
     ),
     _Row(
         "gemm",
-        r"(?i)(xmma_gemm|tensorop|wgmma|gemm|device_kernel).*(e4m3|e5m2|float_e4|float_e5|fp8|float8)|(fp8|float8)\w*(gemm|_mm|matmul)"
-        r"|deep_?gemm",
-        "cuBLAS xmma; NVIDIA/cutlass; deepseek-ai/DeepGEMM; torch _scaled_mm; triton",
+        r"(?i)(xmma_gemm|tensorop|wgmma|gemm|device_kernel).*(e4m3|e5m2|float_e4|float_e5|fp8|float8)|(fp8|float8)\w*(gemm|_mm|matmul)",
+        "cuBLAS xmma; NVIDIA/cutlass; torch _scaled_mm; triton",
         "fp8",
     ),
     _Row(
@@ -169,8 +164,6 @@ _KERNELS: tuple[_Row, ...] = (
     ),
     _Row("gemm", r"xmma_gemm_\w*tf32|tensorop_\w*tf32|tensorop_s1688gemm|tf32gemm", "cuBLAS; CUTLASS", "tf32"),
     _Row("gemm", r"xmma_gemm_f32f32|(volta|ampere|maxwell|turing)_sgemm|sgemm|simt_sgemm", "cuBLAS; CUTLASS", "fp32"),
-    _Row("gemm", r"dgemm|d884gemm|xmma_gemm_f64", "cuBLAS; CUTLASS", "fp64"),
-    _Row("gemm", r"xmma_gemm_i8|i16832gemm|imma", "cuBLAS; CUTLASS", "int8"),
     _Row(
         "gemm",
         r"(gemv\w*|gemvx::kernel|gemvNSP|dot_kernel|splitKreduce_kernel|reduce_1Block)\w*<.*__nv_bfloat16",
@@ -310,46 +303,17 @@ _OPERATORS: tuple[_Row, ...] = (
 """The operators of torch, for the profile of a CPU, and for kernels whose names say nothing."""
 
 
-def _compiled(rows: tuple[_Row, ...]) -> tuple[tuple[re.Pattern[str], NamedKernel], ...]:
-    return tuple((re.compile(row.pattern), NamedKernel(row.kind, row.format)) for row in rows)
+def _first(rows: tuple[_Row, ...], name: str) -> NamedKernel | None:
+    return next((NamedKernel(row.kind, row.format) for row in rows if re.search(row.pattern, name)), None)
 
 
-_COMPILED_KERNELS, _COMPILED_OPERATORS = _compiled(_KERNELS), _compiled(_OPERATORS)
-
-
-def _first(rows: tuple[tuple[re.Pattern[str], NamedKernel], ...], name: str) -> NamedKernel | None:
-    return next((known for pattern, known in rows if pattern.search(name)), None)
-
-
-@functools.lru_cache(maxsize=1 << 16)
+@functools.cache
 def of_kernel(name: str) -> NamedKernel | None:
-    """What a kernel, copy or fill of a device does; None if nobody knows its name."""
-    return _first(_COMPILED_KERNELS, name)
+    """Return the kind and format of a kernel, copy or fill; None for an unknown name."""
+    return _first(_KERNELS, name)
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.cache
 def of_operator(name: str) -> NamedKernel | None:
-    """What an operator of torch does; None of one that calls others, and of one that nobody knows."""
-    return _first(_COMPILED_OPERATORS, name)
-
-
-_FORMAT_OF_TYPE = (
-    ("Float8_", "fp8"),
-    ("Float4_", "nvfp4"),
-    ("BFloat16", "bf16"),
-    ("Half", "fp16"),
-    ("double", "fp64"),
-    ("float", "fp32"),
-)
-"""How torch's profiler names types -> the format."""
-
-
-def format_of_types(types: tuple[str, ...]) -> str:
-    """The format of a product's operands by their types; empty if these do not say it.
-
-    A product of float32 that runs in TF32 counts as ``fp32``: the types do not say it.
-    """
-    for word, name in _FORMAT_OF_TYPE:
-        if any(word in text for text in types[:2] if text):
-            return name
-    return ""
+    """Return the kind of an operator of torch; None for one that only calls others, and for an unknown name."""
+    return _first(_OPERATORS, name)

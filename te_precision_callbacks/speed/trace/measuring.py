@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
 
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.errors import TraceError
 from te_precision_callbacks.speed.trace.assigning import (
-    QuantizedGemms,
     assign,
-    is_low,
+    calls_of,
+    contexts_of,
     is_part,
     layers_of_units,
-    quantized_gemms,
-    ranged_layers,
-    require_own_gemms,
-    require_own_layers,
+    work_of,
 )
-from te_precision_callbacks.speed.trace.calls import HostCall, Work, calls_of, union, work_of
-from te_precision_callbacks.speed.trace.contexts import Pass, contexts_of
-from te_precision_callbacks.speed.trace.kinds import KernelKind, format_of_types
-from te_precision_callbacks.speed.trace.reading import NOTHING, Trace
+from te_precision_callbacks.speed.trace.events import HostCall, Pass, Trace, TraceEvent
+from te_precision_callbacks.speed.trace.kinds import KernelKind
+from te_precision_callbacks.speed.trace.range_names import read_layer
 
-KeyT = TypeVar("KeyT")
+_OF_AN_OPTIMIZER = ("elementwise", "reduction", "norm", "host")
+_MOST_UNKNOWN = 5
 
 
 @dataclass(frozen=True)
 class MeasuredProduct:
-    """What kernels of one kind took for a layer in a pass, in a step.
+    """The time of kernels of one kind for a layer in a pass, in a step.
 
     Attributes:
         layer: the layer of a GEMM; of other kernels its module, where several layers share one; empty where no layer is
@@ -41,7 +37,7 @@ class MeasuredProduct:
             known.
         of_pass: the pass; empty outside of forward, backward and optimizer.
         kind: what the kernels do; None if their names are unknown.
-        format: the format of a GEMM's operands; empty for other kinds, and where nothing says it.
+        format: the format of a GEMM's operands, by the name of its kernel or by the run; empty for other kinds.
         ms: milliseconds of a step, the mean of the iterations in the trace; kernels that ran at the same time count
             fully.
         calls: kernels, or operators of the host, of a step.
@@ -56,36 +52,19 @@ class MeasuredProduct:
     calls: float
 
 
-class Unassigned(NamedTuple):
-    """A kernel whose kind nobody knows.
-
-    Attributes:
-        name: its name.
-        ms: milliseconds of a step.
-    """
-
-    name: str
-    ms: float
-
-
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What a step really took: the mean of the iterations in a trace.
-
-    ``sum(row.ms for row in products) - overlap_ms + idle_ms`` is ``wall_ms``.
+    """The time of a step in a trace: the mean of the iterations.
 
     Attributes:
         device: the name of the device, or ``CPU``.
         on_device: whether kernels of a device were measured; else operators of the host.
-        rank: the rank that the trace is of; None if it does not say it.
-        iterations: the iterations in the trace; empty if no range says them, and the whole trace counts as one step.
-        wall_ms: milliseconds from the first kernel of a step to that of the next one, or to the last kernel.
-        busy_ms: milliseconds in which any kernel ran.
-        idle_ms: the others.
-        overlap_ms: milliseconds that kernels ran while another kernel ran.
+        rank: the rank that the trace is of; None if the trace does not have it.
+        iterations: the iterations in the trace; empty without their ranges, when the whole trace counts as one step.
+        wall_ms: milliseconds of a step, from the first kernel of the first one to the last kernel of the last one; of a
+            CPU those of the iterations.
         products: the rows, by time.
-        unassigned: the kernels whose kind nobody knows, by time.
-        notes: what is uncertain of the measurement, in words.
+        notes: what is uncertain.
     """
 
     device: str
@@ -93,11 +72,7 @@ class MeasuredStep:
     rank: int | None
     iterations: tuple[int, ...]
     wall_ms: float
-    busy_ms: float
-    idle_ms: float
-    overlap_ms: float
     products: tuple[MeasuredProduct, ...]
-    unassigned: tuple[Unassigned, ...]
     notes: tuple[str, ...]
 
     @property
@@ -105,212 +80,130 @@ class MeasuredStep:
         """Milliseconds of all kernels."""
         return sum(row.ms for row in self.products)
 
-    @property
-    def busy_share(self) -> float:
-        """The share of the step in which any kernel ran, from 0 to 1; nan without a time."""
-        return self.busy_ms / self.wall_ms if self.wall_ms else float("nan")
-
-    @property
-    def unassigned_share(self) -> float:
-        """The share of the kernels' time of which nobody knows the kind; nan without a kernel."""
-        work = self.work_ms
-        return sum(row.ms for row in self.unassigned) / work if work else float("nan")
-
-    @property
-    def without_layer_share(self) -> float:
-        """The share of the GEMMs' time without a layer; nan without a GEMM."""
-        gemms = [row for row in self.products if row.kind in ("gemm", "convolution")]
-        whole = sum(row.ms for row in gemms)
-        return sum(row.ms for row in gemms if not row.layer) / whole if whole else float("nan")
-
     def by_kind(self) -> dict[tuple[str, str], float]:
-        """Kind and format -> milliseconds, by time; the kind ``unknown`` of kernels that nobody knows."""
-        return self._sums(lambda row: (row.kind or "unknown", row.format))
-
-    def by_pass(self) -> dict[str, float]:
-        """Pass -> milliseconds, by time; ``other`` outside of all passes."""
-        return self._sums(lambda row: row.of_pass or "other")
-
-    def by_layer(self) -> dict[str, float]:
-        """Layer -> milliseconds, by time; empty for all without a layer."""
-        return self._sums(lambda row: row.layer)
-
-    def _sums(self, key: Callable[[MeasuredProduct], KeyT]) -> dict[KeyT, float]:
-        sums: dict[KeyT, float] = defaultdict(float)
+        """Return kind and format -> milliseconds, by time; the kind ``unknown`` for unknown kernels."""
+        sums: dict[tuple[str, str], float] = defaultdict(float)
         for row in self.products:
-            sums[key(row)] += row.ms
+            sums[row.kind or "unknown", row.format] += row.ms
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def measure(trace: Trace, products: Iterable[Product] = (), *, is_own: bool = False) -> MeasuredStep:
+def measure(trace: Trace, products: Iterable[Product] = ()) -> MeasuredStep:
     """Measure a step.
 
     Args:
         trace: a trace with a whole step or several.
         products: those of the run that the trace is of, as ``session.coverage()`` or ``run.coverage`` has them.
-        is_own: whether the trace is known to be of the run, as one in the folder of the run is. Its GEMMs may then
-            contradict the products, which may be those of another step: a note says it.
 
     Raises:
         TraceError: the trace has no ranges of layers, is of another run, or nothing in it has a time.
     """
     run = tuple(products)
     contexts = contexts_of(trace)
-    work, iterations = _within(work_of(trace, contexts), contexts.iterations)
+    work, iterations = _within(work_of(trace), contexts.iterations)
     if not work:
         raise TraceError(
-            f"{trace.path} has no work of a device, and none of an operator. Profile a step of the training with the"
-            " activities CPU and CUDA."
+            f"{trace.path} has no kernels and no operators. Profile a step of the training with the activities CPU and"
+            " CUDA."
         )
-    calls = calls_of(work, trace, contexts)
-    require_own_layers(trace, run)
-    assign(calls, contexts, run)
-    quantized = quantized_gemms(trace, contexts)
-    against = require_own_gemms(trace, calls, quantized, is_own=is_own)
-    units = layers_of_units(calls, contexts)
+    calls = calls_of(work)
+    ranges = [found for event in trace.host if (found := read_layer(event.name)) is not None]
+    _check_layers(trace, {found.layer for found in ranges if found.gemm}, run, has_ranges=bool(ranges))
+    assign(calls, contexts.forward_of, run)
+    layers = layers_of_units(calls, contexts.forward_of)
     steps = max(1, len(iterations))
-    rows = _rows(trace, work, calls, units, steps, quantized)
-    wall, busy = _times(trace, work, contexts.iterations)
-    total = sum(each.us for each in work)
-    unknown: dict[str, float] = defaultdict(float)
-    for each in work:
-        if each.known is None:
-            unknown[each.name] += each.us / 1e3 / steps
+    wall = max(event.end for event in work) - min(event.begin for event in work)
+    if not trace.kernels and iterations:
+        wall = sum(end - begin for begin, end in (contexts.iterations[number] for number in iterations))
     return MeasuredStep(
-        device=(trace.device or "a GPU that the trace does not name") if trace.has_device else "CPU",
-        on_device=trace.has_device,
+        device=(trace.device or "a GPU that the trace does not name") if trace.kernels else "CPU",
+        on_device=bool(trace.kernels),
         rank=trace.rank,
         iterations=iterations,
         wall_ms=wall / 1e3 / steps,
-        busy_ms=busy / 1e3 / steps,
-        idle_ms=(wall - busy) / 1e3 / steps,
-        overlap_ms=(total - busy) / 1e3 / steps,
-        products=rows,
-        unassigned=tuple(Unassigned(name, ms) for name, ms in sorted(unknown.items(), key=lambda item: -item[1])),
-        notes=(*_notes(trace, work, calls, run, iterations, quantized), *against),
+        products=_rows(work, layers, steps),
+        notes=tuple(_notes(trace, work, calls, iterations)),
     )
 
 
-def _within(work: Sequence[Work], iterations: Mapping[int, tuple[float, float]]) -> tuple[list[Work], tuple[int, ...]]:
-    """The work that was launched in an iteration; all of it if no range says them."""
+def _within(
+    work: Sequence[TraceEvent], iterations: Mapping[int, tuple[float, float]]
+) -> tuple[Sequence[TraceEvent], tuple[int, ...]]:
+    """Return the work that was launched in an iteration; all of it without ranges of iterations."""
     if not iterations:
-        return list(work), ()
-    linked = min((each.begin for each in work if each.launched_at != NOTHING), default=float("-inf"))
+        return work, ()
+    linked = min((event.begin for event in work if event.launch is not None), default=float("-inf"))
     # What the host launched before the trace began has no launch in it, and is of no step in it.
-    work = [each for each in work if each.launched_at != NOTHING or each.begin >= linked]
+    work = [event for event in work if event.launch is not None or event.begin >= linked]
     numbers = sorted(iterations, key=lambda number: iterations[number])
     begins = [iterations[number][0] for number in numbers]
-    found: dict[int, list[Work]] = {}
-    for each in work:
-        place = bisect.bisect_right(begins, each.launched) - 1
-        if place >= 0 and each.launched <= iterations[numbers[place]][1]:
-            found.setdefault(numbers[place], []).append(each)
-    return [each for number in sorted(found) for each in found[number]], tuple(sorted(found))
+    found: dict[int, list[TraceEvent]] = {}
+    for event in work:
+        place = bisect.bisect_right(begins, event.launched) - 1
+        if place >= 0 and event.launched <= iterations[numbers[place]][1]:
+            found.setdefault(numbers[place], []).append(event)
+    return [event for number in sorted(found) for event in found[number]], tuple(sorted(found))
 
 
-def _times(trace: Trace, work: Sequence[Work], iterations: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
-    """The microseconds of all steps, and of those in which any kernel ran."""
-    stretches = union([(each.begin, each.end) for each in work])
-    begin, end = stretches[0][0], stretches[-1][1]
-    if not trace.has_device:
-        own = sum(each.us for each in work)  # what operators of several threads do at the same time counts twice
-        busy = min(own, sum(last - first for first, last in stretches))
-        inside = [span for span in iterations.values() if span[0] <= end and span[1] >= begin]
-        return max(busy, sum(last - first for first, last in inside) if inside else end - begin), busy
-    return end - begin, sum(last - first for first, last in stretches)
+def _check_layers(trace: Trace, layers: set[str], run: Sequence[Product], *, has_ranges: bool) -> None:
+    """Refuse a trace without ranges of layers, or whose ranges name other layers than those of the run.
+
+    Raises:
+        TraceError: it has no ranges, or none of its layers with GEMMs is one of the run's.
+    """
+    if not has_ranges:
+        raise TraceError(
+            f"{trace.path} has no ranges of layers, so nothing says which kernel belongs to which layer. Record the"
+            ' trace with profile=, such as profile="11-13", which adds them.'
+        )
+    own = {product.layer for product in run}
+    if own and layers and not any(layer in own or any(is_part(part, layer) for part in own) for layer in layers):
+        raise TraceError(
+            f"{trace.path} is a trace of another run: its ranges name {in_sentence(*sorted(layers), most=2)}, and the"
+            f" run has {in_sentence(*sorted(own), most=2)}. Give the trace of this run, or the run of this trace."
+        )
 
 
-_Key = tuple[str, str, Pass, KernelKind | None, str]
-
-
-def _rows(
-    trace: Trace,
-    work: Sequence[Work],
-    calls: Sequence[HostCall],
-    units: Mapping[int, str],
-    steps: int,
-    quantized: QuantizedGemms,
-) -> tuple[MeasuredProduct, ...]:
-    call_of = {id(each): call for call in calls for each in call.work}
-    sums: dict[_Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for each in work:
-        call, context = call_of.get(id(each)), each.context
-        kind = None if each.known is None else each.known.kind
+def _rows(work: Iterable[TraceEvent], layers: Mapping[TraceEvent, str], steps: int) -> tuple[MeasuredProduct, ...]:
+    sums: dict[tuple[str, str, Pass, KernelKind | None, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in work:
+        call, context = event.call, event.context
+        kind = None if event.known is None else event.known.kind
         if call is not None:
-            key: _Key = (call.layer, call.gemm, call.of_pass, kind, _format(trace, each, call, quantized))
+            by_run = "" if call.product is None else call.product.precision
+            form = (event.known.format if event.known is not None else "") or by_run
+            entry = sums[call.layer, call.gemm, call.context.of_pass, kind, form]
         else:
-            layer = context.layer or units.get(context.unit, "")
+            layer = context.layer or ("" if context.unit is None else layers.get(context.unit, ""))
             if context.of_pass == "optimizer" and kind in _OF_AN_OPTIMIZER:
                 kind = "optimizer"
-            key = (layer, "", context.of_pass, kind, "")
-        entry = sums[key]
-        entry[0] += each.us / 1e3 / steps
+            entry = sums[layer, "", context.of_pass, kind, ""]
+        entry[0] += event.us / 1e3 / steps
         entry[1] += 1 / steps
-    rows = (
-        MeasuredProduct(layer, gemm, of_pass, kind, form, ms, count)
-        for (layer, gemm, of_pass, kind, form), (ms, count) in sums.items()
-    )
+    rows = (MeasuredProduct(*key, ms, count) for key, (ms, count) in sums.items())
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.layer, row.gemm)))
 
 
-_OF_AN_OPTIMIZER = frozenset({"elementwise", "reduction", "norm", "host"})
-
-
-def _format(trace: Trace, each: Work, call: HostCall, quantized: QuantizedGemms) -> str:
-    """The format of a product's operands: by the kernel's name, by the types of its operands, or by the run."""
-    if each.known is not None and each.known.format:
-        return each.known.format
-    number = NOTHING if call.operator == NOTHING else trace.host.operands[call.operator]
-    by_run = "" if call.product is None else call.product.precision
-    if call.product is not None and call.product.family in ("te", "te_ops"):
-        low = is_low(call, trace, quantized)
-        if low is None or low == call.product.is_low:
-            return by_run  # a backend without the device's types computes with others
-        if low:
-            return ""  # operands in bytes, of a format that nothing says
-    elif _is_in_bytes(trace, call, quantized):
-        return ""
-    return (format_of_types(trace.operands[number].types) if number != NOTHING else "") or by_run
-
-
-def _is_in_bytes(trace: Trace, call: HostCall, quantized: QuantizedGemms) -> bool:
-    """Whether a GEMM that fits no product of a run has quantized operands, of a format that the trace does not name."""
-    known = call.work[0].known
-    return call.product is None and not (known and known.format) and bool(is_low(call, trace, quantized))
-
-
 def _notes(
-    trace: Trace,
-    work: Sequence[Work],
-    calls: Sequence[HostCall],
-    run: Sequence[Product],
-    iterations: tuple[int, ...],
-    quantized: QuantizedGemms,
+    trace: Trace, work: Sequence[TraceEvent], calls: Sequence[HostCall], iterations: tuple[int, ...]
 ) -> Iterable[str]:
     if not iterations:
         yield (
-            "No range says where a step begins, so the whole trace counts as one step. Profile with profile=, or call"
-            " step() of torch.profiler once a step."
+            "The trace does not mark steps, so all of it counts as one step. Profile with profile=, or call step() of"
+            " torch.profiler once per step."
         )
-    if not trace.has_device:
+    if not trace.kernels:
         yield "The trace has no event of a GPU. The times are those of operators on the host."
-    if not trace.has_shapes:
-        yield "The trace has no shapes (record_shapes=False): dgrad and wgrad of layers of torch are not told apart."
-    if any(each.captured for each in work):
-        yield "Kernels of CUDA graphs have the layer of the replay, if any: a graph does not say what launched them."
-    unlinked = sum(each.launched_at == NOTHING for each in work) if trace.has_device else 0
-    if unlinked:
-        yield f"{unlinked} of {len(work)} kernels are not linked to the host (no CPU activity): their pass is unknown."
-    in_bytes = sum(_is_in_bytes(trace, call, quantized) for call in calls)
-    if in_bytes:
-        yield (
-            f"{in_bytes} of {len(calls)} GEMMs and attentions have quantized operands, in a format that the trace does"
-            " not name. Give the run, which names it."
-        )
+    if all(event.shapes is None for event in trace.host):
+        yield "The trace has no shapes (record_shapes=False): dgrad and wgrad of torch layers cannot be separated."
     without = sum(not call.layer for call in calls)
     if without:
         yield f"{without} of {len(calls)} GEMMs and attentions ran outside of all ranges: their layer is unknown."
-    own = {product.layer for product in run}
-    other = sorted(layer for layer in ranged_layers(trace) - own if not any(is_part(part, layer) for part in own))
-    if run and other:
-        yield f"The run has no layer {in_sentence(*other, most=2)}, which the trace has ranges of."
+    unknown: dict[str, float] = defaultdict(float)
+    for event in work:
+        if event.known is None:
+            unknown[event.name] += event.us
+    if unknown:
+        share = 100 * sum(unknown.values()) / sum(event.us for event in work)
+        names = in_sentence(*sorted(unknown, key=lambda name: -unknown[name]), most=_MOST_UNKNOWN)
+        yield f"Kernels of unknown kind take {share:.1f} % of the kernels' time: {names}."

@@ -90,20 +90,6 @@ class PackedScale:
         found = np.where(present & np.isposinf(values), INF, found)
         return np.where(present & np.isneginf(values), MINUS_INF, found).astype(np.uint8)
 
-    def numbers(self, levels: Bytes) -> Floats:
-        """The numbers that bytes stand for, as the page reads them; nan for no number."""
-        low, high = self._place(np.array([self.low, self.high]))
-        place = low + (levels.astype(np.float64) - 1) / (LEVELS - 1) * (high - low)
-        found = self._value(place)
-        for byte, value in ((0, np.nan), (NAN, np.nan), (ZERO, 0.0), (INF, np.inf), (MINUS_INF, -np.inf)):
-            found = np.where(levels == byte, value, found)
-        return np.asarray(found, np.float64)
-
-    def _value(self, place: Floats) -> Floats:
-        if self.kind == "log":
-            return np.asarray(np.exp(place))
-        return place if self.kind == "linear" else np.asarray(self.bend * np.sinh(place))
-
     def _place(self, values: Floats) -> Floats:
         if self.kind == "log":
             return np.asarray(np.log(values))

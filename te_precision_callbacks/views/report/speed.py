@@ -1,31 +1,23 @@
-"""The speed of a run for a report: expected times, what was measured in its trace, and its memory.
+"""The speed of a run for a report: expected times, and what was measured in its trace.
 
-speed_facts(run)["kinds"][0]        # {"layers": 96, "name": "layers.{0-95}.fc1", "high_ms": ..., "low_ms": ..., ...}
-
-Alike layers of a large model are one row.
+speed_facts(run)["kinds"]["rows"][0]        # {"layers": 96, "name": "layers.{0-95}.fc1", "high_ms": ..., ...}
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from te_precision_callbacks.base.counts import many, size
-from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.terminal import plain, visible
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.recorded import RecordedRun
-from te_precision_callbacks.runs.trace_files import own_traces
 from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.errors import DeviceError, SpeedError
-from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step
-from te_precision_callbacks.speed.expected import ProductTime, Total, alike, total
-from te_precision_callbacks.speed.memory.rows import KINDS, LIVES, Memory, MemoryRow
-from te_precision_callbacks.speed.printing import reasons_in_words, recipes_in_words
-from te_precision_callbacks.speed.recorded import device_of_run, measured_step, step_of_run
-from te_precision_callbacks.speed.trace import MeasuredStep, TraceError
-from te_precision_callbacks.views.speeds import in_short, without_gain
+from te_precision_callbacks.speed.errors import DeviceError
+from te_precision_callbacks.speed.estimate import LayerRow, StepSpeed, estimate_step, layer_rows
+from te_precision_callbacks.speed.printing import in_short
+from te_precision_callbacks.speed.recorded import RunSpeed, run_speed
 
 _MOST_KINDS = 200
 """The kinds of layers that a page has, those that take longest."""
@@ -35,12 +27,9 @@ _MOST_NAMES = 4
 _MOST_TRACE_BYTES = 64_000_000
 """A larger trace is not read for a page: it takes minutes."""
 
-_TIMED = ("gemm", "cast")
-"""The kinds of kernels whose times stand beside expected ones."""
-
 
 def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any]:
-    """The speed of the step at the end of a run.
+    """Return the speed of the step at the end of a run.
 
     Args:
         run: the run.
@@ -48,166 +37,87 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
 
     Returns:
         ``summary``, the answer in a sentence; ``device``, null if it is not known; ``unknown``, why nothing is
-        expected and what to do, empty if something is; ``trace``, what was measured; ``memory``, by kind in bytes; and
-        if something is expected ``total``, ``kinds``, ``advice`` and ``notes``. Times are
-        milliseconds of a step.
+        expected and what to do, empty if something is; ``trace``, what was measured; and if something is expected
+        ``total``, ``kinds``, ``advice`` and ``notes``. Times are milliseconds of a step.
     """
-    found: dict[str, Any] = {"device": None, "unknown": "", "trace": None, "memory": _memory(run)}
-    step, speed = None, None
-    try:
-        step = step_of_run(run)
-        chosen = device_of_run(run, device)
-        found["device"] = chosen.title
-        speed = estimate_step(step, chosen)
-    except DeviceError as error:
-        found["unknown"] = f"{visible(str(error))} Make the report again with it: te-precision report RUN --device h200"
-    except SpeedError as error:
-        found["unknown"] = visible(str(error))
-    found["trace"], measured = _trace(run, step, speed)
-    if step is None or speed is None:
-        return {**found, "summary": "The speed of this run is unknown"}
-    return {
-        **found,
-        "summary": f"The matrix products of a step: {in_short(speed)}",
-        "plan": speed.plan,
-        "total": _json(speed.total.as_json()),
-        "kinds": _kinds(speed, measured),
-        "advice": [{key: _visible(value) for key, value in one.as_json().items()} for one in speed.advice],
-        "notes": [visible(note) for note in speed.notes],
+    known = run_speed(run, estimate_step, device=device, most_trace_bytes=_MOST_TRACE_BYTES)
+    speed = known.expected
+    found: dict[str, Any] = {
+        "summary": "The speed of this run is unknown",
+        "device": None,
+        "unknown": "",
+        "trace": _trace(known),
     }
+    if speed is None:
+        found["unknown"] = str(known.why_not)
+        if isinstance(known.why_not, DeviceError):
+            found["unknown"] += " Make the report again with it: te-precision report RUN --device h200"
+    else:
+        json = speed.as_json()
+        found |= {
+            "summary": f"The matrix products of a step: {in_short(speed)}",
+            "device": speed.device.title,
+            "kinds": _kinds(speed, known.measured_layers),
+            **{key: plain(json[key]) for key in ("total", "advice", "notes")},
+        }
+    return {key: _visible(value) for key, value in found.items()}
 
 
-def _visible(value: object) -> object:
-    """A text of several lines with what can be seen; a number as JSON has it."""
-    if isinstance(value, str):
-        return "\n".join(map(visible, value.split("\n")))
-    return _number(value)
-
-
-def _number(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _json(value: Any) -> Any:
-    """Without numbers that are not finite, which are unknown."""
+def _visible(value: Any) -> Any:
+    """Return facts for JSON, without characters that cannot be seen, and with None for numbers that are not finite."""
     if isinstance(value, Mapping):
-        return {key: _json(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_json(each) for each in value]
-    return _visible(value)
+        return {key: _visible(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_visible(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return "\n".join(map(visible, value.split("\n"))) if isinstance(value, str) else value
 
 
-def _trace(
-    run: RecordedRun, step: Step | None, speed: StepSpeed | None
-) -> tuple[dict[str, Any] | None, Mapping[str, float]]:
-    """What the last trace of a run says, None if the run has no trace; and the measured milliseconds of the GEMMs and
-    casts of layers, where they are comparable with expected ones."""
-    files = own_traces(run.path, run.run_id)
-    if not files:
-        return None, {}
-    path = files[-1]
-    told: dict[str, Any] = {"name": visible(path.name), "problem": "", "beside": "", "kinds": []}
-    try:
-        bytes_of_file = path.stat().st_size
-        if bytes_of_file > _MOST_TRACE_BYTES:
-            told["problem"] = f"It has {size(bytes_of_file)}, which takes too long to read for a page."
-            return told, {}
-        measured = measured_step(run, step, path, is_own=True)
-    except (TraceError, OSError) as error:
-        told["problem"] = visible(str(error))
-        return told, {}
-    told |= _trace_facts(measured)
-    told["beside"] = _why_not_beside(measured, step, speed)
-    sums: dict[str, float] = defaultdict(float)
-    for row in measured.products:
-        if row.layer and row.kind in _TIMED and not told["beside"]:
-            sums[row.layer] += row.ms
-    return told, sums
-
-
-def _trace_facts(measured: MeasuredStep) -> dict[str, Any]:
-    return {
-        "device": visible(measured.device),
-        "iterations": list(measured.iterations),
-        "wall_ms": measured.wall_ms,
-        "idle_ms": measured.idle_ms,
-        "busy_share": _number(measured.busy_share),
-        "kinds": [
-            {"kind": kind, "format": form, "ms": ms, "share": ms / measured.work_ms if measured.work_ms else None}
-            for (kind, form), ms in measured.by_kind().items()
-        ],
-        "notes": [visible(note) for note in measured.notes],
-    }
-
-
-def _why_not_beside(measured: MeasuredStep, step: Step | None, speed: StepSpeed | None) -> str:
-    """Why measured times do not stand beside expected ones; empty if they do."""
-    if step is None or speed is None:
-        return "Nothing is expected that measured times could be compared with."
-    if not measured.on_device:
-        return f"The trace is of a CPU. Its times are not comparable with those of {speed.device.title}."
-    if not speed.device.is_called(measured.device):
-        return (
-            f"The trace is of {visible(measured.device)}. Its times are not comparable with those of"
-            f" {speed.device.title}."
-        )
-    return ""
+def _trace(known: RunSpeed) -> dict[str, Any] | None:
+    """Return the times of the run's trace; None without one."""
+    if known.trace is None:
+        return None
+    facts: dict[str, Any] = {"name": known.trace.name, "problem": known.trace_problem, "beside": "", "kinds": []}
+    measured = known.measured
+    if measured is None:
+        return facts
+    kinds = [
+        {"kind": kind, "format": form, "ms": ms, "share": ms / measured.work_ms if measured.work_ms else None}
+        for (kind, form), ms in measured.by_kind().items()
+    ]
+    names = ("device", "iterations", "wall_ms", "notes")
+    return {**facts, "beside": known.not_compared, "kinds": kinds, **{name: getattr(measured, name) for name in names}}
 
 
 def _kinds(speed: StepSpeed, measured: Mapping[str, float]) -> dict[str, Any]:
-    """Kinds of layers, those that take longest first; and what is left of them."""
-    of_layers = [(layers, total(layers[0], speed.device)) for layers in alike(speed.times).values()]
-    of_layers.sort(key=lambda found: -len(found[0]) * max(found[1].high_ms, _known(found[1].low_ms)))
-    nothing = without_gain(speed)
-    rows = [_kind(layers, whole, nothing, measured) for layers, whole in of_layers[:_MOST_KINDS]]
-    left = of_layers[_MOST_KINDS:]
-    count = sum(len(layers) for layers, _ in left)
+    """Return the kinds of layers, those that take longest first; and what is left of them."""
+    rows = layer_rows(speed, measured)
+    left = rows[_MOST_KINDS:]
+    count = sum(len(row.layers) for row in left)
     more = f"and {many(len(left), 'more kind')} with {many(count, 'layer')}" if left else ""
-    return {"rows": rows, "more": more}
+    return {"rows": [_kind(row) for row in rows[:_MOST_KINDS]], "more": more}
 
 
-def _known(value: float) -> float:
-    return 0.0 if math.isnan(value) else value
-
-
-def _kind(
-    layers: Sequence[Sequence[ProductTime]], whole: Total, nothing: set[str], measured: Mapping[str, float]
-) -> dict[str, Any]:
-    count, names = len(layers), [products[0].layer for products in layers]
-    first, *others = folded(names)
-    is_known = bool(whole.known)
-    is_low = is_known and whole.is_low
-    low_ms, cast_ms = whole.low_ms * count, whole.cast_ms * count
-    low, high = whole.interval if is_low else (math.nan, math.nan)
+def _kind(row: LayerRow) -> dict[str, Any]:
+    first, *others = folded(row.layers)
+    times = row.times
+    figures = times.figures()
+    if not times.known:
+        figures |= {"high_ms": None, "low_ms": None, "cast_ms": None}
+    if not times.is_low:
+        figures |= {"speedup": None, "speedup_low": None, "speedup_high": None}
     return {
-        "name": visible(", ".join(folded(names, most=_MOST_NAMES))),
-        "short": visible(first) + (f" and {len(others)} more" if others else ""),
-        "first": names[0],
-        "layers": count,
-        "shapes": list(dict.fromkeys(one.sizes for one in layers[0])),
-        "recipes": visible(recipes_in_words(layers[0])),
-        "high_ms": whole.high_ms * count if is_known else None,
-        "low_ms": low_ms if is_known else None,
-        "cast_ms": cast_ms if is_known else None,
-        "speedup": _number(whole.speedup) if is_low else None,
-        "speedup_low": _number(low),
-        "speedup_high": _number(high),
-        "gains_nothing": names[0] in nothing,
-        "verdict": whole.verdict if is_low else "" if is_known else "unknown",
-        "unknown": whole.unknown * count,
-        "why": [visible(why) for why in dict.fromkeys(reasons_in_words(layers[0]))],
-        "measured_ms": sum(measured[name] for name in names) if all(name in measured for name in names) else None,
+        **figures,
+        "name": ", ".join(folded(row.layers, most=_MOST_NAMES)),
+        "short": first + (f" and {len(others)} more" if others else ""),
+        "first": row.layers[0],
+        "layers": len(row.layers),
+        "shapes": row.shapes,
+        "recipes": row.recipes,
+        "gains_nothing": row.gains_nothing,
+        "verdict": times.verdict if times.is_low else "" if times.known else "unknown",
+        "unknown": times.unknown,
+        "why": row.why,
+        "measured_ms": row.measured_ms,
     }
-
-
-def _memory(run: RecordedRun) -> dict[str, Any]:
-    """Bytes by kind, planned in the precision that layers ran in and in high precision; on one rank."""
-    kept = run.memory.to_pylist()
-    rows = [MemoryRow(**row) for row in kept if row["kind"] in KINDS and row["lives"] in LIVES]
-    memory = Memory(tuple(rows), "", (0, 0), None, False, False, {})
-    kinds = [
-        {"kind": kind, "name": KINDS[kind], "low": found.low, "high": found.high}
-        for kind, found in memory.by_kind().items()
-    ]
-    whole = memory.bytes()
-    return {"kinds": kinds, "low": whole.low, "high": whole.high} if kinds else {"kinds": []}

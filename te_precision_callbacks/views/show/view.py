@@ -29,10 +29,12 @@ from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.sinks.worst import Lost, worst_first
 from te_precision_callbacks.speed.errors import SpeedError
+from te_precision_callbacks.speed.estimate import estimate_step
+from te_precision_callbacks.speed.printing import in_short
+from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of, Worse
-from te_precision_callbacks.views.speeds import in_short, speed_of
 
 MOST_LAYERS = 3
 """The layers that are shown of each statistic."""
@@ -178,6 +180,10 @@ def look(
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
     verdict, judged_to = (diagnose(run), max(last, default=None)) if judge is None else judge(run)
+    outcome = tuple(outcome_in_words(run))
+    status: str = segment.status if segment else "unknown"
+    if status == "failed" and not any(line.startswith("The run failed") for line in outcome):
+        status = "ended early"  # by Ctrl-C, SIGTERM or sys.exit()
     return RunView(
         verdict=verdict,
         judged_to=judged_to,
@@ -186,8 +192,8 @@ def look(
         path=str(run.path),
         run_id=run.run_id,
         source=run.source,
-        status=segment.status if segment else "unknown",
-        outcome=tuple(outcome_in_words(run)),
+        status=status,
+        outcome=outcome,
         segments=len(run.segments),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
         first=min(first, default=None),
@@ -215,7 +221,7 @@ def expected_speed(run: RecordedRun) -> str:
         Empty if the run has no GPU whose speed is known, or no products.
     """
     try:
-        speed = speed_of(run)
+        speed = estimate_step(step_of_run(run), device_of_run(run, None))
     except SpeedError:
         return ""
     return f"{in_short(speed)}; more: {_command(run, 'speed')}"

@@ -10,7 +10,7 @@ Engine is replaced: hooks of torch find the node of autograd behind a module's o
 Read from Transformer Engine 2.20.2: what the Functions of ``pytorch/module/*.py`` hand to ``prepare_for_saving``, in
 this order; ``_OperationFuserAutogradFunction`` of ``pytorch/ops/fuser.py``, whose ``basic_op_ctxs`` have a range of the
 saved tensors each; ``restore_from_saved`` and ``prepare_for_saving`` of the storages, each the other's inverse;
-``_fp8_workspaces`` of a module; ``_high_precision_init_val`` of a parameter.
+``_fp8_workspaces`` of a module.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.fp8_state import delayed_states
 from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations, named_roots
-from te_precision_callbacks.speed.memory.planned import is_quantized, is_weight, layer_of_parameter
-from te_precision_callbacks.speed.memory.rows import (
+from te_precision_callbacks.speed.memory.planned import (
     ACTIVATION_INPUT,
     ACTIVATION_OUTPUT,
     INPUT,
@@ -36,20 +35,22 @@ from te_precision_callbacks.speed.memory.rows import (
     NORM_STATISTICS,
     OTHER_PARAMETERS,
     WEIGHT,
-    Kind,
-    Lives,
+    is_quantized,
+    is_weight,
+    layer_of_parameter,
 )
+from te_precision_callbacks.speed.memory.rows import Lives
 
 _MOST_NODES = 8
 """The nodes that are looked at behind an output, for the one of Transformer Engine's Function."""
 
-_WEIGHTS_OF_PART: Mapping[str, Kind] = {
+_WEIGHTS_OF_PART: Mapping[str, str] = {
     "rowwise": "weight_rowwise",
     "columnwise": "weight_columnwise",
     "scales": "weight_scales",
     "high": "parameter",
 }
-_SAVED_OF_PART: Mapping[str, Kind] = {
+_SAVED_OF_PART: Mapping[str, str] = {
     "rowwise": "saved_rowwise",
     "columnwise": "saved_columnwise",
     "scales": "saved_scales",
@@ -83,7 +84,7 @@ class CountedRow:
     """Bytes of real tensors; the attributes are those of MemoryRow."""
 
     layer: str
-    kind: Kind
+    kind: str
     what: str
     bytes: int
     lives: Lives
@@ -208,9 +209,6 @@ def _of_parameter(layer: str, name: str, parameter: torch.Tensor, counted: set[i
     local = getattr(parameter, "_local_tensor", parameter)
     for part, size in _new_parts(local, counted):
         yield CountedRow(layer, _WEIGHTS_OF_PART[part], what, size, "always")
-    kept = getattr(local, "_high_precision_init_val", None)
-    if isinstance(kept, torch.Tensor):
-        yield CountedRow(layer, "init_value", what, _bytes(kept), "always")
     for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
         if isinstance(gradient, torch.Tensor):
             yield from (CountedRow(layer, "gradient", what, n, "always") for _, n in _new_parts(gradient, counted))

@@ -18,7 +18,7 @@ from te_precision_callbacks.base.counts import size
 from te_precision_callbacks.check.named_recipes import recipe_named
 from te_precision_callbacks.layers.naming import named_te_modules
 from te_precision_callbacks.speed.memory import Memory, plan_memory, show
-from te_precision_callbacks.speed.memory.rows import ACTIVATION_INPUT, total
+from te_precision_callbacks.speed.memory.planned import ACTIVATION_INPUT
 from tests.capability import any_capability, stand_for
 from tests.check.running import BF16
 
@@ -108,7 +108,7 @@ def test_layer_norm_mlp(hidden: int, inner: int, activation: str) -> None:
     assert memory.bytes("saved_rowwise") == memory.bytes("saved_columnwise") == (M * (hidden + inner) // 2, 0)
     assert memory.bytes("saved_scales") == (2 * M * (hidden + inner) // 16 + 4 * 4, 0)
     assert memory.bytes("weight_columnwise") == (hidden * (before + inner) // 2, 0)
-    assert total(memory.of(what=ACTIVATION_INPUT)).low == 2 * M * before
+    assert memory.bytes(what=ACTIVATION_INPUT).low == 2 * M * before
     # 4 bits in both directions, with a scale for 16 numbers; of the layer with more outputs alone
     codes = M * max(hidden, before) * (1 + 2 / 16)
     assert memory.bytes("gradient_codes").low == pytest.approx(codes, rel=1e-3)
@@ -138,8 +138,6 @@ def test_operations(n: int, k: int) -> None:
 def test_blackwell_needs_no_transposes(recipe: str) -> None:
     module = te.Linear(4096, 4096, bias=False, params_dtype=BF16, device="meta")
     hopper, blackwell = (planned(module, recipe, capability) for capability in ((9, 0), (10, 0)))
-    assert hopper.transposes
-    assert not blackwell.transposes
     assert hopper.bytes("weight_columnwise").low == 4096 * 4096
     assert blackwell.bytes("weight_columnwise").low == 0
     assert blackwell.bytes("saved_rowwise").low == hopper.bytes("saved_columnwise").low == M * 4096
@@ -161,12 +159,11 @@ def test_primary_weights_take_the_place_of_the_parameter() -> None:
     with any_capability():
         stand_for((9, 0))
         recipe = recipe_named("fp8_current_scaling")
-        with te.quantized_model_init(enabled=True, recipe=recipe, preserve_high_precision_init_val=True):
+        with te.quantized_model_init(enabled=True, recipe=recipe):
             module = te.Linear(4096, 4096, bias=False, params_dtype=BF16, device="meta")
     memory = planned(module, "fp8_current_scaling")
     assert memory.bytes("parameter") == (0, 2 * 4096 * 4096)
     assert memory.bytes("weight_rowwise", lives="always") == memory.bytes("weight_columnwise") == (4096 * 4096, 0)
-    assert memory.bytes("init_value") == (2 * 4096 * 4096, 0)
     assert memory.added(lives="always") == 4, "codes in both directions are as large as BF16"
 
 

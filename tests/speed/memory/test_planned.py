@@ -123,18 +123,16 @@ def test_a_backward_in_high_precision(case: str, override: str) -> None:
     assert planned == counted
 
 
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("case", [name for name in CASES if name != "none"])
-def test_primary_quantized_weights(case: str, keep: bool) -> None:
+def test_primary_quantized_weights(case: str) -> None:
     with any_capability():
         capability, make = CASES[case]
         stand_for(capability)
         recipe = make()
-        with te.quantized_model_init(enabled=True, recipe=recipe, preserve_high_precision_init_val=keep):
+        with te.quantized_model_init(enabled=True, recipe=recipe):
             model = Layers()
         planned, counted = both(model, recipe)
     assert planned == counted
-    assert any(kind == "init_value" for _, kind, _ in planned) == keep
     assert planned["linear", "parameter", "always"] == 160 * 2, "the bias alone"
 
 

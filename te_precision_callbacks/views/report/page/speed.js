@@ -1,11 +1,10 @@
-// What low precision buys: layers, memory, and what to do. Times are milliseconds of a step.
+// What low precision buys: layers, and what to do. Times are milliseconds of a step.
 
 const SPEED_COLOURS = {
   high: PRECISIONS.bf16, low: PRECISIONS.fp8, cast: "#7cc3ee", measured: "#009e73",
   interval: PRECISIONS.fp32,
 };
 const KINDS_IN_PLOT = 20;
-const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 // Blue is too dark on a dark page, where a lighter one stands for casts.
 const ON_DARK = { [PRECISIONS.fp8]: "#4aa8e8", [SPEED_COLOURS.cast]: "#c3e5fa" };
@@ -15,14 +14,6 @@ const milliseconds = (value) => value === null || value === undefined ? "unknown
 
 const timesAsFast = ({ speedup, speedup_low: low, speedup_high: high }) => speedup === null ? ""
   : speedup.toFixed(2) + (low === null ? "" : ` (${low.toFixed(2)} to ${high.toFixed(2)})`);
-
-const unitOfBytes = (count) => Math.min(BYTE_UNITS.length - 1, Math.max(0, Math.floor(Math.log2(Math.max(1, Math.abs(count))) / 10)));
-
-function bytesInWords(count) {
-  if (count === null || count === undefined) return "–";
-  const unit = unitOfBytes(count);
-  return `${shown(count / 2 ** (10 * unit), 3)} ${BYTE_UNITS[unit]}`;
-}
 
 // The room for names at the left of a plot, and names that fit there.
 const roomForNames = () => Math.max(120, Math.min(380, innerWidth * 0.3));
@@ -88,35 +79,12 @@ function layersCard(report) {
   return [made, render];
 }
 
-function memoryCard({ memory: { kinds, low, high } }) {
-  if (!kinds.length) return [card("Memory", {}, el("p", { class: "quiet" }, "The run has no table of memory: it ended before its first whole step, or another program recorded it.")), () => {}];
-  const unit = unitOfBytes(Math.max(...kinds.map((kind) => Math.max(kind.low, kind.high))));
-  const scaled = (bytes) => bytes === null ? null : bytes / 2 ** (10 * unit);
-  const node = plotNode(96 + 38 * kinds.length, `Bytes by kind, as it runs and in BF16: ${kinds.map((kind) => `${kind.name} ${bytesInWords(kind.low)} and ${bytesInWords(kind.high)}`).join("; ")}`);
-  const added = (one, other) => `${one > other ? "+" : one < other ? "−" : ""}${bytesInWords(Math.abs(one - other))}`;
-  const made = card("Memory", {
-    about: "Of the layers of one rank, planned in the precision that they ran in and in BF16.",
-    extra: [csvButton("memory", ["kind", "low", "high"], () => kinds.map((kind) => [kind.kind, kind.low, kind.high]))],
-  }, node, table(["kind", "#as it runs", "#in BF16", "#added"], [
-    ...kinds.map((kind) => [kind.name, bytesInWords(kind.low), bytesInWords(kind.high), added(kind.low, kind.high)]),
-    ["all on the device", bytesInWords(low), bytesInWords(high), added(low, high)],
-  ]));
-  const render = () => draw(node, [["in BF16", "high"], ["as it runs", "low"]].map(([name, key], group) => ({
-    type: "bar", orientation: "h", name, y: kinds.map((_, at) => at), x: kinds.map((kind) => scaled(kind[key])), offset: 0.36 * (group - 1), width: 0.34,
-    marker: { color: speedColour(SPEED_COLOURS[key]) }, text: kinds.map((kind) => bytesInWords(kind[key])), textposition: "none", hovertemplate: `%{text}<extra>${name}</extra>`,
-  })), {
-    barmode: "overlay", margin: { l: roomForNames(), r: 24, t: 8, b: 40 }, xaxis: { title: { text: BYTE_UNITS[unit] }, rangemode: "tozero", fixedrange: true },
-    yaxis: namedAxis(kinds.map(({ name }) => name), [kinds.length - 0.5, -0.5]),
-  });
-  return [made, render];
-}
-
 function traceCard({ trace }) {
   if (!trace) return null;
   const about = trace.problem ? "" : `${trace.name}: ${trace.device}, ${trace.iterations.length ? `iterations ${trace.iterations.map((step) => shown(step)).join(", ")}` : "one step"}.`;
   if (trace.problem) return card("Measured", {}, el("p", { role: "note" }, `The trace ${trace.name} gives no times: ${trace.problem}`));
   return card("Measured", { about, extra: [csvButton("measured", ["kind", "format", "ms"], () => trace.kinds.map(({ kind, format, ms }) => [kind, format, ms]))] },
-    el("p", {}, `A step took ${milliseconds(trace.wall_ms)} ms, of which ${milliseconds(trace.idle_ms)} ms were idle.`),
+    el("p", {}, `A step took ${milliseconds(trace.wall_ms)} ms.`),
     trace.beside && el("p", { class: "quiet" }, trace.beside),
     table(["kind", "format", "#ms", "#of the work"], trace.kinds.map(({ kind, format, ms, share }) => [kind, format.toUpperCase(), milliseconds(ms), share === null ? "" : `${shown(100 * share, 3)} %`])),
     trace.notes.map((note) => el("p", { class: "quiet" }, note)));
@@ -124,9 +92,9 @@ function traceCard({ trace }) {
 
 function adviceCard({ advice, device }) {
   return card("What to do", { about: `Largest saving first, on ${device}. Each is estimated alone; savings do not add up.`, extra: [
-    csvButton("what to do", ["text", "saves_ms", "saves_ms_low", "saves_ms_high", "note", "patch"], () => advice.map((one) => [one.text, one.saves_ms, one.saves_ms_low, one.saves_ms_high, one.note, one.patch]))],
+    csvButton("what to do", ["text", "saves_ms", "saves_ms_low", "saves_ms_high", "note", "patch"], () => advice.map((one) => [one.text, one.saves_ms, ...one.interval, one.note, one.patch]))],
   }, advice.length ? el("ol", { class: "advice" }, advice.map((one) => el("li", { class: "found" },
-    el("div", {}, el("strong", {}, one.text), `; saves ${milliseconds(one.saves_ms)} ms per step (${milliseconds(one.saves_ms_low)} to ${milliseconds(one.saves_ms_high)})`),
+    el("div", {}, el("strong", {}, one.text), `; saves ${milliseconds(one.saves_ms)} ms per step (${one.interval.map(milliseconds).join(" to ")})`),
     one.note && el("p", { class: "quiet" }, one.note), one.patch && el("pre", { "aria-label": "Section for the config" }, one.patch))))
     : el("p", { class: "quiet" }, "No change that saves time was found."));
 }
@@ -134,9 +102,8 @@ function adviceCard({ advice, device }) {
 async function speedPage(report) {
   const { speed } = report, expected = speed.total;
   const [layers, drawLayers] = expected ? layersCard(report) : [null, () => {}];
-  const [memory, drawMemory] = memoryCard(speed);
   return [[
-    el("h1", {}, "Speed"), speedVerdict(report), layers, memory, traceCard(speed), expected && adviceCard(speed),
+    el("h1", {}, "Speed"), speedVerdict(report), layers, traceCard(speed), expected && adviceCard(speed),
     expected && speed.notes.length > 0 && card("What limits these figures", {}, el("ul", {}, speed.notes.map((note) => el("li", {}, note)))),
-  ], async () => Promise.all([drawLayers(), drawMemory()])];
+  ], drawLayers];
 }
