@@ -134,7 +134,7 @@ TABLE: Mapping[Kind, Table] = {
     "tiny-loss": Table(
         "the loss is scaled by 1e-12", _rules("below-eps", "dead-gradient"), starts=(0, 0), whole_model=True
     ),
-    "detached": Table("the output of a block's MLP is detached", _rules("dead-gradient"), starts=(0, 0)),
+    "detached": Table("the output of a block's MLP is detached", _rules("dead-gradient", "missing-gradient"), starts=(0, 0)),
     "growth": Table(
         "the weights before an MLP's second product grow by 10 to 20 % in each step",
         _rules("growth", "overflow", "stale-scale", "sibling"),
@@ -151,7 +151,7 @@ TABLE: Mapping[Kind, Table] = {
     "large-weight": Table("a weight is initialized 1000 times too large", _rules("sibling"), starts=(0, 0)),
     "unmoved-scales": Table(
         "the first layer is detached, or te.autocast is entered inside of a reentrant te.checkpoint",
-        _rules("scale-never-updated", "dead-gradient"),
+        _rules("scale-never-updated", "dead-gradient", "missing-gradient"),
         starts=(0, 0),
         recipes=("delayed",),
         models=("bytes", "gpt", "vit", "mixer", "parallel"),
