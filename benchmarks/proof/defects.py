@@ -134,7 +134,9 @@ TABLE: Mapping[Kind, Table] = {
     "tiny-loss": Table(
         "the loss is scaled by 1e-12", _rules("below-eps", "dead-gradient"), starts=(0, 0), whole_model=True
     ),
-    "detached": Table("the output of a block's MLP is detached", _rules("dead-gradient", "missing-gradient"), starts=(0, 0)),
+    "detached": Table(
+        "the output of a block's MLP is detached", _rules("dead-gradient", "missing-gradient"), starts=(0, 0)
+    ),
     "growth": Table(
         "the weights before an MLP's second product grow by 10 to 20 % in each step",
         _rules("growth", "overflow", "stale-scale", "sibling"),

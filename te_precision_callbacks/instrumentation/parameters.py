@@ -35,6 +35,9 @@ and experts lack tokens."""
 LOST = 8
 """Steps in a row in which a parameter that has had gradients gets none, although its module runs."""
 
+UNSTEPPED = 20
+"""Debug iterations in a row without a step of the optimizers that have stepped before."""
+
 UNCHANGED, SPAN = 3, 6
 """Sampled steps that should have changed a weight, and the steps that they span at least."""
 
@@ -54,8 +57,8 @@ class Problem(NamedTuple):
 
     Attributes:
         what: ``no_gradient``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
-            ``unchanged``, ``apart``, ``late``, ``still`` or ``nonfinite``.
-        name: the parameter.
+            ``unstepped``, ``unchanged``, ``apart``, ``late``, ``still`` or ``nonfinite``.
+        name: the parameter; empty if it is about the model.
         since: the iteration in which it began.
         number: the steps or the percent of elements that show it.
     """
@@ -172,6 +175,7 @@ class ParameterWatch:
         self._changed: list[tuple[_Parameter, int, torch.Tensor]] = []
         self._reading: _Reading | None = None
         self._told: set[tuple[str, str]] = set()
+        self._stepped = 0
         self._first = self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._is_due = True
@@ -201,6 +205,7 @@ class ParameterWatch:
             if not held:
                 return
             self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
+            self._stepped = iteration
             for each in held:
                 each.parameter.held_until = iteration
                 self._check_gradient(each.parameter, each.tensor)
@@ -436,6 +441,8 @@ class ParameterWatch:
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:
                 yield from _of_weight(parameter)
+        if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
+            yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
         yield from self._still()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
             yield from self._not_held()

@@ -310,6 +310,21 @@ def test_a_block_that_is_cut_off(tmp_path: Path, blocks: int) -> None:
     assert not of_parameters(train(tmp_path / "mended", model, adamw(model)))
 
 
+def test_an_optimizer_that_no_longer_steps(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = adamw(model)
+    step_of = optimizer.step
+    loss = language_loss(model)
+
+    def stop(step: int) -> torch.Tensor:
+        optimizer.step = step_of if step < 12 else lambda: None  # type: ignore[method-assign]
+        return loss(step)
+
+    (found,) = of_parameters(train(tmp_path, model, optimizer, loss=stop, steps=40))
+    assert (found.rule, found.severity, found.since) == ("frozen-weight", "warning", 12)
+    assert found.layers == ()
+
+
 @pytest.mark.parametrize("blocks", [2, 6])
 def test_a_block_that_is_cut_off_later(tmp_path: Path, blocks: int) -> None:
     """From step 8 on, in a run of 25 steps; each second step of another block is cut, which is not a problem."""

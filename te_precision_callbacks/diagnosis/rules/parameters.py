@@ -52,6 +52,11 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "no change, not even of a bit, in {names} after {number:.0f} sampled steps of the optimizer that should"
             " have changed it"
         ),
+        "unstepped": _Kind(
+            "no optimizer of the model has stepped in {number:.0f} steps, since step {since}",
+            "Look at why the loop no longer calls optimizer.step(); a GradScaler skips steps with inf or nan",
+            "warning",
+        ),
         "still": _Kind(
             "hardly an element of {names} has changed in {number:.0f} steps, and so for nearly all weights",
             "Look at the learning rate, at the factor of the loss, at gradients that are removed before the optimizer's"
@@ -147,7 +152,7 @@ class NoReduction(_OfRanks):
 
 def layers_of(names: Sequence[str]) -> tuple[str, ...]:
     """The modules of parameters; a parameter of a model without a name stands for itself."""
-    return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names if name))
 
 
 def _in_words(names: Sequence[Any]) -> str:
@@ -200,8 +205,8 @@ RULES = (
             "a weight with gradients is the same, bit for bit, after 3 sampled steps over at least 6 steps, in which an"
             " update of the learning rate's size is at least 4 units in the last place of some sampled element. Or at"
             " least 1 % of its sampled elements are farther from the optimizer's float32 master than its format rounds,"
-            " in 2 checks in a row. A warning if at most 5 % of the sampled elements of at least 90 % of the float32"
-            " matrices have changed over at least 6 steps"
+            " in 2 checks in a row. A warning if optimizers that have stepped do not step in 20 steps, or if at most 5 %"
+            " of the sampled elements of at least 90 % of the float32 matrices have changed over at least 6 steps"
         ),
         silent=(
             "updates of weights in 16 bits that rounding loses (see lost-updates); frozen weights;"
