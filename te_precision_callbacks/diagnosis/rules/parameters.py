@@ -205,8 +205,8 @@ RULES = (
             "a weight with gradients is the same, bit for bit, after 3 sampled steps over at least 6 steps, in which an"
             " update of the learning rate's size is at least 4 units in the last place of some sampled element. Or at"
             " least 1 % of its sampled elements are farther from the optimizer's float32 master than its format rounds,"
-            " in 2 checks in a row. A warning if optimizers that have stepped do not step in 20 steps, or if at most 5 %"
-            " of the sampled elements of at least 90 % of the float32 matrices have changed over at least 6 steps"
+            " in 2 checks in a row. A warning if optimizers that have stepped do not step in 20 steps, or if at most 5"
+            " % of the sampled elements of at least 90 % of the float32 matrices have changed over at least 6 steps"
         ),
         silent=(
             "updates of weights in 16 bits that rounding loses (see lost-updates); frozen weights;"
