@@ -208,7 +208,7 @@ class ParameterWatch:
             self._stepped = iteration
             for each in held:
                 each.parameter.held_until = iteration
-                self._check_gradient(each.parameter, each.tensor)
+            self._check_gradients([(each.parameter, each.tensor) for each in held])
             self._compare_masters(optimizer)
             if self._is_due:
                 self._has_sampled = True
@@ -259,6 +259,13 @@ class ParameterWatch:
         found = [(sample(each.parameter.weight), pick(local(each.tensor))) for each in held]
         apart = [_apart(weight, master) for weight, master in found if weight is not None]
         return held if apart and max(means(apart)()) < APART else []
+
+    def _check_gradients(self, held: Iterable[tuple[_Parameter, torch.Tensor]]) -> None:
+        """Check the gradients of parameters; of those that have one again, as nearly all, without a call."""
+        for parameter, tensor in held:
+            has_gradient = tensor.grad is not None or parameter.weight.grad is not None
+            if not (has_gradient and parameter.at_step) or parameter.without:
+                self._check_gradient(parameter, tensor)
 
     def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
         """Check whether a backward has reached a parameter since the last step: by its gradient where an optimizer
@@ -363,9 +370,8 @@ class ParameterWatch:
         """Count steps where no optimizer of torch's is known to step the model."""
         if not self._parameters:
             self._refresh()
-        for parameter in self._parameters.values():
-            if parameter.weight.requires_grad:
-                self._check_gradient(parameter, parameter.weight)
+        found = self._parameters.values()
+        self._check_gradients([(each, each.weight) for each in found if each.weight.requires_grad])
 
     def _begin_reading(self) -> None:
         """Begin to copy what the samples show to the host."""

@@ -194,7 +194,7 @@ def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
     assert told["partial"]
     assert told["unread"][0] in told["notes"]
     values.write_bytes(whole)
-    memory = next(tmp_path.rglob("memory.parquet"))
+    memory = next(tmp_path.rglob("states.parquet"))
     whole_memory = memory.read_bytes()
     memory.write_bytes(b"")
     shown = " ".join(called("show", tmp_path).output.split())

@@ -81,7 +81,7 @@ def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     net = model()
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
         session.step()
-        writers = [found for found in gc.get_objects() if isinstance(found, WriterThread)]
+        writers: list[WriterThread] = [found for found in gc.get_objects() if issubclass(type(found), WriterThread)]
         # Those of sessions that have ended have no thread any more, which would answer.
         threads = [found for found in writers if found._thread is not None and found._thread.is_alive()]
         assert threads
