@@ -23,7 +23,6 @@ from te_precision_callbacks.coverage.masks import causal_share
 from te_precision_callbacks.coverage.micro_batches import leaves
 from te_precision_callbacks.coverage.planned_products import Ran
 from te_precision_callbacks.coverage.seen_products import ModelProducts
-from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
 
 
@@ -54,8 +53,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     on_meta = place.type == "meta"
     failures: list[Exception] = []
-    classify = ForwardClassifier(precision_features_in_eval=False)
-    products = ModelProducts(lambda doing, what, error: failures.append(error), classify, lambda: False)
+    products = ModelProducts(lambda doing, what, error: failures.append(error), lambda: False, lambda: False)
     operations = [layer for operation in named_operations(model) for layer in operation.layers]
     arguments, keywords = _arguments(_moved(batch, place))
     in_backward = False

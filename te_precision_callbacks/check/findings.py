@@ -22,8 +22,9 @@ from te_precision_callbacks.config.contract import Contract
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.coverage.coverage import Coverage, left_out_in_words
 from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, layer_features
+from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
 from te_precision_callbacks.reference import is_installed
 
 FindingKind = Literal[

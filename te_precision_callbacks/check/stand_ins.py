@@ -34,9 +34,10 @@ from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
 from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED, OTHER_KERNEL, UNFUSED_KERNEL
 from te_precision_callbacks.coverage.seen_products import ModelProducts, format_made_by
+from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, in_evaluation
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
-from te_precision_callbacks.layers.naming import Model, NamedModule, layer_features, named_operations
+from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations
 from te_precision_callbacks.reference import is_installed
 
 _OF_MASK = ("attn_mask_type", "window_size")

@@ -21,14 +21,10 @@ from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
-from te_precision_callbacks.layers.forwards import ForwardClassifier, in_backward, in_evaluation, outside_of_dynamo
+from te_precision_callbacks.layers.forwards import in_backward, outside_of_dynamo
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
-
-Ran = set[tuple[bool, bool]]
-"""Training forwards of a module in a step: whether each ran in FP8, and whether it had gradients. The first forward of
-a reentrant checkpoint has none."""
 
 made_in_thread: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """How many nodes of autograd this thread has made: asked around each layer, so it is no function of Python."""
@@ -39,7 +35,7 @@ class ModelWatch:
 
     Args:
         report: receives failures.
-        classify: knows which forwards are evaluations.
+        is_paused: whether the integration evaluates.
         in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, of which there are events.
         count: called before a call that is counted, in a step that was not: the GEMMs of layers are to be seen.
 
@@ -50,13 +46,14 @@ class ModelWatch:
         state: what is kept in which type.
         calls: the calls of the model.
         operators: the products of the step.
-        ran: id of a module of Transformer Engine -> its training forwards since :meth:`take_ran`.
+        ran: id of a module of Transformer Engine -> whether it has trained in low precision since :meth:`take_ran`; of
+            several forwards each.
     """
 
     def __init__(
         self,
         report: Callable[[str, str, Exception], None],
-        classify: ForwardClassifier,
+        is_paused: Callable[[], bool],
         in_gemm_layer: Callable[[], bool],
         count: Callable[[], None] = lambda: None,
     ) -> None:
@@ -65,10 +62,10 @@ class ModelWatch:
         self.state = KeptState(report, lambda: self.operators.call_now())
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
-        self.ran: dict[int, Ran] = {}
+        self.ran: dict[int, set[bool]] = {}
         self._modules: Mapping[int, tuple[str, torch.nn.Module]] = {}
         self._report = report
-        self._classify = classify
+        self._is_paused = is_paused
         self._in_gemm_layer = in_gemm_layer
         self._count = count
         self._is_muted = False
@@ -106,7 +103,7 @@ class ModelWatch:
         self.counting = self.active and not self.failure and self.calls.has_wishes
         self.calls.begin_step(counts_outside=self.counting)
 
-    def take_ran(self) -> dict[int, Ran]:
+    def take_ran(self) -> dict[int, set[bool]]:
         """:attr:`ran`, which then begins anew."""
         ran, self.ran = self.ran, {}
         return ran
@@ -134,17 +131,16 @@ class ModelWatch:
         """Have calls of the model note that they reach a module."""
         own = module._compiled_call_impl
         upstream = module._call_impl if own is None else own
-        run = self._around_layer(module, upstream) if hasattr(module, "fp8_meta") else upstream
         here = self.calls.here_in_thread
         of_te = hasattr(module, "fp8_meta")
         attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and of_te else None
 
         def part(*arguments: Any, **keywords: Any) -> Any:
             call = here.call
-            if call is None and of_te and self._looks() and torch.is_grad_enabled() and not in_backward():
-                call = self.calls.outside
             if call is None:
-                return run(*arguments, **keywords)
+                if not of_te or not self._looks() or not torch.is_grad_enabled() or in_backward():
+                    return upstream(*arguments, **keywords)
+                call = self.calls.outside
             try:
                 if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
                     call.path = hash((call.path, number, arguments[0].shape))
@@ -157,26 +153,15 @@ class ModelWatch:
             if not of_te:
                 return upstream(*arguments, **keywords)
             call.nodes += made_in_thread()
-            result = run(*arguments, **keywords)
+            result = upstream(*arguments, **keywords)
             call.nodes -= made_in_thread()
+            if module.training and torch.is_grad_enabled():
+                self.ran.setdefault(id(module), set()).add(module.fp8)
             return result
 
         setattr(part, SURROUNDS, own)
         self._parts.append((module, own, part))
         module.__dict__["_compiled_call_impl"] = part
-
-    def _around_layer(self, module: Any, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Around a call of a module of Transformer Engine: note in which precision it trains."""
-
-        @functools.wraps(upstream)
-        def run(*arguments: Any, **keywords: Any) -> Any:
-            result = upstream(*arguments, **keywords)
-            has_gradients = torch.is_grad_enabled()
-            if not self._classify.evaluates(module) and (has_gradients or not in_evaluation()):
-                self.ran.setdefault(id(module), set()).add((module.fp8, has_gradients))
-            return result
-
-        return run
 
     def _leave_parts(self) -> None:
         for module, own, part in self._parts:
@@ -192,10 +177,7 @@ class ModelWatch:
     def _surround_calls(self, root: Any) -> None:
         """Look at a model while it is called; at Lightning's modules while they take a training step."""
         own = root._compiled_call_impl
-        upstream = root._call_impl if own is None else own
-        if hasattr(root, "fp8_meta"):
-            upstream = self._around_layer(root, upstream)
-        around = CallOfOneModule(self._around_call(root, upstream, tells_result=True))
+        around = CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, tells_result=True))
         setattr(around, SURROUNDS, own)
         self._replaced.replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
@@ -271,7 +253,7 @@ class ModelWatch:
             yield
 
     def _looks(self) -> bool:
-        return self.active and not self.failure and not self._classify.paused
+        return self.active and not self.failure and not self._is_paused()
 
     @outside_of_dynamo
     def _guarded(self, do: Callable[[], ResultT]) -> ResultT | None:

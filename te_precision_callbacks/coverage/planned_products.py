@@ -42,15 +42,10 @@ from te_precision_callbacks.coverage.precision_audit import (
     quantizers_of_layers,
     recipe_text,
 )
+from te_precision_callbacks.coverage.precision_history import Format
 from te_precision_callbacks.coverage.seen_product import OPERAND_NAMES, kind_of
-from te_precision_callbacks.layers.naming import (
-    Model,
-    NamedModule,
-    NamedOperation,
-    layer_features,
-    module_names,
-    named_roots,
-)
+from te_precision_callbacks.coverage.shapes import layer_features
+from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation, module_names, named_roots
 
 NOT_REACHED = "the forward does not reach it"
 """Why a product of a step whose products are known is not among them."""
@@ -119,48 +114,51 @@ def plan_products(
     return _ProductPlanner(model, modules, operations, acting, recipe, tokens, ran, unconverted or {}).planned()
 
 
-@dataclass
 class _ProductPlanner:
     """Arguments are those of :func:`plan_products`."""
 
-    model: Model
-    modules: Sequence[NamedModule]
-    operations: Sequence[NamedOperation]
-    acting: Mapping[str, Sequence[Acting]]
-    recipe: Any
-    tokens: int
-    ran: Ran | None
-    unconverted: Mapping[str, str]
-
-    def __post_init__(self) -> None:
-        self._recipes = {} if self.ran is None else self.ran.recipes
-        self._reached = set() if self.ran is None else {product.layer for product in self.ran.products}
+    def __init__(
+        self,
+        model: Model,
+        modules: Sequence[NamedModule],
+        operations: Sequence[NamedOperation],
+        acting: Mapping[str, Sequence[Acting]],
+        recipe: Any,
+        tokens: int,
+        ran: Ran | None,
+        unconverted: Mapping[str, str],
+    ) -> None:
+        self._model = model
+        self._named = {id(named.module): named for named in modules}
+        self._operations = {id(found.module): found.layers for found in operations}
+        self._acting = acting
+        self._recipe = recipe
+        self._tokens = tokens
+        self._unconverted = unconverted
+        self._ran = ran
+        self._recipes = {} if ran is None else ran.recipes
+        self._reached = set() if ran is None else {product.layer for product in ran.products}
         self._quantizers = MadeQuantizers()
+        self._formats: dict[tuple[object, ...], Mapping[LayerOperand, Format]] = {}
         self._products: list[Product] = []
         self._precision: list[GemmPrecision] = []
         self._facts: dict[str, HighPrecisionFacts] = {}
         self._trains = False
 
     def planned(self) -> PlannedProducts:
-        roots = [root for _, root in named_roots(self.model) or ()]
-        named = {id(found.module): [layer.name for layer in found.layers] for found in self.modules}
-        operations = {id(found.module): found.layers for found in self.operations}
+        roots = [root for _, root in named_roots(self._model) or ()]
         below = {id(module): module for root in roots for module in root.modules()}
         self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
         others: dict[str, torch.nn.Module | None] = {}
         counted: set[int] = set()
-        names = module_names(self.model)
+        names = module_names(self._model)
         for key, path in names.items():
             module = below[key]
-            layers: Sequence[str] = named.get(key, ()) or operations.get(key, ())
-            if key in named:
-                self._plan_module(module, layers)
-            elif layers:
-                self._plan_operation(module, layers)
-            elif not self._knows(path, module):
+            layers = self._plan_te(key, module)
+            if not layers and not self._knows(path, module):
                 others[path] = module
                 continue
-            if self.ran is not None:
+            if self._ran is not None:
                 others |= dict.fromkeys(layer for layer in layers if layer not in self._reached)
             counted.update(map(id, module.parameters(recurse=False)))
         # A te.ops.Linear holds the weight of an operation in it, too.
@@ -170,21 +168,32 @@ class _ProductPlanner:
             if module_or_none is None
             or any(p.ndim > 1 and id(p) not in counted for p in module_or_none.parameters(recurse=False))
         )
-        if self.ran is not None:
-            return PlannedProducts(Coverage(self._products_of(self.ran)), not_reached=left)
-        products = in_precision(self._products, self._facts, self._precision, self.unconverted)
+        if self._ran is not None:
+            return PlannedProducts(Coverage(self._products_of(self._ran)), not_reached=left)
+        products = in_precision(self._products, self._facts, self._precision, self._unconverted)
         return PlannedProducts(Coverage(products), not_counted=left, attention=_attention(names, below))
+
+    def _plan_te(self, key: int, module: torch.nn.Module) -> Sequence[str]:
+        """Plan the products of a module of Transformer Engine, and return its layers; none of any other module."""
+        if key in self._named:
+            layers: Sequence[str] = [layer.name for layer in self._named[key].layers]
+            self._plan_module(module, layers)
+        else:
+            layers = self._operations.get(key, ())
+            if layers:
+                self._plan_operation(module, layers)
+        return layers
 
     def _knows(self, path: str, module: torch.nn.Module) -> bool:
         """Plan the products of a module of torch; whether they are known."""
-        if self.ran is None:
+        if self._ran is None:
             return self._plan_torch(path, module)
         return any(layer == path or layer.startswith(f"{path}.") for layer in self._reached)
 
     def _products_of(self, ran: Ran) -> list[Product]:
         """The products of a step, in the planned formats, and those that it has left out."""
         seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
-        products = list(in_precision(seen, self._facts, self._precision, self.unconverted))
+        products = list(in_precision(seen, self._facts, self._precision, self._unconverted))
         have = {(product.layer, product.gemm) for product in products}
         for layer, family, gemm in ((planned.layer, planned.family, planned.gemm) for planned in self._products):
             if (layer, gemm) not in have:
@@ -221,7 +230,7 @@ class _ProductPlanner:
 
     def _recipe_of(self, layers: Sequence[str]) -> Any:
         """The recipe of a module, given its layers."""
-        return self._recipes.get(layers[0], self.recipe)
+        return self._recipes.get(layers[0], self._recipe)
 
     def _plan_layer(
         self,
@@ -237,14 +246,14 @@ class _ProductPlanner:
         in_force = self._recipe_of([layer])
         override = None if in_force is None else in_force.backward_override
         recipe = recipe_text(in_force)
-        formats = formats_of_layer("", quantizers, dtype, recipe=recipe, backward_override=override)
-        sections = self.acting.get(layer, ())
+        formats = self._formats_of(quantizers, dtype, recipe, override)
+        sections = self._acting.get(layer, ())
         kept = kept_by_sections(sections)
         modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
-        excluded = self.recipe is not None and self._recipes.get(layer, in_force) is None
+        excluded = self._recipe is not None and self._recipes.get(layer, in_force) is None
         self._facts[layer] = HighPrecisionFacts(kept, override or "")
-        rows = max(1, self.tokens // groups)
-        macs = self.tokens * sizes[0] * sizes[1] // groups
+        rows = max(1, self._tokens // groups)
+        macs = self._tokens * sizes[0] * sizes[1] // groups
         for gemm, (n, m, k) in gemm_sizes(rows, *sizes).items():
             not_run = left_out.get(LayerGemm(layer, gemm), "")
             if not_run:
@@ -259,6 +268,15 @@ class _ProductPlanner:
             self._precision.append(
                 GemmPrecision(layer, gemm, operands, seen=False, recipe=recipe or NO_RECIPE, excluded=excluded)
             )
+
+    def _formats_of(
+        self, quantizers: Mapping[str, Any], dtype: torch.dtype, recipe: str, override: str | None
+    ) -> Mapping[LayerOperand, Format]:
+        """The formats of a layer without a name; many layers have the same quantizers."""
+        key = (*map(id, quantizers.values()), *quantizers, dtype, recipe, override)
+        if key not in self._formats:
+            self._formats[key] = formats_of_layer("", quantizers, dtype, recipe=recipe, backward_override=override)
+        return self._formats[key]
 
     # ------------------------------------------------------------------ torch
 
@@ -282,7 +300,7 @@ class _ProductPlanner:
             operands = dict(zip(OPERAND_NAMES["lookup"], formats, strict=True))
             self._products.append(
                 Product(
-                    path, "lookup", "lookup", False, self.tokens, module.embedding_dim, 0, 1, 1, 0, operands, "planned"
+                    path, "lookup", "lookup", False, self._tokens, module.embedding_dim, 0, 1, 1, 0, operands, "planned"
                 )
             )
         else:
@@ -298,8 +316,8 @@ class _ProductPlanner:
         sizes: tuple[int, int],
         batch: int = 1,
     ) -> None:
-        macs = self.tokens * sizes[0] * sizes[1] * batch
-        for gemm, (n, m, k) in gemm_sizes(self.tokens, *sizes).items():
+        macs = self._tokens * sizes[0] * sizes[1] * batch
+        for gemm, (n, m, k) in gemm_sizes(self._tokens, *sizes).items():
             if gemm != "fprop" and not self._trains:
                 continue
             if gemm == "wgrad" and not weight.requires_grad:

@@ -41,7 +41,7 @@ from te_precision_callbacks.coverage.gemm_precision import (
     NO_INPUT_GRADIENT,
     GemmPrecision,
 )
-from te_precision_callbacks.coverage.precision_history import Format, GemmFact, PrecisionHistory
+from te_precision_callbacks.coverage.precision_history import Format, GemmFact, PrecisionHistory, joined
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 
@@ -99,8 +99,13 @@ class PrecisionAudit:
     """
 
     def __init__(self, iterations: Iterations) -> None:
-        # Formats of the fused path, of layers asked in this step.
-        self._unseen: dict[str, dict[LayerOperand, Format]] = {}
+        self._told: dict[LayerOperand, _Told] = {}
+        self._expected: dict[LayerGemm, None] = {}
+        self._left_out: dict[LayerGemm, str] = {}
+        self._unseen: dict[
+            str, dict[LayerOperand, Format]
+        ] = {}  # what the fused path makes, of layers asked in this step
+        self._doubted: set[str] = set()
         self._history = PrecisionHistory(iterations)
         self._iteration: int | None = None
         self._now: defaultdict[str, _Notes] = defaultdict(_Notes)
@@ -224,12 +229,13 @@ class PrecisionAudit:
         """
         for operand, made in formats.items():
             self._now[operand.layer].excluded |= excluded and not made.recipe
-            self._formats(operand).setdefault(made, False)
+            for found in self._formats(operand):
+                found.setdefault(made, False)
 
     def expect(self, gemms: Iterable[LayerGemm]) -> None:
         """Note GEMMs that are going to be seen; those that are never seen have not run."""
         for gemm in gemms:
-            self._now[gemm.layer].expected[gemm] = None
+            self._expected[gemm] = self._now[gemm.layer].expected[gemm] = None
 
     def expect_unseen(self, formats: Mapping[LayerOperand, Format]) -> None:
         """Note what the GEMMs of layers are handed if none of a layer is seen in this iteration."""
@@ -238,6 +244,7 @@ class PrecisionAudit:
 
     def leave_out(self, gemms: Mapping[LayerGemm, str]) -> None:
         """Note GEMMs that a forward and its backward do not run, and why."""
+        self._left_out.update(gemms)
         for gemm, reason in gemms.items():
             self._now[gemm.layer].left_out[gemm] = reason
 
@@ -251,15 +258,74 @@ class PrecisionAudit:
         for operand in event.operands:
             text = format_of(operand.data, columnwise=operand.columnwise)
             text += MODIFIED if _is_modified(operand) else ""
-            self._formats(LayerOperand(event.layer, event.gemm, operand.tensor))[Format(text, event.recipe)] = True
+            for found in self._formats(LayerOperand(event.layer, event.gemm, operand.tensor)):
+                found[Format(text, event.recipe)] = True
 
-    def _formats(self, operand: LayerOperand) -> _Told:
-        """The formats noted of an operand in this iteration."""
-        return self._now[operand.layer].told.setdefault(operand, {})
+    def _formats(self, operand: LayerOperand) -> tuple[_Told, _Told]:
+        """The formats noted of an operand: in the run, and in this iteration."""
+        return self._told.setdefault(operand, {}), self._now[operand.layer].told.setdefault(operand, {})
+
+    def tells(self, formats: Mapping[LayerOperand, Format]) -> bool:
+        """Whether all of these formats are noted, seen or planned, except those of GEMMs that were left out."""
+        return all(
+            made in self._told.get(operand, ()) or (gemm in self._left_out and not _has_run(_of_gemm(gemm, self._told)))
+            for operand, made in formats.items()
+            for gemm in [LayerGemm(operand.layer, operand.gemm)]
+        )
+
+    def doubt(self, formats: Mapping[LayerOperand, Format], iteration: int, *, excluded: bool) -> None:
+        """Note that the layers may have run in these formats in an iteration, which is over; as :meth:`plan`."""
+        layers = {operand.layer for operand in formats}
+        if not self.tells(formats):
+            self._doubted |= layers
+        for layer in layers:
+            self._in_history.pop(layer, None)
+            self._history.doubt(layer, iteration, excluded=excluded)
+
+    def trust(self, formats: Mapping[LayerOperand, Format], iteration: int) -> None:
+        """Take a doubt back, since the formats have been met in training: the iteration had what was met."""
+        met = self.holds(formats)
+        for layer in {operand.layer for operand in formats}:
+            self._doubted.discard(layer)
+            if met:
+                self._in_history.pop(layer, None)
+                self._history.settle(layer, iteration)
 
     def __iter__(self) -> Iterator[GemmPrecision]:
         self._write()
-        return iter(self._history)
+        told: defaultdict[tuple[str, str], dict[str, _Told]] = defaultdict(dict)
+        for (layer, name, tensor), found in self._told.items():
+            told[layer, name][tensor] = found
+        texts: dict[_Formats, tuple[dict[str, str], str]] = {}  # of thousands of layers they are few
+        known = told.keys() | self._expected.keys() | self._left_out.keys()
+        for layer in dict.fromkeys(layer for layer, _ in (*told, *self._expected, *self._left_out)):
+            for gemm in (LayerGemm(layer, name) for name in GEMMS):
+                if gemm not in known:
+                    continue
+                of_gemm: _OfGemm = {tensor: told[gemm].get(tensor, {}) for tensor in OPERANDS[gemm.gemm]}
+                if not _has_run(of_gemm):
+                    not_run = self._left_out.get(gemm, NO_BACKWARD)
+                    yield GemmPrecision(*gemm, {}, seen=False, not_run=not_run, since=self._history.since(*gemm))
+                    continue
+                formats = tuple((tensor, tuple(found)) for tensor, found in of_gemm.items() if found)
+                if formats not in texts:
+                    texts[formats] = joined(formats)
+                operands, recipe = texts[formats]
+                seen = _is_seen(of_gemm) and layer not in self._doubted
+                excluded, since = self._history.is_excluded(layer, recipe), self._history.since(*gemm)
+                yield GemmPrecision(*gemm, operands, seen, since=since, recipe=recipe, excluded=excluded)
+
+
+_Formats = tuple[tuple[str, tuple[Format, ...]], ...]
+"""Tensor and its formats, of each operand of a GEMM."""
+
+_OfGemm = Mapping[str, Mapping[Format, bool]]
+"""Tensor -> format -> what the format is known by: of the two tensors of a GEMM."""
+
+
+def _of_gemm(gemm: LayerGemm, told: Mapping[LayerOperand, Mapping[Format, bool]]) -> _OfGemm:
+    """What is noted of the operands of a GEMM."""
+    return {tensor: told.get(LayerOperand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
 
 
 def _facts(notes: _Notes) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
@@ -268,9 +334,9 @@ def _facts(notes: _Notes) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
     facts |= {gemm.gemm: GemmFact((), reason) for gemm, reason in notes.left_out.items()}
     seen: list[GemmName] = []
     for gemm in dict.fromkeys(LayerGemm(operand.layer, operand.gemm) for operand in notes.told):
-        of_gemm = {tensor: notes.told.get(LayerOperand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
+        of_gemm = _of_gemm(gemm, notes.told)
         facts[gemm.gemm] = GemmFact(tuple((tensor, tuple(found)) for tensor, found in of_gemm.items() if found))
-        if all(found and all(found.values()) for found in of_gemm.values()):
+        if _is_seen(of_gemm):
             seen.append(gemm.gemm)
     return facts, seen
 
@@ -280,6 +346,16 @@ def _in_a_region() -> bool:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return bool(FP8GlobalStateManager.quantization_state.autocast_depth)
+
+
+def _has_run(of_gemm: _OfGemm) -> bool:
+    """Whether a GEMM has run: formats of its operands are told."""
+    return any(of_gemm.values())
+
+
+def _is_seen(of_gemm: _OfGemm) -> bool:
+    """Whether every format of both operands is that of a tensor that was seen."""
+    return all(found and all(found.values()) for found in of_gemm.values())
 
 
 def _is_left_out(fact: GemmFact | None) -> bool:

@@ -7,7 +7,7 @@ and may change precision in every step, so that an entry is a few numbers: facts
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -15,7 +15,8 @@ from te_precision_callbacks.base.spans import Iterations
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
 
-_EXCLUDED = 1 << len(GEMMS)
+_DOUBT = 1 << len(GEMMS)
+_EXCLUDED = _DOUBT << 1
 
 MOST_SPANS = 64
 """The most changes of a layer that :meth:`PrecisionHistory.spans` gives."""
@@ -60,7 +61,7 @@ LayerFacts = tuple[GemmFact | None, ...]
 
 class _Entries:
     """Those of one layer: of each the first iteration, the number of its facts, and which GEMMs were seen; with a bit
-    for a forward in a region of ``te.autocast(enabled=False)``."""
+    for a doubt, and one for a forward in a region of ``te.autocast(enabled=False)``."""
 
     def __init__(self) -> None:
         self.since, self.facts, self.seen = array("q"), array("q"), bytearray()
@@ -69,7 +70,7 @@ class _Entries:
         """Let facts hold from an iteration on; an entry of the same iteration is replaced."""
         if self.since and self.since[-1] == iteration:
             self.facts[-1], self.seen[-1] = facts, seen | (self.seen[-1] if facts == self.facts[-1] else 0)
-        elif self.since and self.facts[-1] == facts:
+        elif self.since and self.facts[-1] == facts and not (self.seen[-1] | seen) & _DOUBT:
             self.seen[-1] |= seen
         else:
             try:
@@ -145,14 +146,36 @@ class PrecisionHistory:
         self.changes += self._facts[number] != before
         self._layers.setdefault(layer, _Entries()).put(iteration, number, bits)
 
+    def doubt(self, layer: str, iteration: int, *, excluded: bool) -> None:
+        """Note that facts other than the previous ones may hold in an iteration, even if only in that one."""
+        entries = self._layers.get(layer)
+        if entries is not None and entries.since:
+            entries.put(iteration, entries.facts[-1], _DOUBT | (_EXCLUDED if excluded else 0))
+
+    def settle(self, layer: str, iteration: int) -> None:
+        """Let the facts of the last iteration also hold in a doubtful iteration."""
+        entries = self._layers.get(layer)
+        number = -1 if entries is None else bisect_right(entries.since, iteration) - 1
+        if entries is not None and number >= 0 and entries.seen[number] & _DOUBT:
+            entries.facts[number], entries.seen[number] = entries.facts[-1], entries.seen[number] & _EXCLUDED
+
     def now(self, layer: str) -> LayerFacts:
         """The facts of a layer that hold in the last iteration."""
         entries = self._layers.get(layer)
         return (None,) * len(GEMMS) if entries is None or not entries.since else self._facts[entries.facts[-1]]
 
-    def __iter__(self) -> Iterator[GemmPrecision]:
-        """All formats that each GEMM had during the run."""
-        return self._of_layers(self._whole_run)
+    def since(self, layer: str, gemm: GemmName) -> int:
+        """The first iteration of which something is known of a GEMM."""
+        entries, column = self._layers.get(layer), GEMMS.index(gemm)
+        for since, number in () if entries is None else zip(entries.since, entries.facts, strict=True):
+            if self._facts[number][column] is not None:
+                return since
+        return 0
+
+    def is_excluded(self, layer: str, recipe: str) -> bool:
+        """Whether a layer that has only run under this recipe, or none, did so in ``te.autocast(enabled=False)``."""
+        entries = self._layers.get(layer)
+        return entries is not None and _is_excluded(entries.seen, recipe)
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """What is known of all GEMMs in an iteration, in the order in which layers came.
@@ -163,10 +186,9 @@ class PrecisionHistory:
         self._iterations.require("precision", iteration)
 
         def told(entries: _Entries) -> Iterator[_Told]:
-            for one in self._spans(entries):
-                since, until = one[4:6]
-                if since <= iteration and (until is None or iteration <= until):
-                    yield one
+            number = bisect_right(entries.since, iteration) - 1
+            if number >= 0:
+                yield from (entry for gemm in GEMMS for entry in self._entry(gemm, entries, number))
 
         return self._of_layers(told)
 
@@ -184,9 +206,10 @@ class PrecisionHistory:
     def spans(self) -> Iterator[GemmPrecision]:
         """What is known of all GEMMs, by layer and GEMM, each as often as it was another; of a layer that has changed
         more often than :data:`MOST_SPANS` times, only the last changes."""
-        return self._of_layers(lambda entries: self._spans(entries, max(0, len(entries.since) - MOST_SPANS)))
+        return self._of_layers(self._spans)
 
-    def _spans(self, entries: _Entries, first: int = 0) -> Iterator[_Told]:
+    def _spans(self, entries: _Entries) -> Iterator[_Told]:
+        first = max(0, len(entries.since) - MOST_SPANS)
         since = [*entries.since[first:], None]
         of_layer = [self._facts[number] for number in entries.facts[first:]]
         for column, gemm in enumerate(GEMMS):
@@ -202,28 +225,23 @@ class PrecisionHistory:
                 until = None if after is None else after - 1
                 yield gemm, operands, seen, fact.not_run, begun, until, recipe, _is_excluded(found, recipe)
 
-    def _whole_run(self, entries: _Entries) -> Iterator[_Told]:
-        entries_that_differ = dict.fromkeys(zip(entries.facts, entries.seen, strict=True))
-        for column, gemm in enumerate(GEMMS):
-            facts = [(self._facts[number][column], bits >> column & 1) for number, bits in entries_that_differ]
-            known = [(fact, seen) for fact, seen in facts if fact is not None]
-            if not known:
-                continue
-            since = next(
-                since
-                for since, number in zip(entries.since, entries.facts, strict=True)
-                if self._facts[number][column] is not None
-            )
-            formats: dict[str, dict[Format, bool]] = {}
-            for fact, seen in known:
-                for tensor, found in fact.operands:
-                    of_tensor = formats.setdefault(tensor, {})
-                    for each in found:
-                        of_tensor[each] = of_tensor.get(each, False) or bool(seen)
-            operands, recipe = joined(formats.items())
-            not_run = "" if formats else known[-1][0].not_run
-            are_seen = bool(formats) and all(all(found.values()) for found in formats.values())
-            yield gemm, operands, are_seen, not_run, since, None, recipe, _is_excluded(entries.seen, recipe)
+    def _entry(self, gemm: GemmName, entries: _Entries, number: int) -> Iterator[_Told]:
+        column = GEMMS.index(gemm)
+        facts = [self._facts[of_layer][column] for of_layer in entries.facts]
+        fact = facts[number]
+        if fact is None:
+            return
+        first, after = number, number + 1
+        while first and facts[first - 1] == fact:
+            first -= 1
+        while after < len(facts) and facts[after] == fact:
+            after += 1
+        found = entries.seen[first:after]
+        seen = any(bits >> column & 1 for bits in found) and not entries.seen[number] & _DOUBT
+        until = entries.since[after] - 1 if after < len(facts) else None
+        operands, recipe = joined(fact.operands)
+        excluded = _is_excluded(found, recipe)
+        yield gemm, operands, seen, fact.not_run, entries.since[first], until, recipe, excluded
 
     def _number(self, before: LayerFacts, facts: Mapping[GemmName, GemmFact]) -> int:
         """The number of the facts of a layer, where some of them are new."""

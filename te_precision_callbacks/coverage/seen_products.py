@@ -16,11 +16,11 @@ from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.masks import causal_share, share_left
 from te_precision_callbacks.coverage.matrix_products import Role
 from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
-from te_precision_callbacks.coverage.model_watch import ModelWatch, Ran
+from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
 from te_precision_callbacks.coverage.seeing import is_seen_by
 from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct
-from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, in_backward
+from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
 
@@ -33,7 +33,7 @@ class ModelProducts:
 
     Args:
         report: receives failures.
-        classify: knows which forwards are evaluations.
+        is_paused: whether the integration evaluates.
         in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, of which there are events.
         count: as of :class:`ModelWatch`.
 
@@ -47,7 +47,7 @@ class ModelProducts:
     def __init__(
         self,
         report: Callable[[str, str, Exception], None],
-        classify: ForwardClassifier,
+        is_paused: Callable[[], bool],
         in_gemm_layer: Callable[[], bool],
         count: Callable[[], None] = lambda: None,
     ) -> None:
@@ -55,7 +55,7 @@ class ModelProducts:
         self.recomputed_outside: set[str] = set()
         self._first_in_recipe: set[str] = set()
         self._report = report
-        self._watch = ModelWatch(report, classify, in_gemm_layer, count)
+        self._watch = ModelWatch(report, is_paused, in_gemm_layer, count)
         self._operations: frozenset[str] = frozenset()
         self._kinds = CountedKinds("")
 
@@ -140,7 +140,7 @@ class ModelProducts:
         if self.counting and self._watch.calls.is_first:
             self._watch.state.note_step(optimizer)
 
-    def take_ran(self) -> Mapping[int, Ran]:
+    def take_ran(self) -> Mapping[int, set[bool]]:
         """As :meth:`ModelWatch.take_ran`."""
         return self._watch.take_ran()
 

@@ -73,7 +73,7 @@ class Answers:
         strict: bool,
         trainer_steps: bool,
     ) -> None:
-        self.watched = WatchedModules(self.is_debug_iter, audit, failures)
+        self.watched = WatchedModules(self.is_debug_iter, classify, audit, failures)
         self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.notes = ForwardNotes(self.watched, audit, failures)
         self.current = CurrentForward()

@@ -90,7 +90,7 @@ class ForwardHooks:
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
         self.order = ExecutionOrder()
         running = Running()
-        self.products = ModelProducts(failures.report, classify, running.in_layer, self._listen)
+        self.products = ModelProducts(failures.report, lambda: classify.paused, running.in_layer, self._listen)
         self._tap = GemmTap(
             classify,
             failures.report,
@@ -150,6 +150,7 @@ class ForwardHooks:
         other_regions = self._regions.end_step()
         ran = self.products.take_ran()
         self._watched.begin(iteration, ran, all_at_once=other_regions, excluded=self._regions.excludes_more)
+        self._classify.was_paused = False
         self._tap.begin_iteration(all_operations=other_regions)
         self._listen()
 

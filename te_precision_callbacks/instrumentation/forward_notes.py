@@ -43,6 +43,7 @@ class ForwardNotes:
     ) -> None:
         """Note the GEMMs that a forward, and its backward if it has one, is going to run."""
         try:
+            self._watched.resting.note_training(module, idle=idle)
             layers, left_out = self._watched.layers[id(module)], dict[LayerGemm, str]()
             if not fprop_only:
                 left_out = gemms_left_out(module, layers, input_needs_gradient=input_needs_gradient)

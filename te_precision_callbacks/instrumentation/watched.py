@@ -10,16 +10,16 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from te_precision_callbacks.coverage.model_watch import Ran
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.resting import RestingLayers
 from te_precision_callbacks.instrumentation.upstream import reset_schedule
+from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -29,6 +29,7 @@ class WatchedModules:
 
     Args:
         answer: what an armed module answers in each forward: whether it takes the debug path.
+        classify: decides the kind of a forward.
         audit: has the precision that ran.
         failures: receives failures.
 
@@ -45,6 +46,7 @@ class WatchedModules:
     def __init__(
         self,
         answer: Callable[[Any], bool],
+        classify: ForwardClassifier,
         audit: PrecisionAudit,
         failures: ObservationFailures,
     ) -> None:
@@ -53,7 +55,7 @@ class WatchedModules:
         self.names: dict[int, str] = {}
         self.fused: dict[int, tuple[Schedule, ...]] = {}
         self.armed: dict[int, torch.nn.Module] = {}
-        self.resting = RestingLayers(audit, self.ask_again)
+        self.resting = RestingLayers(classify, audit, self.ask_again)
         self._answer = answer
         self._failures = failures
         self._refused: set[int] = set()
@@ -68,7 +70,7 @@ class WatchedModules:
         self.names = {id(named.module): named.name for named in modules}
         self.fused = dict(fused)
         self._refused = set(refused).intersection(self.modules)
-        self.resting.watch(self.modules, self.layers)
+        self.resting.watch(self.modules, self.layers, self._refused)
         for key in self._refused:
             self.leave_alone(self.modules[key])
 
@@ -96,7 +98,7 @@ class WatchedModules:
         for module in self.modules.values():
             self.ask_again(module)
 
-    def begin(self, iteration: int, ran: Mapping[int, Ran], *, all_at_once: bool, excluded: bool) -> None:
+    def begin(self, iteration: int, ran: Mapping[int, Collection[bool]], *, all_at_once: bool, excluded: bool) -> None:
         """Arm the modules on which a feature may act in an iteration; the others rest.
 
         Args:

@@ -50,6 +50,7 @@ class ForwardClassifier:
 
     Attributes:
         paused: set by a front door while it evaluates.
+        was_paused: whether ``paused`` was set since ``was_paused`` was last set to False.
         kept: whether the session has ended and left the features that change precision: every forward is an evaluation.
         eval_mode_counts: whether a module in eval mode counts as being evaluated. False if the front door says when it
             evaluates: a model may be trained in eval mode, or left in it by a validation that failed.
@@ -59,7 +60,7 @@ class ForwardClassifier:
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:
         self._evaluation = ForwardKind.EVALUATION if precision_features_in_eval else ForwardKind.UNTOUCHED
-        self.paused = False
+        self._paused = self.was_paused = False
         self.kept = False
         self.eval_mode_counts = True
         self.abandoned: Callable[[], bool] | None = None
@@ -68,14 +69,20 @@ class ForwardClassifier:
         """Begin a run."""
         self.abandoned = abandoned
         self.kept = False
+        self.was_paused = self._paused
 
     def end(self) -> None:
         """Treat every forward from now on as without a session."""
         self.abandoned = _always
 
-    def evaluates(self, module: torch.nn.Module) -> bool:
-        """Whether the integration evaluates, or the module is in eval mode where that counts."""
-        return self.paused or (self.eval_mode_counts and not module.training)
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @paused.setter
+    def paused(self, value: bool) -> None:
+        self._paused = value
+        self.was_paused = self.was_paused or value
 
     def __call__(self, module: torch.nn.Module) -> ForwardKind:
         """The kind of the forward of ``module`` that is being entered."""
@@ -83,7 +90,7 @@ class ForwardClassifier:
             return ForwardKind.UNTOUCHED
         if self.kept:
             return self._evaluation
-        if self.evaluates(module):
+        if self.paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
         if in_backward():
             # Inside a backward pass, so recomputed for an activation checkpoint. A reentrant one (an autograd Function)

@@ -654,11 +654,3 @@ def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
         by_number=_joined(found.untold, found.place.by_number) + part,
         scope=found.scope,
     )
-
-
-def layer_features(module: Any) -> list[tuple[int, int]]:
-    """in_features and out_features of each layer of a module of Transformer Engine, on this rank."""
-    if hasattr(module, "fc1_weight"):
-        sizes = (weight.shape for weight in (module.fc1_weight, module.fc2_weight))
-        return [(in_features, out_features) for out_features, in_features in sizes]
-    return [(module.in_features, module.out_features)] * getattr(module, "num_gemms", 1)

@@ -22,12 +22,12 @@ from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.idle import never_due_in_words
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.parallel import Ranks, leads
+from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_failure
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
-from te_precision_callbacks.instrumentation.refused_shapes import explain_checkpoint, explain_failure
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.updates import UpdateWatch
 from te_precision_callbacks.instrumentation.upstream import Inspector

@@ -11,7 +11,6 @@ import torch
 
 from te_precision_callbacks.coverage import lengths as lengths_module
 from te_precision_callbacks.coverage.seen_products import ModelProducts
-from te_precision_callbacks.layers.forwards import ForwardClassifier
 
 HEADS, SIZE = 3, 8
 
@@ -50,8 +49,7 @@ def counted(micro_batches: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> 
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(reads.pop() + 1) or tolist(self))
     model = Attention()
-    classify = ForwardClassifier(precision_features_in_eval=False)
-    products = ModelProducts(lambda *told: pytest.fail(str(told)), classify, lambda: False)
+    products = ModelProducts(lambda *told: pytest.fail(str(told)), lambda: False, lambda: False)
     products.watch(model, {id(model): "model"}, ())
     with torch.enable_grad():
         for bounds in micro_batches:

@@ -51,14 +51,8 @@ from te_precision_callbacks.base.vocabulary import (
 )
 from te_precision_callbacks.coverage.planned_products import MadeQuantizers
 from te_precision_callbacks.coverage.precision_audit import quantizers_of_layers, recipe_text
-from te_precision_callbacks.layers.naming import (
-    Model,
-    NamedModule,
-    layer_features,
-    module_names,
-    named_operations,
-    named_roots,
-)
+from te_precision_callbacks.coverage.shapes import layer_features
+from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
 from te_precision_callbacks.speed.memory.rows import Lives, Memory, MemoryRow
 
 WEIGHT, INPUT, NORM_INPUT, NORM_STATISTICS, NORM_OUTPUT = (

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointError
 from te_precision_callbacks.base.errors import transformer_engine_error
 from te_precision_callbacks.base.numerics.gemm_shapes import Refusal, refusals
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, GEMMS, GemmName, name_of_recipe
-from te_precision_callbacks.layers.naming import NamedModule, layer_features
+from te_precision_callbacks.layers.naming import NamedModule
 
 logger = logging.getLogger(__name__)
 
@@ -213,3 +213,11 @@ def _sizes(place: _Failed) -> list[tuple[int, int, int]]:
     # With sequence parallelism the side that is not split over features is split over tokens.
     split = module.sequence_parallel and module.parallel_mode == ("row" if place.in_backward else "column")
     return [(rows * (module.tp_size if split else 1), *features[0])]
+
+
+def layer_features(module: Any) -> list[tuple[int, int]]:
+    """in_features and out_features of each layer of a module of Transformer Engine, on this rank."""
+    if hasattr(module, "fc1_weight"):
+        sizes = (weight.shape for weight in (module.fc1_weight, module.fc2_weight))
+        return [(in_features, out_features) for out_features, in_features in sizes]
+    return [(module.in_features, module.out_features)] * getattr(module, "num_gemms", 1)
