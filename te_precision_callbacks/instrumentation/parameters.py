@@ -260,7 +260,7 @@ class ParameterWatch:
         apart = [_apart(weight, master) for weight, master in found if weight is not None]
         return held if apart and max(means(apart)()) < APART else []
 
-    def _check_gradients(self, held: Iterable[tuple[_Parameter, torch.Tensor]]) -> None:
+    def _check_gradients(self, held: list[tuple[_Parameter, torch.Tensor]]) -> None:
         """Check the gradients of parameters; of those that have one again, as nearly all, without a call."""
         for parameter, tensor in held:
             has_gradient = tensor.grad is not None or parameter.weight.grad is not None
