@@ -208,8 +208,8 @@ def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pyte
     session = trained(tmp_path, eval_mode=True)
     assert not session.coverage()
     (text,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    assert text.startswith("The optimizer has stepped, but all observed layers are in evaluation mode")
-    assert "Call model.train() before the training" in text
+    assert text.startswith("In step 0 the optimizer has stepped, but all observed layers are in evaluation mode")
+    assert "call model.train() before the training" in text
 
 
 def test_products_of_a_first_step_that_an_error_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,8 +26,8 @@ BLOCKWISE = "max_blockwise_dynamic_range"
 
 
 SYMBOLS = (
-    "x is an element of the tensor in high precision. y is the value of its quantized form: a code times its factor"
-    " (`scale_inv`). n is the number of finite x."
+    "x is an element of the high-precision tensor, y its quantized value: a code times its factor (`scale_inv`). n is"
+    " the number of finite x."
 )
 """The symbols of the formulas."""
 

@@ -130,7 +130,7 @@ def printed(command: str) -> str:
 
 def masked(text: str, folder: Path) -> str:
     """The text without what differs from run to run."""
-    text = text.replace(str(folder), "<folder>")
+    text = re.sub(r"(folder)\n +<folder>", r"\1 <folder>", text.replace(str(folder), "<folder>"))  # a long path wraps
     for pattern, mask in MASKS:
         text = re.sub(pattern, mask, text)
     return text
