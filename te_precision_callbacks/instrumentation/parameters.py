@@ -70,18 +70,39 @@ class Problem(NamedTuple):
 
 
 @dataclass(eq=False)
+class _Gap:
+    """Steps of its optimizers in a row in which a parameter has no gradient.
+
+    Attributes:
+        since: the iteration of the first of them.
+        steps: their number.
+        called: those of them before which its module ran in training.
+        reached, ran: whether a backward has reached it, and its module has run, since the last step.
+        hooks: see both.
+    """
+
+    since: int
+    steps: int = 0
+    called: int = 0
+    reached: bool = False
+    ran: bool = False
+    hooks: tuple[RemovableHandle, ...] = ()
+
+    def unhook(self) -> None:
+        """Remove its hooks."""
+        for hook in self.hooks:
+            hook.remove()
+
+
+@dataclass(eq=False)
 class _Parameter:
     """A parameter, as far as it was checked.
 
     Attributes:
         at_step: whether an optimizer that steps has found a gradient of it.
-        without: the steps of its optimizers in a row without a gradient.
-        since: the iteration of the first of them.
-        called: those of them before which its module ran in training.
-        longest: the longest earlier row.
+        gap: the steps without a gradient up to now; None if the last one had one.
+        longest: the steps of the longest earlier gap.
         held_until: the last iteration in which an optimizer that has it stepped; -1 if none has.
-        reached, ran: whether a backward has reached it, and its module has run, since the last step.
-        hooks: see both.
         reference: its first sample, while hardly an element of later ones differs.
         has_moved: whether an element of a later sample has differed.
         still_since, still_until: the iterations of its first sample and of the last one that hardly differs, or -1.
@@ -94,26 +115,15 @@ class _Parameter:
     module: torch.nn.Module
     has_gradient: bool = False
     at_step: bool = False
-    without: int = 0
-    since: int = 0
-    called: int = 0
+    gap: _Gap | None = None
     longest: int = 0
     held_until: int = -1
-    reached: bool = False
-    ran: bool = False
-    hooks: tuple[RemovableHandle, ...] = ()
     reference: torch.Tensor | None = None
     has_moved: bool = False
     still_since: int = -1
     still_until: int = -1
     moves: tuple[int, ...] = ()
     checks: tuple[tuple[str, int, float], ...] = ()
-
-    def unhook(self) -> None:
-        """Remove its hooks."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks = ()
 
 
 class _Held(NamedTuple):
@@ -167,7 +177,6 @@ class ParameterWatch:
         self._iteration = 0
         self._parameters: dict[int, _Parameter] = {}
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
-        self._without: dict[int, _Parameter] = {}
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
         self._compared: list[_Compared] = []
@@ -189,9 +198,10 @@ class ParameterWatch:
 
     def remove(self) -> None:
         """Stop checking."""
-        for parameter in self._without.values():
-            parameter.unhook()
-        for kept in (self._parameters, self._held, self._masters, self._without):
+        for parameter in self._parameters.values():
+            if parameter.gap is not None:
+                parameter.gap.unhook()
+        for kept in (self._parameters, self._held, self._masters):
             kept.clear()
 
     # ------------------------------------------------------------------ before a step of an optimizer
@@ -264,7 +274,7 @@ class ParameterWatch:
         """Check the gradients of parameters; of those that have one again, as nearly all, without a call."""
         for parameter, tensor in held:
             has_gradient = tensor.grad is not None or parameter.weight.grad is not None
-            if not (has_gradient and parameter.at_step) or parameter.without:
+            if not (has_gradient and parameter.at_step) or parameter.gap is not None:
                 self._check_gradient(parameter, tensor)
 
     def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
@@ -273,28 +283,27 @@ class ParameterWatch:
         weight = parameter.weight
         if weight.grad is not None or held.grad is not None or getattr(weight, "grad_added_to_main_grad", False):
             parameter.has_gradient = parameter.at_step = True
-        elif parameter.reached:
+        elif parameter.gap is not None and parameter.gap.reached:
             parameter.has_gradient, parameter.at_step = True, False  # it is removed before the step
         elif parameter.at_step or not parameter.has_gradient:
             self._count_without(parameter)
             return
-        if parameter.without:
-            parameter.longest, parameter.without = max(parameter.longest, parameter.without), 0
-            parameter.called, parameter.reached, parameter.ran = 0, False, False
+        if parameter.gap is not None:
+            parameter.longest = max(parameter.longest, parameter.gap.steps)
+            parameter.gap.unhook()
+            parameter.gap = None
 
     def _count_without(self, parameter: _Parameter) -> None:
-        if not parameter.without:
-            self._without[id(parameter)] = parameter
-            parameter.since = self._iteration
-        if not parameter.hooks and parameter.weight.requires_grad:
-            note: Any = parameter.weight.register_post_accumulate_grad_hook
-            parameter.hooks = (
-                note(_note_backward(parameter)),
-                parameter.module.register_forward_pre_hook(_note_forward(parameter)),
-            )
-        parameter.without += 1
-        parameter.called += parameter.ran
-        parameter.ran = False
+        gap = parameter.gap
+        if gap is None:
+            gap = parameter.gap = _Gap(self._iteration)
+            if parameter.weight.requires_grad:
+                note: Any = parameter.weight.register_post_accumulate_grad_hook
+                forward = parameter.module.register_forward_pre_hook(_note_forward(gap))
+                gap.hooks = note(_note_backward(gap)), forward
+        gap.steps += 1
+        gap.called += gap.ran
+        gap.ran = False
 
     # ------------------------------------------------------------------ samples
 
@@ -350,7 +359,7 @@ class ParameterWatch:
                 self._is_due = self._has_sampled = False
             if self.is_due:
                 self._refresh()
-            if is_complete or self._without:
+            if is_complete or any([each.gap is not None for each in self._parameters.values()]):  # noqa: C419  # no call each
                 problems = self._new_problems()
         except Exception as error:
             self._failures.report("checking", "the parameters", error)
@@ -411,13 +420,9 @@ class ParameterWatch:
     # ------------------------------------------------------------------ problems
 
     def _new_problems(self) -> list[Problem]:
-        for parameter in list(self._without.values()):
-            if not parameter.without:
-                parameter.unhook()
-                del self._without[id(parameter)]
         problems = [found for found in self._problems() if (found.what, found.name) not in self._told]
         self._told.update((found.what, found.name) for found in problems)
-        if self._trains and all(_is_settled(each, self._told) for each in self._without_in_training()):
+        if self._trains and all(_is_settled(each, self._told) for each, _ in self._without_in_training()):
             self.checked.add("missing-gradient")
         return problems
 
@@ -425,25 +430,29 @@ class ParameterWatch:
     def _trains(self) -> bool:
         return bool(self._optimizer_steps) or any(each.has_gradient for each in self._parameters.values())
 
-    def _without_in_training(self) -> list[_Parameter]:
+    def _without_in_training(self) -> list[tuple[_Parameter, _Gap]]:
         """The parameters without a gradient that optimizers hold; all of them where no optimizer is known."""
         held = {id(each.parameter) for _, found in self._held.values() for each in found}
-        return [each for each in self._without.values() if id(each) in held or not held] if self._trains else []
+        gaps = [(each, each.gap) for each in self._parameters.values() if each.gap is not None]
+        return [(each, gap) for each, gap in gaps if id(each) in held or not held] if self._trains else []
 
     def _problems(self) -> Iterator[Problem]:
-        alike = Counter(form_of(each.name) for each in self._parameters.values() if each.has_gradient and self._without)
-        for parameter in self._without_in_training():
+        without = self._without_in_training()
+        alike = Counter(form_of(each.name) for each in self._parameters.values() if each.has_gradient and without)
+        for parameter, gap in without:
             others = alike[form_of(parameter.name)]
+            what = ""
             if parameter.has_gradient:
-                if parameter.called >= max(LOST, 2 * parameter.longest):
-                    yield Problem("lost_gradient", parameter.name, parameter.since, parameter.without)
-                elif not parameter.called and parameter.without >= max(MOST_LEFT_OUT, 4 * parameter.longest):
-                    yield Problem("left_out", parameter.name, parameter.since, parameter.without)
-            elif parameter.without >= WITHOUT_GRADIENT and (
-                not others or parameter.called >= WITHOUT_GRADIENT - 1 or parameter.without >= MOST_LEFT_OUT
+                if gap.called >= max(LOST, 2 * parameter.longest):
+                    what = "lost_gradient"
+                elif not gap.called and gap.steps >= max(MOST_LEFT_OUT, 4 * parameter.longest):
+                    what = "left_out"
+            elif gap.steps >= WITHOUT_GRADIENT and (
+                not others or gap.called >= WITHOUT_GRADIENT - 1 or gap.steps >= MOST_LEFT_OUT
             ):
                 what = "no_gradient" if parameter.weight.requires_grad else "frozen_held"
-                yield Problem(what, parameter.name, parameter.since, parameter.without)
+            if what:
+                yield Problem(what, parameter.name, gap.since, gap.steps)
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:
                 yield from _of_weight(parameter)
@@ -504,16 +513,16 @@ def is_due(step: int) -> bool:
     return step < 4 or step % 100 == 0 or step & (step - 1) == 0
 
 
-def _note_backward(parameter: _Parameter) -> Any:
-    return outside_of_dynamo(lambda _: setattr(parameter, "reached", True))
+def _note_backward(gap: _Gap) -> Any:
+    return outside_of_dynamo(lambda _: setattr(gap, "reached", True))
 
 
-def _note_forward(parameter: _Parameter) -> Callable[..., None]:
+def _note_forward(gap: _Gap) -> Callable[..., None]:
     """A hook of a module, which Dynamo can trace: a compiled model stays one graph."""
 
     def note(module: torch.nn.Module, *_: Any) -> None:
         if module.training:  # in a reentrant checkpoint it runs without gradients
-            parameter.ran = True
+            gap.ran = True
 
     return note
 
