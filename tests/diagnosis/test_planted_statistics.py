@@ -19,6 +19,7 @@ from te_precision_callbacks.session import InspectSession
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "proof"))
 
 from defects import Defect, planted  # type: ignore[import-not-found]
+from healthy import Healthy, train_healthy  # type: ignore[import-not-found]
 from running import with_statistics_every  # type: ignore[import-not-found]
 
 
@@ -184,3 +185,9 @@ def test_a_gradient_that_grows_comes_before_the_scale_that_follows_it(tmp_path: 
     first, *others = trained(large, tmp_path, 16)
     assert (first.rule, first.layers[0].startswith("blocks.5.mlp")) == ("growth", True)
     assert all(each.caused_by for each in others if each.rule == "stale-scale")
+
+
+def test_lora_from_zero_outgrows_its_scales_without_a_finding(tmp_path: Path) -> None:
+    """Its second matrix and the gradient of the first begin at 0, and delayed scaling follows them a step late."""
+    train_healthy(Healthy("lora", "mixer", "delayed", "autocast", 13, seed=87, freq=2), tmp_path)
+    assert not {"overflow", "stale-scale"} & {finding.rule for finding in diagnose(tmp_path).wrong}

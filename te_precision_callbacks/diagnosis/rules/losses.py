@@ -17,6 +17,9 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.sinks.step_records import Event
 
+FROM_ZERO = 20
+"""The steps in which a tensor that begins at 0 may outgrow a scale that is a step late."""
+
 MOST_KEPT = 4
 """The most layers that a finding proposes to keep in high precision."""
 
@@ -134,6 +137,26 @@ class _OfQuantized(Judge):
         yield from ()
 
 
+class FromZero:
+    """Layers whose tensor is 0 in its first collection step, as with LoRA. In the first steps of a run it doubles from
+    step to step and then grows by a half, so a scale that is a step late is too small."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, dict[int, float]] = {}
+
+    def note(self, numbers: StepNumbers, facts: Facts) -> None:
+        """Note the first amax of each layer, also in a step without a scale."""
+        for column in numbers.all("cur_amax", facts=facts) if numbers.iteration < FROM_ZERO else ():
+            first = self._first.setdefault(column.family.tensor, {})
+            for layer, value in zip(column.layers.tolist(), column.values.tolist(), strict=True):
+                first.setdefault(layer, value)
+
+    def grow(self, numbers: StepNumbers, column: Column) -> npt.NDArray[np.bool_]:
+        """[layers of the column]: whether the layer is one of them, and the run is in its first steps."""
+        first = self._first.get(column.family.tensor, {}) if numbers.iteration < FROM_ZERO else {}
+        return np.array([first.get(layer) == 0 for layer in column.layers.tolist()], bool)
+
+
 class Overflow(_OfQuantized):
     """Elements above the range of their format, in several due steps in a row."""
 
@@ -143,12 +166,15 @@ class Overflow(_OfQuantized):
         super().__init__()
         self._streaks = ColumnStreaks(OVERFLOW_STEPS)
         self._last: dict[str, Column] = {}
+        self._from_zero = FromZero()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
+        self._from_zero.note(numbers, facts)
         for column in numbers.all("overflows%", facts=facts):
             unbroken = np.nan_to_num(numbers.unbroken(column).values)
-            values = np.where(can_overflow(numbers, facts, column), unbroken, 0.0)
+            is_new = self._from_zero.grow(numbers, column)
+            values = np.where(can_overflow(numbers, facts, column) & ~is_new, unbroken, 0.0)
             self.saw(numbers.iteration)
             tensor = column.family.tensor
             now = column._replace(values=values)

@@ -12,7 +12,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.diagnosis.rules.losses import loses, most_overflow
+from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses, most_overflow
 
 FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3
 """Powers of two by which amax is above the range of the scale, the same where elements overflow, and due steps in a
@@ -152,10 +152,12 @@ class StaleScale(_OfScaleAndAmax):
         self._small = ColumnStreaks(TOO_SMALL_STEPS)
         self._large = ColumnStreaks(TOO_LARGE_STEPS)
         self._last: dict[str, Column] = {}
+        self._from_zero = FromZero()
         self._begins: dict[str, Column] = {}  # amax before it began to rise, of layers in which it does
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
+        self._from_zero.note(numbers, facts)
         for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
             found = amax.at(scales.layers, np.nan)
@@ -181,7 +183,8 @@ class StaleScale(_OfScaleAndAmax):
                 large = (above >= TOO_LARGE) & (losing >= LOST)
             counts, initial = self._count_unmoved(scales, found, largest)
             follows = ~initial & (counts < UNMOVED_STEPS)  # else the rule scale-never-updated has it
-            small, rises, large = small & follows, rises & follows, large & follows
+            is_new = self._from_zero.grow(numbers, scales)
+            small, rises, large = small & follows & ~is_new, rises & follows & ~is_new, large & follows
             yield from self._small.sightings(
                 numbers,
                 facts,
