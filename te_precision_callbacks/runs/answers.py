@@ -7,9 +7,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from te_precision_callbacks.base.terminal import visible
@@ -111,23 +109,35 @@ def loss_first(names: Iterable[str]) -> list[str]:
 # ---------------------------------------------------------------------- what ended it
 
 
+def status_in_words(run: RecordedRun) -> str:
+    """The status of the last start of a run; ``ended early`` where Ctrl-C, SIGTERM or ``sys.exit()`` ended it."""
+    status: str = run.segments[-1].status if run.segments else "unknown"
+    return "ended early" if status == "failed" and ended_by(_error_at_the_end(run)[0]) else status
+
+
 def outcome_in_words(run: RecordedRun) -> list[str]:
     """What ended the last start of a run before its last step; empty if nothing did."""
-    if not run.segments:
-        return []
-    last = run.segments[-1]
-    if last.status == "stopped without an end":
+    status = run.segments[-1].status if run.segments else "unknown"
+    if status == "stopped without an end":
         return ["The run stopped without an end: its process is gone, and has not closed the records."]
-    if last.status != "failed":
+    if status != "failed":
         return []
-    events = run.events.filter(pc.equal(run.events["segment"], last.number))
-    ends = [row for row in _of_kind(events, "segment_ended") if row["severity"] == "error"]
-    if not ends:
+    text, step = _error_at_the_end(run)
+    if not text:
         return ["The run failed."]
-    text, step = _first_line(ends[0]["text"]), ends[0]["iteration"]
     if ended_from_outside := ended_by(text):
         return [f"The run was ended by {ended_from_outside} after step {step}: the verdict is on the steps until then."]
     return [f"The run failed with step {step} as the last one: {text}."]
+
+
+def _error_at_the_end(run: RecordedRun) -> tuple[str, int]:
+    """The first line about the error that ended the last start of a run, and the last step; an empty text if none is
+    recorded."""
+    events = run.events.filter(pc.equal(run.events["segment"], run.segments[-1].number))
+    for row in events.filter(pc.equal(events["kind"], "segment_ended")).to_pylist():
+        if row["severity"] == "error":
+            return (row["text"] or "").partition("\n")[0].rstrip(":. "), row["iteration"]
+    return "", -1
 
 
 def ended_by(error: str) -> str:
@@ -149,15 +159,6 @@ _FROM_OUTSIDE = {
     "SIGTERMException": "SIGTERM",  # Lightning's
     "ProcessEnded": "the end of the process",
 }
-
-
-def _of_kind(events: pa.Table, kind: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = events.filter(pc.equal(events["kind"], kind)).to_pylist()
-    return rows
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").partition("\n")[0].rstrip(":. ")
 
 
 def broken_in_short(message: str) -> str:

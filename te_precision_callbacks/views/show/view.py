@@ -23,6 +23,7 @@ from te_precision_callbacks.runs.answers import (
     not_measured_in_words,
     outcome_in_words,
     precision_shares,
+    status_in_words,
 )
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
@@ -180,10 +181,6 @@ def look(
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
     verdict, judged_to = (diagnose(run), max(last, default=None)) if judge is None else judge(run)
-    outcome = tuple(outcome_in_words(run))
-    status: str = segment.status if segment else "unknown"
-    if status == "failed" and not any(line.startswith("The run failed") for line in outcome):
-        status = "ended early"  # by Ctrl-C, SIGTERM or sys.exit()
     return RunView(
         verdict=verdict,
         judged_to=judged_to,
@@ -192,8 +189,8 @@ def look(
         path=str(run.path),
         run_id=run.run_id,
         source=run.source,
-        status=status,
-        outcome=outcome,
+        status=status_in_words(run),
+        outcome=tuple(outcome_in_words(run)),
         segments=len(run.segments),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
         first=min(first, default=None),
