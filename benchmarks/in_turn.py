@@ -135,14 +135,6 @@ class Pairs:
         """The way over the base."""
         return interval(self.ratios(clock))
 
-    def fastest_ratio(self, clock: Clock = "wall") -> Interval:
-        """The fastest of the way over the fastest of the base, for what is smaller than the noise of a step: other work
-        on the machine only adds time."""
-        ways, bases = (np.array([getattr(one, clock) for one in each]) for each in (self.ways, self.bases))
-        drawn = np.random.default_rng(0).integers(len(ways), size=(_RESAMPLES, len(ways)))
-        low, high = np.percentile(ways[drawn].min(1) / bases[drawn].min(1), (2.5, 97.5))
-        return Interval(float(ways.min() / bases.min()), float(low), float(high))
-
     def added(self, clock: Clock = "wall") -> Interval:
         """The way less the base, in milliseconds."""
         pairs = zip(self.ways, self.bases, strict=True)

@@ -32,6 +32,7 @@ import contextlib
 import functools
 import importlib.util
 import logging
+import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,7 @@ from measuring import (
     MODES,
     TENSOR_STATISTICS,
     Mode,
+    Spent,
     arguments,
     as_in_a_long_run,
     in_plain_torch,
@@ -93,8 +95,8 @@ _SHARE = 0.02
 DEFAULT_CLAIMS = {200: 5.0, 1000: 2.0}
 """Steps of a training -> what the default config adds at most, in percent."""
 
-_STEPS = 20
-"""Other steps that are timed in one session, each alone."""
+_STEPS = 5
+"""Other steps whose median is one side of a pair."""
 
 _EXAMPLE = Path(__file__).parent.parent / "examples" / "byte_lm.py"
 
@@ -380,13 +382,15 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
         found = in_turn(
             once, base, training.device, enough=to_within(_SHARE), seconds=options.seconds, least=options.least
         )
-        for _ in range(-(-options.least // 4)):
-            for times, run in ((others.ways, functools.partial(session, early_steps=False)), (others.bases, without)):
+        for number in range(3 * options.least):
+            sides = [(others.ways, functools.partial(session, early_steps=False)), (others.bases, without)]
+            for times, run in sides if number % 2 else sides[::-1]:
                 with training.within(run) as step:
                     step()
-                    times += [spent(step, training.device) for _ in range(_STEPS)]
+                    times.append(_middle([spent(step, training.device) for _ in range(_STEPS)]))
+            progress(f"another step, pair {number + 1}: {others.latest:.3f}")
     found["another step"] = others
-    first, collection, other = (pairs.fastest_ratio("processor").scaled(100, -1) for pairs in found.values())
+    first, collection, other = (pairs.ratio("processor").scaled(100, -1) for pairs in found.values())
     schedule = Schedule.of(
         DEFAULT_CONFIG["default_statistics"]["transformer_engine"]["LogTensorStats"]["freq"]
     ).with_early(EARLY_STEPS)
@@ -408,6 +412,11 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
         )
     parts = zip(found.items(), (first, collection, other), strict=True)
     return [*(_alone(name, pairs) | {"ours_processor_percent": part} for (name, pairs), part in parts), *wholes]
+
+
+def _middle(times: list[Spent]) -> Spent:
+    """The median by each clock."""
+    return Spent(statistics.median(one.wall for one in times), statistics.median(one.processor for one in times))
 
 
 def _options(given: list[str] | None, description: str | None, layers: int, seconds: float) -> argparse.Namespace:
