@@ -50,7 +50,7 @@ def test_the_site_has_every_page() -> None:
         ("docs/report.md", "![a map](images/map.png)", "![a map](images/map.png)"),
         ("docs/tour/2.md", "![a map](../images/map.png)", "![a map](../images/map.png)"),
         ("README.md", "[a report](docs/report.md#report)", "[a report](report.md#report)"),
-        ("docs/tour/2.md", "[report.md](../report.md)", "[Report](../report.md)"),
+        ("docs/tour/2.md", "[report.md](../report.md)", "[Look at a run](../report.md)"),
         ("docs/report.md", "[the rules](../CONTRIBUTING.md)", "[the rules](contributing.md)"),
         ("docs/report.md", "[a test](../tests/conftest.py)", "a test"),
     ],
