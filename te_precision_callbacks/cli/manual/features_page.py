@@ -41,11 +41,15 @@ _STATS = {
 
 
 def _section(feature: FeatureEntry) -> str:
-    purpose = " ".join(feature.paragraphs)
+    purpose = _filled(" ".join(feature.paragraphs))
     rows = "\n".join(_row(feature, key) for key in feature.keys if key.name not in (*_COMMON, *_IN_ITEMS, "enabled"))
     table = f"| key | takes | default | in items of | meaning |\n|---|---|---|---|---|\n{rows}\n\n" if rows else ""
     text = f"## {feature.name}\n\n{purpose}\n\n{_common(feature)}{table}```yaml\n{feature.example}\n```\n"
     return re.sub(r"\bdocs/([\w-]+\.md)", r"[\1](\1)", text)
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _common(feature: FeatureEntry) -> str:
@@ -57,7 +61,7 @@ def _common(feature: FeatureEntry) -> str:
             default = f"default {key.default}" if key.name == "freq" and key.default != 1 else ""
             more = names.get(key.name, default)
             found.append(f"`{key.name}`" + (f" ({more})" if more else ""))
-    return f"Common keys: {', '.join(found)}.\n\n"
+    return _filled(f"Common keys: {', '.join(found)}.") + "\n\n"
 
 
 def _row(feature: FeatureEntry, key: Key) -> str:
@@ -72,10 +76,7 @@ def _row(feature: FeatureEntry, key: Key) -> str:
 
 def _selectors() -> str:
     """The list of the keys of ``layers``."""
-    return "\n".join(
-        textwrap.fill(f"- `{key}`: {meaning}", 120, subsequent_indent="  ", break_on_hyphens=False)
-        for key, meaning in SELECTORS.items()
-    )
+    return "\n".join(_filled(f"- `{key}`: {meaning}", "  ") for key, meaning in SELECTORS.items())
 
 
 _INTRODUCTION = f"""\
@@ -143,6 +144,7 @@ by those names; `layer_names: path` turns it off.
 | `end_step` | an integer >= -1 | The last step, inclusive. -1, the default: no end. |
 | `start_end_list` | a list of [start, end] pairs | Several ranges of steps instead, ends included: `[[0, 20], [80, -1]]`. |
 
+- Steps are *debug iterations*: an optimizer step with all of its micro-batches is one.
 - The three GEMMs of a linear layer: `fprop` multiplies `activation` and `weight` to `output`; `dgrad` multiplies
   `gradient` and `weight` to `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
 - A GEMM multiplies two quantized tensors, or two in high precision. Therefore PerTensorScaling, which quantizes
