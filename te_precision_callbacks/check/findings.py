@@ -1,6 +1,6 @@
 """What a plan does not fit: the recipe that features and modules need, and the shapes that GEMMs accept.
 
-findings = [*of_recipe(recipe, modules, acting), *of_shapes(recipe, modules, operations, coverage, tokens=4096)]
+findings = [*of_recipe(recipe, acting), *of_shapes(recipe, modules, operations, coverage, tokens=4096)]
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
-from te_precision_callbacks.check.module_refusals import refusals_of
 from te_precision_callbacks.config import Section
 from te_precision_callbacks.config.conditions import Share
 from te_precision_callbacks.config.contract import Contract
@@ -25,7 +24,6 @@ from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
-from te_precision_callbacks.reference import is_installed
 
 FindingKind = Literal[
     "config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "not_sized", "contract"
@@ -62,20 +60,8 @@ class PlanFinding:
         return notebooks.paragraph(f"{self.kind}: {self.text}")
 
 
-def of_recipe(
-    recipe: Any,
-    modules: Sequence[NamedModule],
-    acting: Mapping[str, Sequence[Section]],
-    recipes: Mapping[str, Any] | None = None,
-) -> Iterator[PlanFinding]:
-    """Features that need another recipe, and modules that refuse theirs.
-
-    Args:
-        recipe: one of Transformer Engine's recipes, or None.
-        modules: the modules of Transformer Engine.
-        acting: layer -> the sections that act on it.
-        recipes: layer -> its own recipe, where a forward has been called.
-    """
+def of_recipe(recipe: Any, acting: Mapping[str, Sequence[Section]]) -> Iterator[PlanFinding]:
+    """Features that need another recipe. ``acting`` maps a layer to the sections that act on it."""
     own = recipe_text(recipe)
     needing = (
         ((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer)
@@ -86,14 +72,6 @@ def of_recipe(
     )
     for (place, feature, needed), names in by_key(needing).items():
         text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
-        yield PlanFinding("recipe", text, tuple(names))
-    refused = (
-        (refusal, named.name)
-        for named in modules
-        for refusal in refusals_of(named.module, (recipes or {}).get(named.layers[0].name, recipe))
-    )
-    for refusal, names in by_key(refused).items():
-        text = f"Transformer Engine refuses {listed(names)}: {refusal.text}. {refusal.remedy}"
         yield PlanFinding("recipe", text, tuple(names))
 
 
@@ -178,17 +156,6 @@ def unsized_shares(
         else:
             checkable.append(share)
     return found, replace(contract, shares=tuple(checkable))
-
-
-def without_kernel(layers: Sequence[str]) -> PlanFinding:
-    """Attention that no kernel takes; of these layers."""
-    text = (
-        f"Transformer Engine has no kernel for the attention of {listed(layers)} with these inputs and this recipe on"
-        " this GPU, and fails. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the environment makes it say why."
-    )
-    if is_installed():
-        text += " The reference backend has attention in FP8 for compute capability 10.0 alone; a GPU may have more."
-    return PlanFinding("recipe", text, tuple(layers))
 
 
 class _LayerFacts(NamedTuple):

@@ -17,7 +17,7 @@ import torch.nn.modules.conv
 
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.coverage import Family
-from te_precision_callbacks.coverage.kept_state import LOSSES, OF_OPERATOR, REDUCING, KeptState
+from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
 from te_precision_callbacks.coverage.marks import Marks, Weight, WeightMarks, tensors_in
 from te_precision_callbacks.coverage.matrix_products import (
     MatrixProduct,
@@ -107,8 +107,6 @@ class OperatorProducts:
             return
         left = why_not_counted(operator, arguments)
         if not left and not is_product(operator):
-            if not of_backward:
-                self._note_kept(operator, arguments, result)
             if not of_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
                 self._follow(operator, arguments, result)
             return
@@ -122,13 +120,6 @@ class OperatorProducts:
             self._note_forward(operator, products, arguments, result, left=left, again=True)
         else:
             self._note_backward(operator, products, arguments, result, left=left)
-
-    def _note_kept(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """Note in which type the result of an operator of a forward is."""
-        if operator in OF_OPERATOR and self._innermost_module() is not None:
-            self._state.note(operator, next(tensors_in([result])))
-        if operator in LOSSES:
-            self._state.note_loss(arguments[0])
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and what attention multiplies to its softmax and behind it."""
