@@ -57,7 +57,7 @@ class KeptState:
         """Watch a model, and the optimizers passed to :meth:`note_step`."""
         self.close()
         roots = [root for _, root in named_roots(model) or ()]
-        self._parameters += tuple(dict.fromkeys(parameter for root in roots for parameter in root.parameters()))
+        self._parameters = tuple(dict.fromkeys(parameter for root in roots for parameter in root.parameters()))
 
     def note_reduced(self, operator: str, arguments: Sequence[Any]) -> None:
         """Count the input of one of :data:`REDUCING` in a backward, if it holds gradients of parameters.
