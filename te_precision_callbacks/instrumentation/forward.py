@@ -220,12 +220,6 @@ class ForwardHooks:
         """Whether a region of ``te.autocast(enabled=True)`` has been entered so far."""
         return self._regions.has_enabled
 
-    def keep(self) -> None:
-        """End observation, but keep the features that change precision, until :meth:`remove`."""
-        self._classify.kept = True
-        self.products.close()
-        self.arm()
-
     def install(self) -> None:
         """Replace the seams.
 
