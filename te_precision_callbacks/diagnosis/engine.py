@@ -102,9 +102,8 @@ class Diagnosis:
         """
         return self._judge(event.iteration, lambda judge: judge.event(event), rank)
 
-    def hear(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
-        """Take what a rule has seen on another rank, in numbers of an iteration that only that rank has; after those of
-        the iteration that are known here."""
+    def add_sighting(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
+        """Add what a rule has seen on another rank, after the values of this iteration."""
         if rule in self._places:
             self._keep(self._judges[self._places[rule]], sighting, iteration, rank)
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.diagnosis import Verdict, diagnose, replay
+from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.answers import no_step_in_words
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment
@@ -29,6 +29,7 @@ from te_precision_callbacks.views.compare.sides import side_of_run
 from te_precision_callbacks.views.report.data import PageData
 from te_precision_callbacks.views.report.facts import scalars
 from te_precision_callbacks.views.show import command
+from te_precision_callbacks.views.show import view as view_module
 from te_precision_callbacks.views.show.screen import Screen
 from te_precision_callbacks.views.show.sparklines import sparkline
 from te_precision_callbacks.views.show.view import NothingToShowError, look
@@ -278,7 +279,7 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
 
     monkeypatch.setattr(command.time, "sleep", train)
     # Else a step that comes soon after one whose judging took long, as on a busy machine, has the verdict of that one.
-    monkeypatch.setattr(command, "_SHARE_OF_JUDGING", 0)
+    monkeypatch.setattr(view_module, "_PAUSE", 0)
     monkeypatch.setattr(sys, "argv", ["te-precision", "show", str(logs), "--follow"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -459,32 +460,33 @@ def test_names_in_findings_do_no_harm(tmp_path: Path) -> None:
     assert "[bold]\\u202e" in text
 
 
-def test_a_run_that_is_followed_is_judged_as_often_as_the_cost_allows(
+def test_a_run_that_is_followed_is_checked_as_often_as_the_cost_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, now, verdict = [], [0.0], replay.Replay.verdict
+    calls, now = [], [0.0]
 
-    def costly(self: replay.Replay, run: RecordedRun) -> Verdict:
+    def costly(run: RecordedRun) -> Verdict:
         calls.append(now[0])
         now[0] += 2
-        return verdict(self, run)
+        return diagnose(run)
 
-    monkeypatch.setattr(replay.Replay, "verdict", costly)
-    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
-    run, judge = RunWriter.begin(tmp_path), command._Judging()
+    monkeypatch.setattr(view_module, "diagnose", costly)
+    monkeypatch.setattr(view_module.time, "monotonic", lambda: now[0])
+    run, view = RunWriter.begin(tmp_path), None
     for step in range(40):
         append(run, {("fc1", "activation", "underflows%"): np.array([float(step)])}, first=step)
         run.flush()
-        view = look(open_run(tmp_path), judge=judge)
+        view = look(open_run(tmp_path), before=view)
         now[0] += 1
+    assert view is not None
     assert len(calls) == 2, "40 steps in 44 seconds"
     assert view.judged_to == 20
     console = Console(file=io.StringIO(), width=200)
     console.print(Screen(view))
     assert "As of step 20." in console.file.getvalue().partition("Not checked")[0]  # type: ignore[attr-defined]
     run.close("ended")
-    ended = look(open_run(tmp_path), judge=judge)
-    assert ended.judged_to == 39, "what has ended is judged at once"
+    ended = look(open_run(tmp_path), before=view)
+    assert ended.judged_to == 39, "what has ended is checked at once"
     assert ended.verdict == diagnose(tmp_path)
 
 

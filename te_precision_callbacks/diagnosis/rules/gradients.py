@@ -59,7 +59,8 @@ class DeadGradient(Judge):
 
     def event(self, event: Event) -> Iterator[Sighting]:
         """As of :class:`Judge`."""
-        if event.kind == "parameters" and "missing-gradient" in event.data["checked"] and not event.data["problems"]:
+        checked = event.data.get("checked", ()) if event.kind == "parameters" else ()
+        if "missing-gradient" in checked and not event.data["problems"]:
             self._all_trained = self._all_trained or event.iteration
         yield from ()
 

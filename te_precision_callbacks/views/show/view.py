@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +45,9 @@ MOST_STATISTICS = 8
 """The statistics that are shown unless some are chosen."""
 
 MOST_EVENTS = 5
+
+_PAUSE = 10.0
+"""The pause between two checks of a run that is followed, as a multiple of the time of a check."""
 
 _LOST = (Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS)
 
@@ -93,6 +97,22 @@ class ShownEvent:
     text: str
 
 
+class RunCheck(NamedTuple):
+    """What is too slow to be computed for each view of a run that is followed.
+
+    Attributes:
+        verdict: the findings of the rules.
+        until: the last iteration that was checked; None without one.
+        speed: the expected speed.
+        next_at: the time at which the run is checked again, by ``time.monotonic()``.
+    """
+
+    verdict: Verdict
+    until: int | None
+    speed: str
+    next_at: float
+
+
 @dataclass(frozen=True)
 class RunView:
     """What is shown of a run. The attributes are the keys of ``te-precision show --json``, which is why there are many.
@@ -121,6 +141,7 @@ class RunView:
         lacks: what the kind of the run's files does not have; empty for records.
         names: shortens the names of layers.
         metric_names: shortens those of the trainer's numbers.
+        check: the last check of the run.
     """
 
     verdict: Verdict
@@ -149,6 +170,7 @@ class RunView:
     lacks: str
     names: ShortNames
     metric_names: ShortNames
+    check: RunCheck
 
     @property
     def is_empty(self) -> bool:
@@ -160,8 +182,7 @@ def look(
     run: RecordedRun,
     statistics: Sequence[str] = (),
     most: int = MOST_LAYERS,
-    judge: Callable[[RecordedRun], tuple[Verdict, int | None]] | None = None,
-    expect: Callable[[RecordedRun], str] | None = None,
+    before: RunView | None = None,
 ) -> RunView:
     """Read what is shown of a run.
 
@@ -170,8 +191,8 @@ def look(
         statistics: those that are shown, as in records, or without recipe and direction; none chooses what is lost in
             quantization first.
         most: the layers of each.
-        judge: gives the verdict, and the last iteration that it has seen; None judges the whole run.
-        expect: gives the expected speed, as :func:`expected_speed` does, which is the default.
+        before: an earlier view of the run while it was written. Its verdict is kept until the run has ended, or until
+            ten times as long has passed as the check took.
 
     Raises:
         NothingToShowError: the run has numbers, but none of a statistic that is asked for.
@@ -180,16 +201,18 @@ def look(
     chosen = _chosen(groups, statistics, run)
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
-    verdict, judged_to = (diagnose(run), max(last, default=None)) if judge is None else judge(run)
+    status = status_in_words(run)
+    is_known = before is not None and status == "running" and time.monotonic() < before.check.next_at
+    check = before.check if before is not None and is_known else _check(run, max(last, default=None))
     return RunView(
-        verdict=verdict,
-        judged_to=judged_to,
+        verdict=check.verdict,
+        judged_to=check.until,
         more=_command(run, "diagnose"),
-        speed=(expect or expected_speed)(run),
+        speed=check.speed,
         path=str(run.path),
         run_id=run.run_id,
         source=run.source,
-        status=status_in_words(run),
+        status=status,
         outcome=tuple(outcome_in_words(run)),
         segments=len(run.segments),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
@@ -208,7 +231,17 @@ def look(
         lacks=run.lacks_in_words,
         names=_names(run.layers["layer"], run.series["layer"]),
         metric_names=_names(run.scalars["name"]),
+        check=check,
     )
+
+
+def _check(run: RecordedRun, last: int | None) -> RunCheck:
+    """Check the whole run."""
+    begun = time.monotonic()
+    verdict, speed = diagnose(run), expected_speed(run)
+    now = time.monotonic()
+    # The first numbers of a run are checked as soon as they come.
+    return RunCheck(verdict, last, speed, now if last is None else now + _PAUSE * (now - begun))
 
 
 def expected_speed(run: RecordedRun) -> str:
