@@ -58,11 +58,11 @@ def test_the_page_has_the_verdict_of_diagnose(run: RecordedRun) -> None:
 
 
 def test_the_curves_of_findings_come_first(tmp_path: Path) -> None:
-    run = open_run(defective(tmp_path, steps=800))
+    run = open_run(defective(tmp_path, steps=200))
     told = PageData.of(run, 1_000).told
     curves = {(one["statistic"], one["tensor"]): list(one["curves"]) for one in told["families"]}
     assert sum(map(len, curves.values())) <= 1
-    told = PageData.of(run, 120_000).told
+    told = PageData.of(run, 40_000).told
     curves = {(one["statistic"], one["tensor"]): list(one["curves"]) for one in told["families"]}
     assert "3:-1" in curves["std", "gradient"]
     assert told["exact"]["curves"] < told["exact"]["series"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,8 @@ import pyarrow.compute as pc
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.answers import loss_first, multiply_adds
-from te_precision_callbacks.runs.recorded import RecordedRun, Segment
+from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.views.report.subjects import layer_name
 
 _MOST_EVENTS = 2000
@@ -73,43 +73,17 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
-    """Layer -> its matrix products, with all precisions that they ran in, as the page shows them."""
+    """Layer -> its matrix products at the end of the run, as the page shows them."""
     operands: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
-    for row in run.operands.to_pylist():
-        operands[row["gemm_id"], row["layer"], row["gemm"], row["since"]][row["tensor"]] = row["format"] or ""
+    for row in at_the_end(run.operands).to_pylist():
+        operands[row["layer"], row["gemm"], row["gemm_id"]][row["tensor"]] = row["format"] or ""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in run.gemms.to_pylist():
-        told = operands.get((row["gemm_id"], row["layer"], row["gemm"], row["since"]))
-        if told is None:  # the spans of operands and products need not begin together
-            told = {}
-            for (number, layer, gemm, _), formats in operands.items():
-                if (number, layer, gemm) == (row["gemm_id"], row["layer"], row["gemm"]):
-                    told = formats
-        names = ("gemm", "backward", "runs", "not_run", "precision", "recipe")
-        numbers = ("n", "m", "k", "batch", "calls", "macs", "since", "until")
-        found[layer_name(row["scope"], row["layer"])].append(
-            {**{name: row[name] for name in (*names, *numbers)}, "operands": told, "why": _why(row)}
-        )
-    return {layer: _joined(rows) for layer, rows in found.items()}
-
-
-_NO_SPAN = {"since": None, "until": None}
-
-
-def _joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a layer's products: what goes on unchanged in the next process start is one row."""
-    found: list[dict[str, Any]] = []
-    last: dict[tuple[str, bool], dict[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: row["since"] or 0):
-        before = last.get((row["gemm"], row["backward"]))
-        is_next = before is not None and before["until"] is not None and before["until"] + 1 >= (row["since"] or 0)
-        if before is not None and is_next and {**before, **_NO_SPAN} == {**row, **_NO_SPAN}:
-            before["until"] = row["until"]
-        else:
-            last[row["gemm"], row["backward"]] = row
-            found.append(row)
-    places = {row["gemm"]: place for place, row in reversed(list(enumerate(rows)))}
-    return sorted(found, key=lambda row: places[row["gemm"]])
+    names = ("gemm", "backward", "runs", "not_run", "precision", "recipe", "n", "m", "k", "batch", "calls", "macs")
+    for row in at_the_end(run.gemms).to_pylist():
+        formats = operands.get((row["layer"], row["gemm"], row["gemm_id"]), {})
+        product = {**{name: row[name] for name in names}, "operands": formats, "why": _why(row)}
+        found[layer_name(row["scope"], row["layer"])].append(product)
+    return found
 
 
 def _why(row: Mapping[str, Any]) -> str:
@@ -135,41 +109,31 @@ def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
 
 
 def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
-    """The events, and how many there are: of very many the first and the last are shown."""
+    """The last events, and the number of all."""
     found = run.events_of_ranks()
-    total = len(found)
-    if total > _MOST_EVENTS:
-        half = _MOST_EVENTS // 2
-        found = found[:half] + found[-half:]
     rows = []
-    for row in found:
+    for row in found[-_MOST_EVENTS:]:
         row["ranks"] = ", ".join(map(str, row["ranks"]))
         row["layer"] = layer_name(row.pop("scope"), row["layer"])
         time = row.pop("wall_time")
         row["time"] = time.isoformat(timespec="seconds") if time else ""
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
-    return rows, total
+    return rows, len(found)
 
 
 def duration(run: RecordedRun) -> dict[str, Any]:
-    """How long the run took: the steps that have records, the first and the last time, the seconds of all starts, the
-    median of a step, and the session's share.
-
-    Records may be of every tenth step: the seconds between two of them are those of ten steps.
-    """
+    """The steps with records, the first and last time, the median time of a step, and the session's share of it."""
     steps = run.steps
     if not len(steps):
         return {}
-    table = {name: steps[name].to_pylist() for name in ("segment", "iteration", "wall_time")}
-    rows = [row for row in zip(*table.values(), strict=True) if row[2] is not None]
     found: dict[str, Any] = {"steps": len(pc.unique(steps["iteration"]))}
     found["first"], found["last"] = pc.min(steps["iteration"]).as_py(), pc.max(steps["iteration"]).as_py()
-    if len(rows) > 1:
-        times = [time for *_, time in rows]
-        found["from"], found["to"] = (time.isoformat(timespec="seconds") for time in (min(times), max(times)))
-        found["seconds"] = sum(_seconds(one, rows) for one in run.segments)
+    columns = (steps[name].to_pylist() for name in ("segment", "iteration", "wall_time"))
+    rows = [row for row in zip(*columns, strict=True) if row[2] is not None]
+    if rows:
+        found["from"], found["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
     each = [
-        (time - earlier).total_seconds() / (iteration - before)
+        (time - earlier).total_seconds() / (iteration - before)  # records may be of every tenth step
         for (segment, before, earlier), (other, iteration, time) in pairwise(rows)
         if segment == other and iteration > before
     ]
@@ -179,22 +143,6 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     if observing.size:
         found["median_observe_seconds"] = float(np.median(observing))
     return found
-
-
-def _seconds(segment: Segment, rows: Sequence[tuple[int, int, datetime]]) -> float:
-    """How long a process ran: from its start to its end, or else between its records."""
-    times = [time for number, _, time in rows if number == segment.number]
-    told = [_time(text) for text in (segment.started_at, segment.ended_at)]
-    begin, end = told[0] or min(times, default=None), told[1] or max(times, default=None)
-    return max(0.0, (end - begin).total_seconds()) if begin is not None and end is not None else 0.0
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
 
 
 def trainer_steps(run: RecordedRun) -> dict[str, int | None]:

@@ -9,7 +9,7 @@ const whenFound = (report, { since, where }) => (since === null ? "" : `, since 
 // Links to what shows a finding: a heat map, and the curves or the products of its first layer.
 function findingLinks(report, finding) {
   const [first] = finding.places, family = familyOf(report, finding);
-  const where = { statistic: family?.statistic ?? "", tensor: family?.tensor ?? "", step: finding.since ?? "", rank: "", filter: "" };
+  const where = { statistic: family?.statistic ?? "", tensor: family?.tensor ?? "", step: finding.since ?? "", rank: finding.ranks[0] ?? "", filter: "" };
   const button = (changes, text, label) => el("a", { class: "button", href: state.hash(changes), "aria-label": `${text}: ${label}` }, text);
   const name = first === undefined ? "" : report.layers[first].name;
   return el("p", { class: "links" },
