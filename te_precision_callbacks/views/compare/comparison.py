@@ -10,14 +10,13 @@ from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.aligning import align
 from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
 from te_precision_callbacks.views.compare.departures import Search
-from te_precision_callbacks.views.compare.differing_facts import facts_that_differ
+from te_precision_callbacks.views.compare.differing_facts import facts_that_differ, layers_with_other_rows
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.new_findings import compare_verdicts
 from te_precision_callbacks.views.compare.order import Order
 from te_precision_callbacks.views.compare.origins import partings
 from te_precision_callbacks.views.compare.result import Comparison, ComparisonError, Floor, Pairing
 from te_precision_callbacks.views.compare.sides import Side, side_of_run
-from te_precision_callbacks.views.compare.tensor_sizes import Sizes
 
 LASTING = 5
 """The steps that a difference must last."""
@@ -58,11 +57,11 @@ def compare(
         if reason:
             raise ComparisonError(reason)
     order = Order([a, b])
-    sizes = Sizes(a, b)
-    search = Search(one, other, others, lasting, sizes, None if numbers is None else numbers.taking(one, other, paired))
+    collect = None if numbers is None else numbers.collect_from(one, other, paired, has_noise=bool(others))
+    search = Search(one, other, others, lasting, collect)
     found = list(search.run(paired, {subject: order.place(subject) for subject in paired}))
-    comparable = not sizes.with_other_rows  # of losses of other batches nothing is known
-    shares = (precision_shares(a), precision_shares(b)) if comparable else ({}, {})
+    resized = layers_with_other_rows(a, b)
+    shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))  # no bound is known for other batches
     if search.without_steps == len(paired):
         raise ComparisonError(
             f"{one.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(one)},"
@@ -73,7 +72,7 @@ def compare(
         one.name,
         other.name,
         tuple(facts_that_differ(a, b)),
-        _pairing(one, other, paired, search),
+        _pairing(one, other, paired, search, resized),
         lasting,
         Floor(tuple(side.name for side in others), search.without_noise) if others else None,
         order.seen,
@@ -122,7 +121,7 @@ def _span(side: Side) -> str:
     return f"{side.name} has steps {min(first)} to {max(last)}"
 
 
-def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search) -> Pairing:
+def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search, resized: Sequence[str]) -> Pairing:
     ours, theirs = set(one.subjects) - set(paired), set(other.subjects) - set(paired)
     layers = [
         {(subject.scope, subject.layer): None for subject in side.series if subject.layer} for side in (one, other)
@@ -138,10 +137,8 @@ def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search) 
         tuple(name for scope, name in layers[1] if (scope, name) not in layers[0]),
         tuple(sorted(statistics[0] - statistics[1])),
         tuple(sorted(statistics[1] - statistics[0])),
-        search.values,
         int(search.iterations[0]),
         int(search.iterations[-1]),
-        tuple(name for _, name in search.sizes.with_other_rows),
+        tuple(resized),
         len(search.iterations),
-        search.shorter,
     )

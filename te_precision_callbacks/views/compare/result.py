@@ -132,12 +132,10 @@ class Pairing:
         layers: how many layers are on both sides.
         layers_only_a, layers_only_b: the layers that are on one side only.
         statistics_only_a, statistics_only_b: the statistics that are on one side only.
-        values: how many numbers of each side were compared.
         first, last: iterations of the steps that both sides have.
         with_other_rows: the layers whose inputs have another number of rows in a step of the other side, such as with
             another batch size.
         steps: how many steps have numbers of both sides.
-        shorter: how many series have fewer steps in common than a difference must last.
     """
 
     series: int
@@ -149,12 +147,10 @@ class Pairing:
     layers_only_b: tuple[str, ...]
     statistics_only_a: tuple[str, ...]
     statistics_only_b: tuple[str, ...]
-    values: int
     first: int | None
     last: int | None
     with_other_rows: tuple[str, ...] = ()
     steps: int = 0
-    shorter: int = 0
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,6 @@ _DRAWS = 20_000
 _LEAST_RATIO = 1e-3
 _MOST_PARTS = 16
 
-_OUTSIDE = 0.05
-"""The share of ordinary differences of one series at one step that are beyond what is drawn as ordinary."""
-
 _HARDLY_ANY = 1e-3
 """A spread of so many times the smallest one that is believed is that of runs that are equal."""
 
@@ -116,10 +113,6 @@ class Spread:
         """The spread of a difference of a family's series at an iteration; nan where no noise is known."""
         measured = self._measured(families, series, iterations)
         return np.where(np.isnan(measured), np.nan, np.fmax(measured, self.least[families]))
-
-    def ordinary(self, families: Ints, series: Ints, iterations: Ints) -> Floats:
-        """How far most of the noise is apart there, however little that is: 19 of 20 differences are within it."""
-        return self._measured(families, series, iterations) * _students(self.degrees, _OUTSIDE)[series]
 
     def degrees_at(self, families: Ints, series: Ints, iterations: Ints) -> Floats:
         """The degrees of freedom behind :meth:`at`: those of the measured spread, and many where that is so small that

@@ -30,9 +30,8 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
         yield f"{many(pairing.without_steps, 'series')} of both have no step in common."
     if pairing.with_other_rows:
         yield (
-            f"B computes another number of rows in {_some(folded(pairing.with_other_rows))}: norms and counts of B are"
-            " converted to as many elements as A has, fixed bounds hold there with a noise floor too, and gradients may"
-            " also differ by the ratio of the rows."
+            f"B computes another number of rows in {_some(folded(pairing.with_other_rows))}, such as with another batch"
+            " size: norms, counts and gradients may differ for that reason alone."
         )
     if floor is None:
         yield (
@@ -63,8 +62,7 @@ def _what_lasts(comparison: Comparison) -> str:
         return "A difference counts if it is in this one step: no other shows whether it lasts."
     if pairing.steps < lasting:
         return f"A difference counts if it lasts all {pairing.steps} steps."
-    fewer = f"; in {many(pairing.shorter, 'series')} with fewer steps, all of them" if pairing.shorter else ""
-    return f"A difference counts if it lasts {many(lasting, 'step')}{fewer}."
+    return f"A difference counts if it lasts {many(lasting, 'step')}; in a series with fewer steps, all of them."
 
 
 def where_first(comparison: Comparison) -> Iterator[str]:
