@@ -42,7 +42,6 @@ class _OfGemms(Judge):
         return super().why_not or (self._unmeasured and f"LogGemmError has measured nothing: {self._unmeasured}")
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        """As of :class:`Judge`."""
         self._unmeasured = "" if facts.settings is None else facts.settings.unmeasured
         self.applies = bool(self.steps or self._unmeasured)
         return ()
@@ -67,7 +66,6 @@ class Kernel(_OfGemms):
         self._streaks = ColumnStreaks(1)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         settings = facts.settings
         ranks = settings is not None and settings.ranks > 1 and settings.alike
         for ratio in self._columns(numbers, "gemm_kernel_ratio"):
@@ -121,7 +119,6 @@ class Quantizer(_OfGemms):
         self._streaks = ColumnStreaks(1)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for operand in "ab":
             for statistic, most, text in (
                 (f"gemm_wrong_codes_{operand}%", CODES, "{:.3g} % of the codes are not the nearest of their format"),
@@ -151,7 +148,6 @@ class Excess(_OfGemms):
         self._streaks = ColumnStreaks(EXCESS_STEPS)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for column in self._columns(numbers, "gemm_excess"):
             yield from self._streaks.sightings(
                 numbers,

@@ -53,19 +53,16 @@ class DeadGradient(Judge):
 
     @property
     def why_not(self) -> str:
-        """As of :class:`Judge`."""
         lacks = "no backward has reached a layer with statistics in a due step" if self._lacks_backward else ""
         return super().why_not or lacks
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         checked = event.data.get("checked", ()) if event.kind == "parameters" else ()
         if "missing-gradient" in checked and not event.data["problems"]:
             self._all_trained = self._all_trained or event.iteration
         yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         gradient = numbers.one("cur_amax", "gradient")
         activation = numbers.one("cur_amax", "activation")
         if gradient is None:
@@ -145,7 +142,6 @@ class ZerosInWgrad(Judge):
         self._streaks = ColumnStreaks(ZEROS_STEPS)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for column in numbers.all("zeros%", ("wgrad",)):
             self.saw(numbers.iteration)
             values = numbers.unbroken(column).values
@@ -170,7 +166,6 @@ class Growth(Judge):
         self._begins: dict[str, Begin] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for column in numbers.all("cur_amax"):
             now = numbers.unbroken(column).bits
             begin = self._begins.setdefault(column.family.tensor, Begin())

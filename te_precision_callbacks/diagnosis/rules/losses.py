@@ -66,7 +66,6 @@ class Nonfinite(Judge):
         self._first: Sighting | None = None
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         before = self.steps[-1] if self.steps else None
         found: dict[tuple[str, str], str] = {}
         for column in numbers.all("cur_amax"):
@@ -85,7 +84,6 @@ class Nonfinite(Judge):
             yield self._first
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if event.kind == "nonfinite":
             first_line = event.text.partition("\n")[0].rstrip(". ")
             self._first = self._first or Sighting(
@@ -130,7 +128,6 @@ class _OfQuantized(Judge):
     """A rule on what quantization loses, which is not about a run without low precision."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         if ran and not self.steps:
             self.applies = any(layer.low for layer in ran)
@@ -169,7 +166,6 @@ class Overflow(_OfQuantized):
         self._from_zero = FromZero()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         self._from_zero.note(numbers, facts)
         for column in numbers.all("overflows%", facts=facts):
             unbroken = np.nan_to_num(numbers.unbroken(column).values)
@@ -200,7 +196,6 @@ class Underflow(_OfQuantized):
         self._streaks = ColumnStreaks(UNDERFLOW_STEPS)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for column in numbers.all("underflows%", facts=facts):
             self.saw(numbers.iteration)
             values = numbers.unbroken(column).values

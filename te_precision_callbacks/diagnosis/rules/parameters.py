@@ -106,7 +106,6 @@ class _OfParameters(Judge):
     rule: str
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if event.kind != "parameters":
             return
         if self.rule in event.data.get("checked", ()):
@@ -140,7 +139,6 @@ class _OfRanks(_OfParameters):
         self.applies = False
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         self.applies = facts.settings is not None and facts.settings.ranks > 1
         yield from ()
 

@@ -87,7 +87,6 @@ class _OfScaleAndAmax(Judge):
         self._unmoved: dict[str, _UnmovedScales] = {}
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        """As of :class:`Judge`."""
         if facts.knows_recipes:
             self.applies = facts.has_delayed_scaling
         return ()
@@ -117,7 +116,6 @@ class ScaleNeverUpdated(_OfScaleAndAmax):
         self._since: dict[str, int] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
             self.saw(numbers.iteration)
@@ -156,7 +154,6 @@ class StaleScale(_OfScaleAndAmax):
         self._begins: dict[str, Column] = {}  # amax before it began to rise, of layers in which it does
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         self._from_zero.note(numbers, facts)
         for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
@@ -227,14 +224,12 @@ class ScalesDiffer(Judge):
         self._streaks = ColumnStreaks(APART_STEPS)
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        """As of :class:`Judge`."""
         if facts.settings is not None and facts.layers:
             # With several micro-batches a rank has several scales in a step: those of activations change after each.
             self.applies = facts.has_delayed_scaling and facts.settings.ranks > 1 and facts.micro_batches == 1
         return ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if not self.applies:
             return
         for largest in numbers.all("scale_inv_max", facts=facts):

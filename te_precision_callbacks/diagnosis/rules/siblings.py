@@ -56,7 +56,6 @@ class Sibling(Judge):
         self._most_alike = 0
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         known: set[str] = set()
         for statistic in _STATISTICS:
             for column in numbers.all(statistic, facts=facts):
@@ -72,7 +71,6 @@ class Sibling(Judge):
 
     @property
     def why_not(self) -> str:
-        """As of :class:`Judge`."""
         if self.steps or not self._most_alike:
             return super().why_not
         return "the model has no alike layers"

@@ -22,7 +22,6 @@ class SlowerInLowPrecision(Judge):
     """Layers whose GEMMs and casts are expected to take longer than the same layer in BF16, on the GPU of the run."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         from te_precision_callbacks.speed.devices import device_reported
 
         device = None if facts.settings is None else device_reported(facts.settings.gpu)

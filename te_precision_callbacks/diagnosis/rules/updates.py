@@ -32,7 +32,6 @@ class _OfOneNumber(Judge):
         self._streaks = ColumnStreaks(self.needed)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for column in numbers.all(self.statistic):
             self.saw(numbers.iteration)
             for sighting in self._streaks.sightings(
@@ -52,7 +51,6 @@ class StaleWeights(_OfOneNumber):
         self.applies = False
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         yield from super().step(numbers, facts)
         self.applies = bool(self.steps)
 
@@ -64,7 +62,6 @@ class LostUpdates(_OfOneNumber):
     seen = "{:.3g} % of the weights in bfloat16 or float16 are the same after a step of the optimizer"
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         types = [row.weight_dtype for row in facts.layers.values() if row.weight_dtype]
         if types:
             self.applies = any("bfloat16" in text or "float16" in text for text in types)
@@ -78,7 +75,6 @@ class BelowEps(_OfOneNumber):
     seen = "the gradients of {:.3g} % of the weights are smaller than the optimizer's eps"
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if facts.settings is not None and facts.settings.adds_eps is not None:
             self.applies = facts.settings.adds_eps
         yield from ()
