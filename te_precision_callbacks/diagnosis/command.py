@@ -1,4 +1,4 @@
-"""``te-precision diagnose`` and ``te-precision rules``: what is wrong with a run, and by which rules.
+"""``te-precision diagnose`` and ``te-precision rules``: problems of a run, and the rules that find them.
 
 Usage::
 
@@ -49,7 +49,7 @@ def diagnose_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print what is wrong with a run: the findings of the rules, root causes first, each with its remedy."""
+    """Print the problems of a run: the findings of the rules, root causes first, each with its remedy."""
     from te_precision_callbacks.diagnosis.known import read_known
     from te_precision_callbacks.diagnosis.replay import diagnose
     from te_precision_callbacks.runs.answers import outcome_in_words

@@ -63,7 +63,7 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
 
 
 class _FromRank(NamedTuple):
-    """A sighting on another rank, whose values were not recorded."""
+    """A sighting on another rank that has not recorded its values."""
 
     rule: str
     sighting: Sighting
@@ -71,7 +71,7 @@ class _FromRank(NamedTuple):
 
 
 class _Logged(NamedTuple):
-    """What was logged in an iteration.
+    """Metrics, sightings and events of an iteration.
 
     Attributes:
         scalars: the trainer's metrics on rank 0.

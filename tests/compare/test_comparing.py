@@ -27,7 +27,6 @@ from te_precision_callbacks.views.compare.wording import (
     what_was_compared,
     where_first,
 )
-from te_precision_callbacks.views.report import facts as report_facts
 from tests.compare.recorded import Subject, Values, layers, record
 
 Floats = npt.NDArray[np.float64]
@@ -359,16 +358,6 @@ def test_facts_that_differ_come_with_their_values(runs: Runs) -> None:
         ("versions.torch", "2.9", "2.10"),
         ("recipes", '["none"]', '["mxfp8"]'),
     ]
-
-
-def test_the_reduction_of_amaxes_differs_in_words(runs: Runs) -> None:
-    names = [f"layers.{n}.fc1" for n in range(24)]
-    rows = [{"reduced": reduced, "ranks": 2, "tensor_parallel": 1, "outside": 0, "layers": names} for reduced in (1, 0)]
-    a, b = (runs.record(f"amaxes {n}", numbers(0), settings={"amaxes": [row]}) for n, row in enumerate(rows))
-    (fact,) = compare(a, b).facts
-    assert fact.name == "settings.amaxes"
-    assert (fact.a, fact.b) == ("reduced over ranks: 2, in layers.{0-23}.fc1", "not reduced, in layers.{0-23}.fc1")
-    assert report_facts.segments(a)[0]["facts"]["settings"]["amaxes"] == fact.a
 
 
 def test_options_of_the_config_differ_by_their_path(runs: Runs) -> None:

@@ -1,4 +1,4 @@
-"""What ``te-precision doctor`` examines: packages, Transformer Engine, torch, variables and the log folder."""
+"""Examination of packages, Transformer Engine, torch, variables and the log folder."""
 
 from __future__ import annotations
 

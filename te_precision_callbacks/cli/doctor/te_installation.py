@@ -1,7 +1,7 @@
-"""The Transformer Engine that a script would run on, and the recipes that run there.
+"""The Transformer Engine that a script would run on, and its recipes.
 
-Transformer Engine is imported in another process, in which the import may fail, crash or hang. Its own checks
-(2.20.2, ``pytorch/quantization.py``) decide which recipes run.
+It is imported in another process, since the import may fail, crash or hang. Transformer Engine's own checks (2.20.2,
+``pytorch/quantization.py``) decide which recipes run.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class TransformerEngine:
     """The Transformer Engine of this machine.
 
     Attributes:
-        installed: package -> version, of those that make up Transformer Engine.
-        backend: what a script would run on: the ``compiled`` build, the ``reference`` backend, or ``none``.
-        description: the same in words.
-        why_not_compiled: the error of importing the compiled build; empty if it can be imported.
+        installed: package -> version, of the packages of Transformer Engine.
+        backend: the ``compiled`` build, the ``reference`` backend, or ``none``.
+        description: the backend in words.
+        why_not_compiled: the error of importing the compiled build; empty without one.
         why_no_reference: why the reference backend cannot replace it; empty if it can, or need not.
         recipes: the recipes that run; None if neither backend can be used.
     """
@@ -72,7 +72,7 @@ class TransformerEngine:
 
 
 def transformer_engine() -> TransformerEngine:
-    """Find out what a script would run on, as ``te-precision run`` does."""
+    """Find the backend of a script, as ``te-precision run`` does."""
     installed = {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
     environment = {name: value for name, value in os.environ.items() if name != inherited.ENVIRONMENT_VARIABLE}
     try:

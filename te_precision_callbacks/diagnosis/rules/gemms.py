@@ -38,7 +38,7 @@ class _OfGemms(Judge):
 
     @property
     def why_not(self) -> str:
-        """As of :class:`Judge`; also why nothing was measured."""
+        """The reason why the rule was not checked, or why nothing was measured."""
         return super().why_not or (self._unmeasured and f"LogGemmError has measured nothing: {self._unmeasured}")
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
@@ -54,10 +54,10 @@ class _OfGemms(Judge):
 
 
 class Kernel(_OfGemms):
-    """Results that are not the product of their operands, by more than rounding.
+    """Results that differ from the product of their operands by more than rounding.
 
     Args:
-        kind: which of them: those off by a factor, those of one rank alone, or all others.
+        kind: ``gain``: off by a factor; ``rank``: on one rank only; ``kernel``: all others.
     """
 
     def __init__(self, kind: str) -> None:
@@ -91,7 +91,7 @@ def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np
 
 
 def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column, kind: str) -> str:
-    """What is seen of a GEMM, and where."""
+    """Describe the error of a GEMM, and its place."""
     times = f"{ratio.values[at]:.3g} times its tolerance"
     if kind == "gain":
         what = f"gives {beside['gemm_gain'][at]:.4g} times the product of its operands"
@@ -112,7 +112,7 @@ def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column,
 
 
 class Quantizer(_OfGemms):
-    """Codes or scales that are not those of the format."""
+    """Codes or scales that differ from the format's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Quantizer(_OfGemms):
 
 
 class Excess(_OfGemms):
-    """Products whose error is far above that of their operands."""
+    """Products with a far larger error than their operands."""
 
     needed = EXCESS_STEPS
 

@@ -40,7 +40,7 @@ STOP_GROWTH = (
 
 
 class DeadGradient(Judge):
-    """A layer that computes, and whose gradient is 0 or never comes."""
+    """A layer that runs with a zero or missing gradient."""
 
     needed = DEAD_STEPS
 
@@ -95,7 +95,7 @@ class DeadGradient(Judge):
 
 
 class Rhythms:
-    """Which rhythms explain the due steps in which each layer has trained, and those in which it has not."""
+    """Periodic schedules that explain in which collection steps a layer has trained."""
 
     def __init__(self) -> None:
         self._periods, self._places = np.array(
@@ -156,7 +156,7 @@ class ZerosInWgrad(Judge):
 
 
 class Growth(Judge):
-    """A tensor whose amax has grown far above that of the first steps."""
+    """A tensor with an amax that has grown far above the first steps."""
 
     needed = 1 + GROWTH_STEPS
 

@@ -128,7 +128,7 @@ class _Curve:
         return None
 
     def _lost_level(self) -> tuple[int, float] | None:
-        """The last losses that have lost much of what the best level had gained, and this level."""
+        """The last losses that have lost much of the best level's progress, and this level."""
         if self._best is None:
             return None
         level, spread = self._best
@@ -210,14 +210,14 @@ class NonfiniteGradientNorm(Judge):
             yield from self._known()
 
     def _known(self) -> Iterator[Sighting]:
-        """What waits for the facts, which come after the first step."""
+        """Sightings that wait for the facts, which come after the first step."""
         if self._is_scaled is not None:
             waiting, self._waiting = self._waiting, []
             yield from () if self._is_scaled else waiting
 
 
 class WeightJump(Judge):
-    """Weights whose size changes at once in many layers, after it was steady."""
+    """Weights that change their size at once in many layers, after steady steps."""
 
     needed = 3
 

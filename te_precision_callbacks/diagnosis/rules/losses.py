@@ -1,4 +1,4 @@
-"""Rules on what a step loses: inf and nan, what is above the range of a format, what rounds to 0."""
+"""Rules on lost elements: inf and nan, overflow, underflow."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ class Nonfinite(Judge):
 
 
 def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts) -> Sighting:
-    """What the first step with inf or nan shows of where they came from.
+    """Describe the origin of inf and nan by the first step with any.
 
     Args:
-        found: layer and tensor -> what is seen there.
-        before: the last step without any; None if there is none.
+        found: layer and tensor -> description.
+        before: the last step without any; None without one.
         iteration: the step.
-        facts: those of the step.
+        facts: the facts of the step.
     """
     weights = sum(tensor == "weight" for _, tensor in found)
     if before is not None and weights > 1:  # an optimizer's step has spread it, so the first layer is only the first
@@ -135,8 +135,9 @@ class _OfQuantized(Judge):
 
 
 class FromZero:
-    """Layers whose tensor is 0 in its first collection step, as with LoRA. In the first steps of a run it doubles from
-    step to step and then grows by a half, so a scale that is a step late is too small."""
+    """Layers with a tensor that is 0 in its first collection step, as with LoRA. In the first steps of a run it doubles
+    from step to step and then grows by a half, so a scale that is a step late is too small.
+    """
 
     def __init__(self) -> None:
         self._first: dict[str, dict[int, float]] = {}
@@ -276,12 +277,12 @@ def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDAr
 
 
 def most_overflow(tensor: str) -> float:
-    """The percent of elements above the range of the format from which on that is a finding."""
+    """The threshold for elements above the range of the format, in percent."""
     return OVERFLOW if tensor == "activation" else OF_OTHERS
 
 
 def most_underflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
-    """[layers of the column]: the percent of elements that round to 0 from which on that is a finding."""
+    """[layers of the column]: the threshold for elements that round to 0, in percent."""
     tensor = column.family.tensor
 
     def make() -> npt.NDArray[np.float64]:

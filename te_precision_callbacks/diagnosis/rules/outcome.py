@@ -52,7 +52,7 @@ class BrokenContract(Judge):
 
 
 class FailedObservation(Judge):
-    """A failure of the observation, after which numbers may be missing."""
+    """A failure of the observation: values may be missing after it."""
 
     def __init__(self) -> None:
         super().__init__()

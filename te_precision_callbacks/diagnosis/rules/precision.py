@@ -1,4 +1,4 @@
-"""Rules on what runs in which precision, and on what is kept in which type."""
+"""Rules on the precision of products, and on the types of states."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _is_hole(layer: LayerFacts) -> bool:
 
 
 class NoLowPrecision(Judge):
-    """A run in which no product runs in low precision."""
+    """A run without any product in low precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class NoLowPrecision(Judge):
 
 
 def _remedy(reason: Reason) -> str:
-    """What makes products run in low precision, as a sentence; empty where that is not known."""
+    """The remedy as a sentence; empty if unknown."""
     text = REMEDIES.get(reason, "")
     return text[:1].upper() + text[1:]
 

@@ -40,8 +40,7 @@ class _UnmovedScales:
     """The scales of a tensor that have stayed the same since the first collection step.
 
     Args:
-        tensor: the tensor. A weight with the scale 1 counts only if its amax varies: one that is kept in FP8 may be
-            frozen.
+        tensor: the tensor. A weight with the scale 1 counts only if its amax varies: an FP8 weight may be frozen.
     """
 
     def __init__(self, tensor: str) -> None:
@@ -53,12 +52,12 @@ class _UnmovedScales:
 
         Args:
             scales: ``scale_inv_max`` of the tensor.
-            amaxes: [layers of the column], nan where they are not known.
+            amaxes: [layers of the column], nan if unknown.
             largest: [layers of the column], the largest number of the format.
 
         Returns:
-            [layers of the column]: the number of collection steps in which the scale has been the same although it
-            should have followed amax, 0 where there is no reason to; and whether it still has the initial value 1.
+            [layers of the column]: the number of collection steps with the same scale although it should have followed
+            amax, 0 if it should not; and whether it still has the initial value 1.
         """
         missing = int(scales.layers.max(initial=-1)) + 1 - len(self._layers)
         if missing > 0:

@@ -1,4 +1,4 @@
-"""Rules on what is set for a whole run: the scaling of the loss, the reduction of amaxes, the arguments of recipes."""
+"""Rules on settings of a whole run: the scaling of the loss, the reduction of amaxes, the arguments of recipes."""
 
 from __future__ import annotations
 

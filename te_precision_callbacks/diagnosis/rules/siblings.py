@@ -1,4 +1,4 @@
-"""The rule on tensors that differ from those of alike layers."""
+"""The rule on tensors that differ from alike layers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Sibling(Judge):
         return facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
 
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        """The places in a column of layers that are alike, in the order in which the tensor passes through them."""
+        """The places in a column of each group of alike layers, in the order of the tensor's path."""
         tensor = column.family.tensor
         layers, which = np.unique(column.layers, return_inverse=True)
         names = [numbers.names[layer] for layer in layers.tolist()]
@@ -157,12 +157,12 @@ class Sibling(Judge):
 
 
 def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
-    """How many powers of two each of alike layers is away from the others; 0 where that is ordinary.
+    """Return the deviation of each of alike layers from the others, in powers of two; 0 for ordinary layers.
 
-    The layers form stretches between jumps. A jump is a difference of neighbours that is far from the median of all
-    such differences, which is the trend with depth. The stretches on the level of the most layers are ordinary. Where
-    the tensor flows from layer to layer, a jump up that lasts to the end makes the layers before it ordinary. A jump up
-    to a level that is not ordinary counts from the layer before it.
+    The layers form stretches between jumps. A jump is a difference of neighbours far from the median of all
+    differences, the trend with depth. The stretches on the level of the most layers are ordinary. If the tensor flows
+    from layer to layer, a jump up that lasts to the end makes the layers before it ordinary. A jump up to a level that
+    is not ordinary counts from the layer before it.
 
     Args:
         bits: [layers], the logarithms to base 2, in the order of execution.
@@ -194,10 +194,10 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
 
 
 def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
-    """The same for a few layers, which are too few to know their trend with depth.
+    """The same for too few layers to have a trend with depth.
 
-    A layer deviates if all others are near one another. Where the tensor flows from layer to layer, a jump that lasts
-    to the end is a deviation of the first layer behind it.
+    A layer deviates if all others are close together. If the tensor flows from layer to layer, a jump that lasts to the
+    end is a deviation of the first layer behind it.
     """
     found = np.zeros(len(bits))
     for place in range(len(bits)):

@@ -1,4 +1,4 @@
-"""Rules on what the trainer logs: a loss that is inf or nan, a gradient norm that grows without a falling loss."""
+"""Rules on metrics of the trainer: a loss that is inf or nan, a gradient norm that grows without a falling loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
 
 def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
-    """The gradient norm among what the trainer logs, with its name; an empty name and nan without one."""
+    """The gradient norm among the trainer's metrics, with its name; an empty name and nan without one."""
     norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
     name = min(norms, key=lambda name: (name != "grad_norm", len(name), name), default="")
     return name, values.get(name, math.nan)

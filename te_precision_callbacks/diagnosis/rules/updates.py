@@ -1,4 +1,4 @@
-"""Rules on weights that are not what they should be after an optimizer's step."""
+"""Rules on weights after an optimizer's step: stale, lost or too small updates."""
 
 from __future__ import annotations
 

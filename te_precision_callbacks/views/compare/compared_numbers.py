@@ -3,7 +3,7 @@
     numbers = ComparedNumbers()
     result = compare(a, b, noise=[again], numbers=numbers)
     numbers.heat_maps[0].overview.cells[REDUCED]    # [layers, columns]: the differences
-    numbers.curves                                  # both sides of series, those that depart first
+    numbers.curves                                  # both sides of series, departing series first
 
 Runs may be large, and are read in pieces. Of each piece this keeps the largest difference of each cell, and curves with
 a bounded number of points.
@@ -38,7 +38,7 @@ class ComparedSeries(NamedTuple):
         subject: the series.
         departs: whether it departs.
         strength: the largest difference, as a multiple of the bound.
-        every: the interval of the steps, beside the one at which it departs.
+        every: the interval of the steps; the step of the departure is added.
         iterations: [n].
         a, b: [n]: both sides.
         below, above: [n]: a value between them is too near to ``a`` to count.
@@ -61,7 +61,7 @@ class DifferenceMap:
 
     Attributes:
         overview: the differences, with their signs.
-        unit: ``spreads`` with a noise floor, otherwise that of the statistic's scale.
+        unit: ``spreads`` with a noise floor, otherwise the unit of the statistic's scale.
         bound: the difference that counts, in ``unit``; nan without any difference.
     """
 

@@ -32,18 +32,18 @@ def compare(
 ) -> Comparison:
     """Compare two runs.
 
-    Numbers pair by scope, layer, tensor, statistic and step. Statistics of the quantized tensors of different recipes
-    do not pair; those of the tensors themselves do.
+    Values pair by scope, layer, tensor, statistic and step. Statistics of quantized tensors pair only within a recipe,
+    statistics of the tensors themselves always.
 
     Args:
         a: the reference.
         b: the other run.
-        noise: runs that differ from a ordinarily, such as in the seed alone: they say how much each statistic does.
-        lasting: the steps for which a difference must last to count.
-        numbers: keeps what is compared, for :func:`te_precision_callbacks.views.compare.write_comparison`.
+        noise: baseline runs that differ from a by the seed, for example: their differences are the noise floor.
+        lasting: the minimum number of steps of a difference.
+        numbers: collects values for :func:`te_precision_callbacks.views.compare.write_comparison`.
 
     Raises:
-        ComparisonError: a run has no numbers, or nothing pairs.
+        ComparisonError: a run has no values, or nothing pairs.
     """
     if lasting < 1:
         raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")
@@ -87,13 +87,13 @@ def compare(
 
 
 def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    """What a run is called among those that are compared: its path, with its own name where another run has that."""
+    """The path of a run, with its id if several runs have the same path."""
     several = any(each.path == run.path and each.run_id != run.run_id for each in runs)
     return f"{run.path} ({run.run_id})" if several else str(run.path)
 
 
 def _layers_apart(one: Side, other: Side) -> str:
-    """Why no layer of one side can be compared with the other, and what to do; empty if one can."""
+    """The reason why no layer can be compared, and the remedy; empty if one can."""
     notes = one.run.notes_in_words + other.run.notes_in_words
     if any(subject.layer for subject in one.series if subject in other.series):
         return ""

@@ -50,16 +50,16 @@ def write_comparison(
     """Write the page of a comparison.
 
     Args:
-        result: what was found.
-        numbers: what the same call of :func:`te_precision_callbacks.views.compare.compare` has kept.
-        path: the file, in a folder that exists; its name ends in ``.html``, or has no ending.
-        most: the most bytes of the page.
+        result: the result.
+        numbers: the values that :func:`te_precision_callbacks.views.compare.compare` has collected.
+        path: an ``.html`` file in a folder that exists.
+        most: the maximum size of the page, in bytes.
 
     Returns:
         The file.
 
     Raises:
-        ReportError: the file cannot be written, or its name is not that of a page.
+        ReportError: the file cannot be written, or its name ends otherwise.
         MissingExtraError: plotly is not installed.
     """
     found = output_path(path)
@@ -138,7 +138,7 @@ def _departure(departure: StatisticDeparture) -> dict[str, Any]:
 
 
 def _place(scope: str, layer: str, layer_of: dict[str, int]) -> dict[str, Any]:
-    """Where a series belongs: a layer, or none for a number of the trainer."""
+    """The layer of a series; -1 for a metric of the trainer."""
     return {"layer": layer_of[layer_name(scope, layer)] if layer else -1}
 
 
@@ -178,7 +178,7 @@ def _heat_map(difference: DifferenceMap, packed: Packed) -> dict[str, Any]:
 
 
 def _first_family(result: Comparison, families: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The heat map that is shown first: that of where they part first."""
+    """The heat map of the first departure, which is shown first."""
     if result.first is None:
         return
     wanted = (visible(result.first.tensor), visible(result.first.strongest.statistic))

@@ -1,4 +1,4 @@
-"""Finds in which series two sides part, from which step on, and how far."""
+"""Search for the series that depart: since which step, and how far."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
     Attributes:
         subject: the series.
-        since: the first iteration at which it may have begun: the one after the value before it.
+        since: the first iteration after the last value without the difference.
         departure: the difference.
     """
 
@@ -38,17 +38,17 @@ class Found(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The numbers of some series on both sides, by series and iteration.
+    """The values of some series on both sides, by series and iteration.
 
     Attributes:
         subjects: [series].
-        series, iterations: [n]: of each number; series as places in ``subjects``.
+        series, iterations: [n]: of each value; series as places in ``subjects``.
         a, b: [n].
         difference: [n]: on the scale.
-        spread: [n]: the ordinary one; nan without a noise floor.
+        spread: [n]: the ordinary spread; nan without a noise floor.
         limit: [n]: the difference that counts.
-        below, above: [n]: the values that are so far from a that they count; a itself where it is not finite.
-        begins: the places of the numbers at which lasting differences begin.
+        below, above: [n]: the values that are just far enough from a to count; a itself if it is not finite.
+        begins: the places of the first values of lasting differences.
     """
 
     subjects: Sequence[Subject]
@@ -66,17 +66,17 @@ class Compared(NamedTuple):
 
 @dataclass
 class Search:
-    """The search for differences, and what it has met.
+    """The search for differences, with its counts.
 
     Attributes:
         a, b: the sides.
-        noise: sides whose differences from a, and from each other, are ordinary.
-        lasting: the steps that a difference must last; of a series with fewer it must last all.
-        show: gets all that is compared, in parts.
-        without_steps: the series that have no step in common.
-        without_noise: the series that have a counterpart in no side of the noise.
-        iterations: those of the steps that both have, in order.
-        first_unequal: the first iteration in which a series' numbers are not the same: subject -> iteration.
+        noise: baseline sides.
+        lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
+        show: receives all compared values, in parts.
+        without_steps: the number of series without a common step.
+        without_noise: the number of series without a baseline.
+        iterations: the common iterations, in order.
+        first_unequal: the first unequal value.
     """
 
     a: Side
@@ -229,7 +229,7 @@ class _Scales:
         self._magnitudes = np.where(levels, _ordinary(sides, len(subjects)), _smallest(sides, len(subjects)))
 
     def places(self, series: Ints, values: Floats) -> Floats:
-        """Where values of these series are on their scales."""
+        """Place values of these series on their scales."""
         return self._each(NoiseScale.places, series, values)
 
     def values(self, series: Ints, places: Floats) -> Floats:
@@ -256,7 +256,7 @@ def _smallest(sides: Sequence[Numbers], number: int) -> Floats:
 
 
 def _ordinary(sides: Sequence[Numbers], number: int) -> Floats:
-    """[series]: the mean magnitude on the first side on which it is not 0; 1 where there is none."""
+    """[series]: the mean magnitude on the first side with values other than 0; 1 without one."""
     found = np.zeros(number)
     for numbers in sides:
         magnitudes = np.abs(numbers.values)
@@ -288,7 +288,7 @@ def _noise(scales: _Scales, sides: Sequence[Numbers]) -> Noise:
 
 
 def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Floats:
-    """[families]: the largest difference that lasts, among those of the noise, in multiples of its spread."""
+    """[families]: the largest lasting difference in the noise, in multiples of its spread."""
     z = noise.differences / spread.at(scales.family[noise.series], noise.series, noise.iterations)
     found = np.zeros(scales.families)
     if len(z) < lasting:
@@ -306,8 +306,8 @@ def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Flo
 
 
 class _Runs(NamedTuple):
-    """Stretches of a series whose differences are beyond a limit on one side: where each starts, and its length. Inf
-    and nan are on no side: they go on with the stretch before them."""
+    """Stretches of a series with differences beyond a limit on one side. Inf and nan continue the stretch before
+    them."""
 
     starts: Ints
     lengths: Ints

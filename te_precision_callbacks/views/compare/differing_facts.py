@@ -1,4 +1,4 @@
-"""The facts in which two runs differ: what ran, before what came of it."""
+"""Facts that differ between two runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_LAYERS = 3
 
 
 def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
-    """The facts of the last segments of two runs that differ, then those of their matrix products."""
+    """Compare the facts of the last process starts of two runs, then their matrix products."""
     ours, theirs = _settings(a), _settings(b)
     if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
         ours = theirs = {}
@@ -64,7 +64,7 @@ def _settings(run: RecordedRun) -> dict[str, str]:
 
 
 def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
-    """The types of what is kept: weights, gradients, the optimizer's state."""
+    """The types of weights, gradients and the optimizer's state."""
     ours, theirs = (_types(run) for run in (a, b))
     for subject in ours:
         if ours[subject] != theirs.get(subject, ours[subject]):
@@ -72,7 +72,7 @@ def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
 
 
 def _types(run: RecordedRun) -> dict[str, str]:
-    """What is kept -> its types."""
+    """Subject -> its types."""
     found: dict[str, set[str]] = defaultdict(set)
     for row in run.states.to_pylist():
         found[row["subject"] or ""].add(row["dtype"] or "")

@@ -1,10 +1,10 @@
-"""The scale on which a statistic's differences are judged.
+"""Scales for the differences of a statistic.
 
     scale = scale_of("activation", "cur_amax")     # MAGNITUDE: powers of two
     scale.unit, scale.least, scale.bound
 
-An amax of 400 beside one of 200 is as far as 0.04 beside 0.02, and a share of 6 % beside 5 % as far as 2 % beside 1 %:
-magnitudes differ by factors, shares by points.
+Magnitudes differ by factors (an amax of 400 is as far from 200 as 0.04 from 0.02), shares by points (6 % is as far from
+5 % as 2 % from 1 %).
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class NoiseScale:
     back: Callable[[Values, Values], Values]
 
     def places(self, values: Values, magnitudes: Values) -> Values:
-        """Where values are on the scale.
+        """Place values on the scale.
 
         Args:
             values: float64, of any sign, inf and nan too.
-            magnitudes: for each value one that is the same for its whole series and above 0: of a
-                :data:`MAGNITUDE` the smallest but 0, else the ordinary size.
+            magnitudes: a positive number for each value, equal in a whole series: for :data:`MAGNITUDE` its smallest
+                magnitude above 0, otherwise its ordinary size.
         """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             found = self.onto(values, magnitudes)

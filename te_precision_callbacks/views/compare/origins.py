@@ -1,9 +1,9 @@
-"""Tells differences that are made in a layer from those that it is given.
+"""Separates differences a layer introduces from those it inherits.
 
-A tensor inherits a difference if one of the tensors that it is made of has departed too, as early, in the same
-direction and by as much. An activation is made of the activations, outputs and weights before it; a gradient of the
-gradients and weights that the backward has passed; an output of the layer's activation and weight; a weight, in the
-steps after, of its own gradients. Which layers feed a layer is not recorded: all that ran before it in the step count.
+A tensor inherits a difference if one of its sources has departed too, as early, in the same direction and by as much.
+The sources of an activation are the activations, outputs and weights before it; of a gradient the gradients and weights
+that the backward has passed; of an output the layer's activation and weight; of a weight, in later steps, its
+gradients. The records do not have the connections of layers: all earlier layers of the step count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Key = tuple[str, str, str, int | None]
 
 
 def partings(found: Iterable[Found], order: Order) -> list[Parting]:
-    """The tensors that depart, with where their differences come from, in the order in which they part."""
+    """The tensors that depart, in order, with the origins of their differences."""
     tensors: dict[_Key, list[Found]] = {}
     for each in found:
         tensors.setdefault(_key(each.subject), []).append(each)
@@ -56,9 +56,9 @@ def partings(found: Iterable[Found], order: Order) -> list[Parting]:
 
 
 def _began(tensors: Mapping[_Key, Sequence[Found]], source_of: Mapping[_Key, Found | None]) -> dict[_Key, int]:
-    """The iteration of each tensor's first difference; that of a source is not after what inherits it.
+    """The iteration of each tensor's first difference; a source is not later than the tensors that inherit from it.
 
-    A weight with numbers in every fifth step may be seen to depart after the activations that it has made.
+    A weight with values in every fifth step may seem to depart after its activations.
     """
     began = {key: min(each.departure.iteration for each in group) for key, group in tensors.items()}
     for _ in range(_MOST_LINKS):
@@ -97,10 +97,10 @@ class _StatisticLine(NamedTuple):
     """The differences of one statistic along the forward or the backward, in the order of the step.
 
     Attributes:
-        turns: [n]: the place of each one's layer among the layers that have any.
-        found: what they are.
-        first, last: [n]: the first iteration at which each may have begun, and its last one.
-        differences: [n].
+        turns: [n]: the place of the layer among the layers with differences.
+        found: [n]: the differences.
+        first, last: [n]: the iterations between which each may have existed.
+        differences: [n]: their values.
     """
 
     turns: npt.NDArray[np.int64]
@@ -139,8 +139,9 @@ class _Sources:
                 )
 
     def of(self, group: Sequence[Found]) -> Found | None:
-        """What a tensor has its difference from, None if that is made there: by the strongest of its statistics that
-        departs in a source too."""
+        """The source of a tensor's difference, by the strongest statistic that departs in a source too; None if the
+        difference is made there.
+        """
         for each in group:
             sources = self._along(each) if each.subject.tensor in _ALONG else self._in_layer(each)
             for source in sources:
@@ -167,7 +168,7 @@ class _Sources:
         return [line.found[chosen[-1]]] if len(chosen) else []
 
     def _in_layer(self, found: Found) -> list[Found]:
-        """The same statistic's differences in the tensors of its own layer."""
+        """The same statistic's differences in the other tensors of the layer."""
         subject = found.subject
         sources = (
             each

@@ -1,4 +1,4 @@
-"""What a comparison says in words: for the terminal, and for its page."""
+"""Sentences of a comparison, for the terminal and its page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_NAMES = 3
 
 
 def what_was_compared(comparison: Comparison) -> Iterator[str]:
-    """What pairs, and what counts: sentences."""
+    """Sentences on pairs and thresholds."""
     pairing, floor = comparison.pairing, comparison.floor
     yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} pair {_steps_in_words(pairing)}."
     for where, count, statistics, layers in (
@@ -66,7 +66,7 @@ def _what_lasts(comparison: Comparison) -> str:
 
 
 def where_first(comparison: Comparison) -> Iterator[str]:
-    """Where the sides part first, or that they do not: sentences."""
+    """Sentences on the first departure."""
     unequal, first = comparison.first_unequal, comparison.first
     if unequal is None:
         yield "All numbers that pair are equal, to the last bit."
@@ -108,7 +108,7 @@ def first_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def of_losses(loss: LossComparison) -> Iterator[str]:
-    """How the losses differ, up to where one is lost: sentences."""
+    """Sentences on the losses, up to the step where one is lost."""
     is_lost = loss.lost_a is not None or loss.lost_b is not None
     if not loss.steps:
         yield f"No {loss.name} is left to compare: one is lost from the first step that both have."
@@ -140,7 +140,7 @@ def of_losses(loss: LossComparison) -> Iterator[str]:
 
 
 def origin(parting: Parting) -> str:
-    """Where a tensor's difference comes from, in words."""
+    """The origin of a tensor's difference, in words."""
     return parting.origin if not parting.source else f"inherited from {parting.source}"
 
 
@@ -164,8 +164,9 @@ def _beyond(departure: StatisticDeparture) -> str:
 
 
 def times(departure: StatisticDeparture) -> str:
-    """How many times its ordinary spread a difference is; without a noise floor, how many times what counts. Empty for
-    a difference with inf or nan, which is no multiple of anything."""
+    """The difference as a multiple of the spread, or without a noise floor of the bound; empty for a difference with
+    inf or nan.
+    """
     if abs(departure.difference) > NO_NUMBER:
         return ""
     measure = departure.bound if departure.spread is None else departure.spread

@@ -5,8 +5,8 @@
     data.arrays                             # the texts of its arrays
 
 A page has a bounded size. It always has heat maps, with one byte for the worst value of a layer in a span of steps, and
-the exact worst value of each layer. The rest of the size goes to whole curves and histograms: those with findings
-first, then those of the worst layers, then all others.
+the exact worst value of each layer. The rest of the size goes to whole curves and histograms: first with findings, then
+of the worst layers, then all others.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PageData:
     """The data of a page.
 
     Attributes:
-        told: what goes into its JSON.
+        told: its JSON.
         arrays: the texts of its arrays.
     """
 
@@ -141,10 +141,10 @@ def nonempty(run: RecordedRun) -> Subjects:
 
 
 def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
-    """The worst layers of each statistic that has a direction in which it gets worse, most severe first.
+    """The worst layers of each statistic with a bad direction, most severe first, without perfect values.
 
-    What is as good as it can be is not listed. A layer that is listed for what another statistic shows it to lose has
-    ``lost``, see :func:`~te_precision_callbacks.sinks.worst.worst_first`.
+    A layer that is listed because of a loss in another statistic has ``lost``, see
+    :func:`~te_precision_callbacks.sinks.worst.worst_first`.
     """
     worst = {
         overview.family: {int(overview.layers[row]): number for row, number in overview.worst_of_rows().items()}
@@ -210,7 +210,7 @@ def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, An
 
 
 def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], Columns, list[str]]:
-    """The statistics whose heat maps fit into a page, their columns, and a note about the others."""
+    """The statistics that fit into a page, their columns, and a note about the others."""
     kept: list[FamilySeries] = []
     rows = 0
     for one in sorted(subjects.families, key=lambda one: not one.has_direction):
@@ -228,12 +228,12 @@ def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], C
 
 
 class FamilyOnPage:
-    """A heat map whose arrays are packed.
+    """A heat map with packed arrays.
 
     Args:
         overview: the heat map.
         packed: the arrays of the page.
-        scale: the scale of the colours; by default one that fits the values.
+        scale: the scale of the colours; by default it fits the values.
 
     Attributes:
         told: the heat map for JSON.
@@ -337,7 +337,7 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
 
 
 def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Collection[int]) -> list[dict[str, Any]]:
-    """The histograms, those of some layers first, in a third of the room that is left."""
+    """Pack the histograms, first of some layers, in a third of the room that is left."""
     families = [one for one in subjects.histograms if (one.layer >= 0).all()]
     told: list[dict[str, Any]] = []
     for one in families:

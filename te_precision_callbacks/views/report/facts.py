@@ -1,4 +1,4 @@
-"""The facts of a run for a report: what ran in which precision, the trainer's numbers, events, config and versions."""
+"""The facts of a run for a report: products, metrics, events, config and versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from te_precision_callbacks.coverage.coverage import Reason
-from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.answers import loss_first, multiply_adds
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
@@ -21,7 +20,6 @@ from te_precision_callbacks.views.report.subjects import layer_name
 
 _MOST_EVENTS = 2000
 _MOST_POINTS = 20_000
-_MOST_LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class TrainerCurve:
 
 
 def scalars(run: RecordedRun) -> list[TrainerCurve]:
-    """The trainer's own numbers: the loss first, those of how fast the machine is last."""
+    """The trainer's metrics: the loss first, speed metrics last."""
     found = []
     for name in sorted(loss_first(run.curves), key=lambda name: name not in run.metrics):
         iterations, values = run.curves[name]
@@ -51,7 +49,7 @@ def scalars(run: RecordedRun) -> list[TrainerCurve]:
 
 
 def _thinned(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
-    """The places of at most so many numbers: of each of equal pieces the smallest and the largest, or a nan."""
+    """Downsample to a maximum number of values: the smallest and the largest, or a nan, of each of equal pieces."""
     if len(values) <= most:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), most // 2 + 1).astype(np.int64)
@@ -87,7 +85,7 @@ def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
 
 
 def _why(row: Mapping[str, Any]) -> str:
-    """Why a product does not run in low precision, in words; empty if it does."""
+    """The reason why a product does not run in low precision; empty if it does."""
     if not row["reason"]:
         return ""
     value = Reason[row["reason"]].value if row["reason"] in Reason.__members__ else str(row["reason"])
@@ -95,7 +93,7 @@ def _why(row: Mapping[str, Any]) -> str:
 
 
 def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
-    """Layer -> what is known of it."""
+    """Layer -> its facts."""
     found: dict[str, dict[str, Any]] = {}
     for row in run.layers.to_pylist():
         name = layer_name(row["scope"], row["layer"])
@@ -146,8 +144,7 @@ def duration(run: RecordedRun) -> dict[str, Any]:
 
 
 def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
-    """How the trainer counts the recorded iterations: its first and last step, and how far it is ahead of the
-    iteration, None where that is not the same everywhere."""
+    """The trainer's first and last step, and its lead over the iteration; None if the lead changes."""
     iterations, own = run.steps["iteration"], run.steps["logging_step"]
     ahead = pc.unique(pc.subtract(own, iterations)).to_pylist()
     bounds = pc.min_max(own).as_py()
@@ -155,29 +152,20 @@ def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
 
 
 def segments(run: RecordedRun) -> list[dict[str, Any]]:
-    """The process starts, with all that they say."""
+    """The process starts, with all their facts."""
     return [{**vars(one), "facts": readable(one.facts)} for one in run.segments]
 
 
 def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a process start, with the reduction of amaxes in words instead of rows with the names of all
-    layers."""
+    """The facts of a process start without the rows on amaxes, which name all layers. A rule checks them."""
     settings = facts.get("settings")
-    rows = settings.get("amaxes") if isinstance(settings, dict) else None
-    if settings is None or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(settings, dict):
         return dict(facts)
-    listed = []
-    for row in rows:
-        layers = row.get("layers")
-        names = ", ".join(folded(map(str, layers), most=_MOST_LAYERS)) if isinstance(layers, list) else ""
-        listed.append(
-            f"reduced over ranks: {row.get('ranks')}, in {names}" if row.get("reduced") else f"not reduced, in {names}"
-        )
-    return {**facts, "settings": {**settings, "amaxes": "; ".join(listed)}}
+    return {**facts, "settings": {name: value for name, value in settings.items() if name != "amaxes"}}
 
 
 def plan(run: RecordedRun) -> list[dict[str, Any]]:
-    """What the config did with layers, one row for each section and feature with its number of layers."""
+    """The layers of each section and feature of the config."""
     found: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for row in run.plan.to_pylist():
         key = tuple(row[name] for name in ("section", "file", "line", "feature", "since", "until"))

@@ -29,7 +29,7 @@ class TensorHistogram:
         series: the number of its series.
         layer: the index of its layer.
         rank: the rank, REDUCED for all.
-        columns: those that have any.
+        columns: the columns with a histogram.
         lowest: the first bin with a count in any column.
         counts: [columns, bins], float64.
     """

@@ -46,7 +46,7 @@ class Columns:
     def of(cls, run: RecordedRun, most: int) -> Columns:
         """Divide the iterations of a run into columns of about equal size.
 
-        Where steps were downsampled, a column begins at one that is left, so that all layers have values in it.
+        If steps were downsampled, a column begins at a remaining step, so that all layers have values in it.
 
         Args:
             run: the run.
@@ -114,7 +114,7 @@ class Overview:
     Args:
         of: the statistic and its series.
         columns: the columns.
-        sign: see :func:`~te_precision_callbacks.statistics.series.sign_of`; by default that of the statistic.
+        sign: see :func:`~te_precision_callbacks.statistics.series.sign_of`; by default from the statistic.
 
     Attributes:
         layers: [rows], the layers with the statistic, in the order of execution.
@@ -160,7 +160,7 @@ class Overview:
         self.worst[rank][row], self.worst_at[rank][row] = values[worst], iterations[worst]
 
     def without_empty_columns(self) -> Overview:
-        """Drop the columns without a value, whose neighbours are drawn over them."""
+        """Drop the columns without a value: the page draws their neighbours over them."""
         chosen = np.flatnonzero(np.any([present.any(0) for present in self.present.values()], 0))
         self.columns = self.columns.take(chosen)
         self.cells = {rank: cells[:, chosen] for rank, cells in self.cells.items()}
@@ -168,7 +168,7 @@ class Overview:
         return self
 
     def worst_of_rows(self) -> dict[int, WorstNumber]:
-        """Row -> the worst value of all ranks, without rows that have none."""
+        """Row -> the worst value of all ranks, without empty rows."""
         found: dict[int, WorstNumber] = {}
         bad: dict[int, float] = {}
         for rank in self.of.ranks:

@@ -4,11 +4,10 @@ Usage::
 
     te-precision show logs
     te-precision show logs --follow
-    te-precision show logs --follow | tee show.txt     # a line where something is new, and the whole at the end
+    te-precision show logs --follow | tee show.txt     # a line for each change, and the whole at the end
     te-precision show logs --statistic underflows% --most 10
 
-The exit code is 0; 2 for wrong use, such as a path that is no run, or a run of which nothing was recorded. ``--json``
-prints one JSON object.
+The exit code is 0; 2 for wrong use, such as a path without a run, or an empty run. ``--json`` prints one JSON object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws what is shown of a run, as wide as the terminal."""
+"""Draws the view of a run, as wide as the terminal."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SEVERITY = {"error": "bold red", "warning": "yellow"}
 
 
 class Screen:
-    """A run, drawn for the width that it is given.
+    """A run, drawn for the width of the console.
 
     Args:
-        view: what is shown.
+        view: the view.
     """
 
     def __init__(self, view: RunView) -> None:
@@ -69,7 +69,7 @@ class Screen:
 
 
 def line_of(view: RunView) -> str:
-    """What a run has come to, in one line for a file or pipe."""
+    """The state of a run in one line, for a file or pipe."""
     told = ["no numbers yet" if view.last is None else f"step {view.last}"]
     told += [view.verdict.summary.rstrip(".")] if view.verdict.judged else []
     told += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
@@ -95,7 +95,7 @@ def event_in_words(event: ShownEvent) -> str:
 
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
-    """The verdict, its first findings with what to do, and what was not judged."""
+    """The verdict, its first findings with remedies, and the rules that were not checked."""
     verdict = view.verdict
     stale = "" if view.judged_to == view.last else f" As of step {view.judged_to}."
     style = _SEVERITY[verdict.severity] if verdict.wrong else "bold green" if verdict.healthy else "bold yellow"
@@ -144,7 +144,7 @@ def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[T
 
 
 def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterator[RenderableType]:
-    """A line for each curve, and one for the names of those that equal it."""
+    """A line for each curve, and one for the names of equal curves."""
     left = dict(scalars)
     while left:
         name, curve = next(iter(left.items()))
@@ -191,7 +191,7 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
 
 
 def _worst_number(series: WorstSeries) -> str:
-    """The worst number, and what brings a series here whose number is not among the worst."""
+    """The worst value, and the other statistic that brings the series here."""
     lost = "" if series.lost is None else f" (worst {visible(series.lost.statistic)} {series.lost.value:.3g})"
     return f"{series.worst:.3g} ({series.worst_iteration}){lost}"
 
