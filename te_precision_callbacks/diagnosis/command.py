@@ -56,9 +56,9 @@ def diagnose_command(
     from te_precision_callbacks.runs.reading import chosen_run
 
     chosen = None if known is None else read_known(known)
-    recorded, told = chosen_run(path, run)
-    if told:
-        terminal.show_text(told, err=as_json)
+    recorded, note = chosen_run(path, run)
+    if note:
+        terminal.show_text(note, err=as_json)
     verdict, notes = diagnose(recorded), [note for note in recorded.notes if note not in recorded.unread]
     if chosen is not None:
         verdict, left_out, unused = chosen.leave_out(verdict)

@@ -15,7 +15,7 @@ from te_precision_callbacks.diagnosis.rule import Sighting
 
 
 class Lasting(NamedTuple):
-    """Something that was seen in several due steps in a row.
+    """Something that was seen in several collection steps in a row.
 
     Attributes:
         steps: in how many.
@@ -27,7 +27,7 @@ class Lasting(NamedTuple):
 
 
 class Streaks:
-    """Counts in how many due steps in a row something holds for each layer."""
+    """Counts in how many collection steps in a row something holds for each layer."""
 
     def __init__(self) -> None:
         self._held: dict[int, Lasting] = {}
@@ -45,7 +45,7 @@ class ColumnStreaks:
     """The streaks of each column that a rule looks at.
 
     Args:
-        steps: in how many due steps in a row something must hold.
+        steps: in how many collection steps in a row something must hold.
     """
 
     def __init__(self, steps: int) -> None:
@@ -78,9 +78,9 @@ class ColumnStreaks:
         """
         streaks = self._streaks.setdefault((column.family, key), Streaks())
         held = streaks.hold(column.layers[holds].tolist(), numbers.iteration)
-        told = held.keys() if tells is None else set(column.layers[tells].tolist())
+        reported = held.keys() if tells is None else set(column.layers[tells].tolist())
         found = {
-            numbers.names[layer]: last for layer, last in held.items() if last.steps >= self.steps and layer in told
+            numbers.names[layer]: last for layer, last in held.items() if last.steps >= self.steps and layer in reported
         }
         if not found:
             return

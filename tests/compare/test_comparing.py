@@ -23,7 +23,6 @@ from te_precision_callbacks.views.compare.wording import (
     difference,
     first_lines,
     of_losses,
-    times,
     what_was_compared,
     where_first,
 )
@@ -139,11 +138,6 @@ def test_the_first_step_counts_before_the_first_layer(runs: Runs) -> None:
     ]
 
 
-def test_within_a_step_the_forward_comes_first(runs: Runs) -> None:
-    result = runs.with_floor(changed(numbers(2), {(LAYERS[0], "gradient"): 16.0, (LAYERS[5], "weight"): 16.0}))
-    assert [parting.name for parting in result.parted] == [f"{LAYERS[5]} weight", f"{LAYERS[0]} gradient"]
-
-
 def test_a_difference_that_does_not_last_does_not_count(runs: Runs) -> None:
     values = numbers(2)
     values[LAYERS[2], "weight", "cur_amax"][30:34] *= 64
@@ -240,24 +234,6 @@ def test_steps_pair_by_their_number(tmp_path: Path) -> None:
     assert (result.pairing.series, result.pairing.steps) == (len(tenth), 6)
     assert result.first is not None
     assert (result.first.name, result.first.iteration) == (f"{LAYERS[3]} weight", 30)
-
-
-@pytest.mark.parametrize(
-    ("steps", "freq", "pair", "lasts"),
-    [
-        (25, 1, "in 25 steps, from 0 to 24.", "lasts 5 steps; in a series with fewer steps, all of them."),
-        (3, 1, "in 3 steps, from 0 to 2.", "lasts all 3 steps."),
-        (1, 1, "in step 0 alone.", "in this one step"),
-    ],
-)
-def test_the_steps_that_pair_are_counted(tmp_path: Path, steps: int, freq: int, pair: str, lasts: str) -> None:
-    a = record(tmp_path / "a", numbers(0, steps=25))
-    b = record(tmp_path / "b", numbers(0, steps=steps), freq=freq)
-    result = compare(a, b)
-    assert result.pairing.steps == steps
-    first, *_, counts, _ = what_was_compared(result)
-    assert first == f"24 series of 6 layers pair {pair}"
-    assert lasts in counts
 
 
 @pytest.mark.parametrize("since", [30, 34])
@@ -515,26 +491,6 @@ def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, since: i
     assert "nan" not in " ".join(of_losses(noisy))
 
 
-@pytest.mark.parametrize(
-    ("lost", "what"),
-    [([math.nan, -math.inf], "-inf or nan"), ([-math.inf], "-inf")],
-)
-def test_a_loss_that_changes_between_inf_and_nan_departs_for_as_long(runs: Runs, lost: list[float], what: str) -> None:
-    curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
-    values = curve.copy()
-    values[20:] = np.resize(lost, STEPS - 20)
-    a, b = (runs.record(name, numbers(0), scalars={"loss": loss}) for name, loss in (("a", curve), ("b", values)))
-    found = compare(a, b)
-    assert list(first_lines(found)) == [f"The loss of B is {what} from step 20 on; that of A is not."]
-    assert found.first is not None
-    assert (found.first.name, found.first.iteration) == ("loss", 20)
-    assert (found.first.strongest.steps, found.first.strongest.to_the_end) == (STEPS - 20, True)
-    said = " ".join(where_first(found))
-    assert "no number" in said
-    assert "of what counts" not in said
-    assert times(found.first.strongest) == ""
-
-
 def test_a_loss_that_the_trainer_hides_is_not_compared_in_its_place(runs: Runs) -> None:
     """The Hugging Face Trainer logs 0 in the place of a nan, and its session the loss of each step."""
     curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
@@ -545,17 +501,6 @@ def test_a_loss_that_the_trainer_hides_is_not_compared_in_its_place(runs: Runs) 
     assert list(first_lines(found)) == ["The loss_step of B is nan from step 20 on; that of A is not."]
     assert found.loss is not None
     assert found.loss.name == "loss_step"
-
-
-@pytest.mark.parametrize("noise", [False, True])
-def test_a_difference_that_does_not_last_is_told_as_that(runs: Runs, noise: bool) -> None:
-    """For a step it is by far more than what counts."""
-    values = {key: curve.copy() for key, curve in numbers(0).items()}
-    values[LAYERS[2], "weight", "cur_amax"][20] = 1e6
-    found = compare(runs.a, runs.record("b", values), noise=[runs.noise] if noise else [])
-    beyond = "beyond the noise floor" if noise else "by as much"
-    assert found.first is None
-    assert next(where_first(found)).startswith(f"Nowhere {beyond} for as long. ")
 
 
 @pytest.mark.parametrize("peak", [1e6, math.nan])
@@ -655,23 +600,6 @@ def test_runs_that_share_no_statistic(runs: Runs) -> None:
 def test_runs_that_share_no_step(runs: Runs) -> None:
     with pytest.raises(ComparisonError, match=r"no step of any: .*steps 0 to 59.*steps 100 to 159"):
         compare(runs.a, record(runs.folder / "later", numbers(0), first=100))
-
-
-def test_a_refusal_has_the_notes_of_the_runs(runs: Runs) -> None:
-    """What could not be read may be what is missing."""
-    later = record(runs.folder / "later", numbers(0), first=100, order=LAYERS)
-    empty = record(runs.folder / "empty", {}, order=LAYERS)
-    for run in (later, empty):
-        next(Path(run.path).rglob("layers.parquet")).write_bytes(b"damaged")
-    later, empty = open_run(later.path), open_run(empty.path)
-    for other in (later, empty):
-        with pytest.raises(ComparisonError, match=r"Notes on .*layers\.parquet cannot be read"):
-            compare(runs.a, other)
-
-
-def test_a_run_without_numbers(runs: Runs) -> None:
-    with pytest.raises(ComparisonError, match="has no numbers yet"):
-        compare(runs.a, record(runs.folder / "empty", {}))
 
 
 # ---------------------------------------------------------------------- the parts

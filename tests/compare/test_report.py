@@ -155,15 +155,6 @@ def test_a_lost_loss_is_the_first_thing_on_the_page(look: Look, tmp_path: Path) 
     assert "inf %" not in look.page.locator("main").inner_text()
 
 
-@pytest.mark.slow
-def test_where_no_loss_is_left_there_is_no_running_median(look: Look, tmp_path: Path) -> None:  # noqa: F811
-    a, b = (record(tmp_path / name, values(0), scalars={"loss": np.full(STEPS, np.nan)}) for name in ("a", "b"))
-    numbers = ComparedNumbers()
-    look.open(write_comparison(compare(a, b, numbers=numbers), numbers, tmp_path / "compare.html"))
-    assert "No loss is left to compare" in look.page.locator("main").inner_text()
-    assert not [name for name in look.plot("plot.data.map((trace) => trace.name)") if "median" in name]
-
-
 def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
     one = {("fc1", "weight", "cur_amax"): np.ones(20), ("fc1", "weight", "sqnr_db"): np.full(20, 30.0)}
     other = {("fc1", "weight", "cur_amax"): np.full(20, 8.0), ("fc1", "weight", "sqnr_db"): np.full(20, 25.0)}
@@ -209,22 +200,6 @@ def test_of_equal_runs_nothing_is_apart_and_the_smallest_spread_counts(tmp_path:
     off = np.where(np.arange(STEPS) < 30, 1.0, 1.5)
     result, _ = loss_curve(tmp_path, loss, loss * off, loss)
     assert [(parting.name, parting.iteration) for parting in result.parted] == [("loss", 30)]
-
-
-@pytest.mark.slow
-def test_wide_labels_of_an_axis_are_not_cut(look: Look, tmp_path: Path) -> None:  # noqa: F811
-    runs = []
-    for seed in (0, 1):
-        draw = np.random.default_rng(seed)
-        runs.append(record(tmp_path / str(seed), {("fc1", "weight", "mean"): draw.normal(0, 4e-17, STEPS)}))
-    numbers = ComparedNumbers()
-    look.open(
-        write_comparison(compare(*runs, numbers=numbers), numbers, tmp_path / "page.html"), "page=layer&layer=fc1"
-    )
-    look.everything_drawn()
-    lefts = look.plot("[...plot.querySelectorAll('.ytick text')].map((text) => text.getBoundingClientRect().left)")
-    assert lefts
-    assert min(lefts) >= look.plot("plot.getBoundingClientRect().left")
 
 
 def test_a_cell_is_the_largest_difference_of_its_steps_and_curves_are_thinned(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_what_is_not_finite_is_the_worst_and_survives() -> None:
     levels = scale.bytes(cells, overview.present[REDUCED])
     assert (levels[0, 0], levels[1, 0]) == (NAN, INF)
     data = PageData.of(run, 10**7)
-    assert math.isnan(data.told["worst_layers"][0]["items"][0]["value"])
+    assert math.isnan(data.content["worst_layers"][0]["items"][0]["value"])
 
 
 def test_the_first_step_of_delayed_scaling_is_no_finding() -> None:
@@ -125,7 +125,7 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     assert overview.present[REDUCED].all()
     assert overview.cells[REDUCED].tolist() == [[math.inf, math.inf]]
     assert overview.worst_at[REDUCED].tolist() == [0]
-    told = PageData.of(run, 10**7).told
+    told = PageData.of(run, 10**7).content
     assert told["worst_layers"] == [{"family": 0, "items": [], "counted": True}]
 
 

@@ -167,22 +167,6 @@ def test_dark_and_light_and_what_is_remembered(look: Look, report: Path) -> None
     assert look.page.get_attribute("html", "data-theme") == "dark"
 
 
-def test_links_restore_what_was_looked_at(look: Look, report: Path) -> None:
-    look.open(report, "page=profile&tensor=weight&step=12&format=E5M2", by_link=True)
-    assert look.page.get_by_label("Tensor").input_value() == "weight"
-    assert look.page.get_by_label("Limits of").input_value() == "E5M2"
-    assert look.page.get_by_label("Step").input_value() == "12"
-    look.go(look.page.locator("nav a[data-page=heatmap]"))
-    assert look.page.get_by_label("Tensor").input_value() == "weight"
-    assert look.plot("plot.layout.shapes[0].x0") == 12
-    look.page.get_by_label("Statistic").select_option("mean")
-    look.page.wait_for_function("() => location.hash.includes('statistic=mean')")
-    look.page.wait_for_function("() => document.querySelector('.card h2').textContent === 'mean of weight'")
-    look.page.go_back()
-    look.page.go_back()
-    look.page.wait_for_selector("nav a[data-page=profile][aria-current]")
-
-
 def test_csv_has_the_numbers_of_the_run(look: Look, report: Path) -> None:
     look.open(report, "page=heatmap&statistic=dynamic_range&tensor=activation")
     head, *rows = look.saved(look.page.locator("button.csv"))
@@ -245,13 +229,6 @@ def test_the_profile_of_a_run_with_nan_is_of_the_last_step_with_numbers(look: Lo
     assert look.page.locator(".badge").count() == 0
 
 
-def test_one_precision_has_a_legend(look: Look, tmp_path: Path) -> None:
-    look.open(with_nan(tmp_path))
-    card = look.page.locator(".card", has_text="Coverage").first
-    card.locator(".legendtext").wait_for()
-    assert card.locator(".legendtext").all_text_contents() == ["FP8"]
-
-
 ESM2 = [f"model.esm.encoder.layers.{n}.self_attention.{part}" for n in range(3) for part in ("layernorm_qkv", "proj")]
 TORCH = {"allow_bf16_reduced_precision_reduction": True, "cudnn": {"allow_tf32": False}}
 
@@ -269,26 +246,6 @@ def few_steps(folder: Path, steps: int) -> Path:
 
 
 TICKS = "[...plot.querySelectorAll('.{}tick text')].map((each) => each.textContent)"
-
-
-def test_one_recorded_step_has_one_tick(look: Look, tmp_path: Path) -> None:
-    report = few_steps(tmp_path, 1)
-    for page in ("heatmap", "layer", "summary&scalar=loss"):
-        look.open(report, f"page={page}")
-        look.everything_drawn()
-        plots = look.page.locator(".plot")
-        ticks = plots.nth(plots.count() - 1).locator(".xtick text").all_text_contents()
-        assert ticks == ["0"], page
-
-
-def test_the_axis_of_a_constant_is_around_its_value(look: Look, tmp_path: Path) -> None:
-    numbers = {("fc1", "weight", "cur_amax"): np.ones(9)}
-    rates = {"lr": np.full(9, 1e-3), "zero": np.zeros(9), "noise": np.array([1e5, 1e5 + 1e-6] * 4 + [1e5])}
-    report = write_report(record(tmp_path, numbers, scalars=rates), tmp_path / "report.html")
-    for name, low, high in (("lr", 0.5e-3, 1.5e-3), ("zero", -1, 1), ("noise", 0.5e5, 1.5e5)):
-        look.open(report, f"scalar={name}")
-        look.everything_drawn()
-        assert look.plot("plot.layout.yaxis.range") == pytest.approx([low, high], abs=1e-5)
 
 
 def test_a_run_of_the_default_config(look: Look, tmp_path: Path) -> None:
@@ -313,20 +270,6 @@ def test_a_run_of_the_default_config(look: Look, tmp_path: Path) -> None:
     said = look.page.locator("main").inner_text()
     assert "allow_bf16_reduced_precision_reduction: true" in said
     assert "||||" not in said
-
-
-def test_a_plot_is_covered_by_nothing_and_saved_as_a_picture(look: Look, report: Path) -> None:
-    look.open(report, "page=heatmap&statistic=underflows%25&tensor=activation")
-    look.everything_drawn()
-    box = look.page.locator(".plot").bounding_box()
-    assert box is not None
-    look.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    look.page.wait_for_selector(".tip:not([hidden])")
-    assert look.page.locator(".modebar").count() == 0
-    with look.page.expect_download() as waiting:
-        look.page.get_by_role("button", name="PNG").click()
-    assert waiting.value.suggested_filename == "underflows%_of_activation.png"
-    assert Path(waiting.value.path()).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_trainers_step_is_beside_the_iteration(look: Look, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ and the percent of zeros beyond those that are expected. Over 1,024 elements the
 standard deviation of 0.016 at most."""
 
 EXCESS, EXCESS_STEPS = 10.0, 2
-"""The excess, and due steps in a row."""
+"""The excess, and collection steps in a row."""
 
 _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 
@@ -246,7 +246,7 @@ RULES = (
         subject="tensor",
         needs="gemm_excess of GEMMs",
         collect=_COLLECT,
-        condition=f"gemm_excess is above {EXCESS:g} in {EXCESS_STEPS} due steps in a row",
+        condition=f"gemm_excess is above {EXCESS:g} in {EXCESS_STEPS} collection steps in a row",
         silent="products that cancel a little: independent operands have an excess of 1",
         severity="note",
         source="|dA B|^2 is the sum of the squared terms times the squared error of A, and |A B|^2 is less where terms"

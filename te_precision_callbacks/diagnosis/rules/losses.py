@@ -24,7 +24,7 @@ MOST_KEPT = 4
 """The most layers that a finding proposes to keep in high precision."""
 
 OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 3
-"""Percent of the elements of activations, of other tensors, which may grow from 0, and due steps in a row."""
+"""Percent of the elements of activations, of other tensors, which may grow from 0, and collection steps in a row."""
 
 FALLING = 0.75
 """A share that is below so much of the last one is going away."""
@@ -156,7 +156,7 @@ class FromZero:
 
 
 class Overflow(_OfQuantized):
-    """Elements above the range of their format, in several due steps in a row."""
+    """Elements above the range of their format, in several collection steps in a row."""
 
     needed = OVERFLOW_STEPS
 
@@ -343,7 +343,7 @@ RULES = (
         collect="LogFp8TensorStats with stats: [overflows%], or no config at all",
         condition=(
             f"overflows% is at least {OVERFLOW:g} of activations or {OF_OTHERS:g} of other tensors in"
-            f" {OVERFLOW_STEPS} due steps in a row, and"
+            f" {OVERFLOW_STEPS} collection steps in a row, and"
             f" not below {FALLING:g} of the last one"
         ),
         silent=(

@@ -15,19 +15,20 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses, most_overflow
 
 FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3
-"""Powers of two by which amax is above the range of the scale, the same where elements overflow, and due steps in a
-row."""
+"""Powers of two by which amax is above the range of the scale, the same where elements overflow, and collection steps
+in a row."""
 
 RISING, RISEN = 0.4, 4.0
-"""The same of an activation or gradient whose amax rises from due step to due step, and by how much it must have risen.
-A scale of delayed scaling is a step late, so amax is a little above its range as long as gradients grow: in healthy
-runs, due in each step, by up to 2^1.5 for two steps, and while amax rises by up to 2^2.6."""
+"""The same of an activation or gradient with an amax that rises from collection step to collection step, and the
+minimum rise. A scale of delayed scaling is a step late, so amax is a little above its range as long as gradients grow:
+in healthy runs, collected in each step, by up to 2^1.5 for two steps, and while amax rises by up to 2^2.6."""
 
 TOO_LARGE, TOO_LARGE_STEPS, LOST = 5.0, 2, 0.5
-"""Powers of two by which the range is above amax, due steps in a row, and percent of the elements that round to 0."""
+"""Powers of two by which the range is above amax, collection steps in a row, and percent of
+the elements that round to 0."""
 
 APART, APART_STEPS = 1.0, 2
-"""Powers of two between the scales of ranks that are a warning, and due steps in a row."""
+"""Powers of two between the scales of ranks that are a warning, and collection steps in a row."""
 
 UNMOVED_STEPS = 3
 """Collection steps in which a scale has not moved although amax has."""
@@ -314,10 +315,11 @@ RULES = (
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect=_COLLECT,
         condition=(
-            f"amax is at least 2^{FAR:g} times the range of the scale in {TOO_SMALL_STEPS} due steps in a row, or"
-            f" 2^{TOO_SMALL:g} times with as many overflows as the rule overflow takes; or 2^{RISING:g} times while it"
-            f" rises by 2^{RISEN:g} in all, but for weights; or the range is at least"
-            f" 2^{TOO_LARGE:g} times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} due steps in a row"
+            f"amax is at least 2^{FAR:g} times the range of the scale in {TOO_SMALL_STEPS} collection steps in a row,"
+            f" or 2^{TOO_SMALL:g} times with as many overflows as the rule overflow takes; or 2^{RISING:g} times while"
+            f" it rises by 2^{RISEN:g} in all, but for weights; or the range is at least"
+            f" 2^{TOO_LARGE:g} times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} collection steps in a"
+            " row"
         ),
         silent=(
             "the first step, which has no scale yet; the growth of gradients in the first steps of a healthy run, which"
@@ -348,7 +350,7 @@ RULES = (
             " reduced over ranks"
         ),
         condition=(
-            f"the scales of a tensor differ between ranks in {APART_STEPS} due steps in a row. A warning if by"
+            f"the scales of a tensor differ between ranks in {APART_STEPS} collection steps in a row. A warning if by"
             f" 2^{APART:g} or more, else a note"
         ),
         silent=(

@@ -26,10 +26,10 @@ LEAST_ALIKE, LEAST_OF_SHARES, FEW = 2, 3, 7
 stronger evidence."""
 
 FAR, OF_WEIGHTS, FAR_STEPS = 12.0, 8.0, 3
-"""Powers of two that need no consequence, the same of weights, which are more alike, and due steps in a row."""
+"""Powers of two that need no consequence, the same of weights, which are more alike, and collection steps in a row."""
 
 NEAR, NEAR_STEPS, LOST = 5.0, 2, 1.0
-"""Powers of two with a consequence, due steps in a row, and percent of the elements that round to 0."""
+"""Powers of two with a consequence, collection steps in a row, and percent of the elements that round to 0."""
 
 SPREADS, FEW_SPREADS = 6.0, 3.0
 """A jump counts from so many median absolute deviations of all steps between neighbours; with few alike layers, from so

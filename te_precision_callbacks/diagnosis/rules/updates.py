@@ -11,17 +11,17 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.statistics.names import BELOW_EPS, STALE, UNCHANGED
 
 STALE_SHARE, STALE_STEPS = 3.0, 2
-"""Percent of a weight's elements, and due steps in a row."""
+"""Percent of a weight's elements, and collection steps in a row."""
 
 LOST, LOST_STEPS = 90.0, 2
-"""Percent of the elements, and due steps in a row."""
+"""Percent of the elements, and collection steps in a row."""
 
 SMALL, SMALL_STEPS = 90.0, 2
-"""Percent of the weights, and due steps in a row."""
+"""Percent of the weights, and collection steps in a row."""
 
 
 class _OfOneNumber(Judge):
-    """A number that is too large in several due steps in a row."""
+    """A number that is too large in several collection steps in a row."""
 
     statistic: str
     most: float
@@ -87,12 +87,12 @@ RULES = (
         id="stale-weights",
         title="a layer multiplies with low-precision weights of an earlier step",
         subject="tensor",
-        needs="a forward with is_first_microbatch=False in a due step",
+        needs="a forward with is_first_microbatch=False in a collection step",
         collect="any statistic of the layer",
         condition=(
             f"at least {STALE_SHARE:g} % of the elements of a cached weight are farther from the present"
             f" weight than its"
-            f" format rounds, in {STALE_STEPS} due steps in a row"
+            f" format rounds, in {STALE_STEPS} collection steps in a row"
         ),
         silent="micro-batches 2 to n of a step, frozen weights, learning rates too small to change a code",
         severity="error",
@@ -103,7 +103,7 @@ RULES = (
             "Pass is_first_microbatch=True in the first micro-batch after each step of the optimizer; in Megatron call"
             " set_is_first_microbatch() of each model chunk. A layer on Transformer Engine's debug path"
             " renews its cache"
-            " in due steps, so the run differs without the debugger"
+            " in collection steps, so the run differs without the debugger"
         ),
         judge=StaleWeights,
     ),
@@ -114,8 +114,8 @@ RULES = (
         needs=f"{UNCHANGED}, which a session with the default config has for weights in bfloat16 or float16",
         collect=_COLLECT,
         condition=(
-            f"at least {LOST:g} % of the sampled elements with a gradient are unchanged by a step, in {LOST_STEPS} due"
-            " steps in a row, at a learning rate of at least 1 % of its largest"
+            f"at least {LOST:g} % of the sampled elements with a gradient are unchanged by a step, in {LOST_STEPS}"
+            " collection steps in a row, at a learning rate of at least 1 % of its largest"
         ),
         silent="master weights, Kahan summation and stochastic rounding; the end of a decay to 0",
         severity="warning",
@@ -136,7 +136,7 @@ RULES = (
         condition=(
             f"the root mean square of the gradient of at least {SMALL:g} % of the weights is below the"
             f" optimizer's eps, and"
-            f" above 0, in {SMALL_STEPS} due steps in a row"
+            f" above 0, in {SMALL_STEPS} collection steps in a row"
         ),
         silent="single weights, such as those of rare tokens",
         severity="warning",

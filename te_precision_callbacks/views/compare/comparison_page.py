@@ -65,11 +65,11 @@ def write_comparison(
     found = output_path(path)
     frame = PageTemplate(_SCRIPTS)
     packed = Packed(most - frame.size - FOR_FACTS)
-    told = _told(result, numbers, packed)
-    return write_bytes(found, frame.filled(f"{result.a} and {result.b}", told, packed.texts).encode())
+    content = _content(result, numbers, packed)
+    return write_bytes(found, frame.filled(f"{result.a} and {result.b}", content, packed.texts).encode())
 
 
-def _told(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
+def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
     layer_of = {layer.name: place for place, layer in enumerate(numbers.subjects.layers)}
     loss = _loss(result, numbers, packed)
     families = [_heat_map(each, packed) for each in numbers.heat_maps]
@@ -92,7 +92,7 @@ def _told(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[
         "parted": [_parting(parting, layer_of) for parting in shown],
         "parted_total": len(result.parted),
         "loss": loss,
-        "layers": [each.told for each in numbers.subjects.layers],
+        "layers": [each.content for each in numbers.subjects.layers],
         "families": families,
         "worst_layers": list(_first_family(result, families)),
         "curves": kept,
@@ -170,7 +170,7 @@ def _heat_map(difference: DifferenceMap, packed: Packed) -> dict[str, Any]:
     scale = PackedScale("asinh", -largest, largest, bound, centred=True)
     unit = difference.unit
     return {
-        **FamilyOnPage(overview, packed, scale).told,
+        **FamilyOnPage(overview, packed, scale).content,
         "unit": unit,
         "formula": f"The difference of B from A, in {_UNITS.get(unit, unit)}; from {bound:.3g} on it counts",
         "worse": "far from 0",

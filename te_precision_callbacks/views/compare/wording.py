@@ -35,15 +35,15 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
         )
     if floor is None:
         yield (
-            "There is no noise floor: what counts is a factor of 2 (4 of a squared error), 5 points of a percentage, or"
-            " 3 dB. Whether that is ordinary is not known. Give --noise a run like A with another seed."
+            "There is no noise floor: a factor of 2 (4 of a squared error), 5 percentage points, or 3 dB count. Give"
+            " --noise a run like A with another seed to measure ordinary differences."
         )
     else:
         yield f"Noise floor: how much A differs from {' and '.join(floor.sides)}."
         if floor.without:
             yield (
-                f"It has nothing of {many(floor.without, 'series')}: for these a factor of 2, 5 points of a"
-                " percentage, or 3 dB count."
+                f"It does not have {many(floor.without, 'series')}: for these a factor of 2, 5 percentage points, or"
+                " 3 dB count."
             )
     yield _what_lasts(comparison)
     if not comparison.ordered:
@@ -62,7 +62,7 @@ def _what_lasts(comparison: Comparison) -> str:
         return "A difference counts if it is in this one step: no other shows whether it lasts."
     if pairing.steps < lasting:
         return f"A difference counts if it lasts all {pairing.steps} steps."
-    return f"A difference counts if it lasts {many(lasting, 'step')}; in a series with fewer steps, all of them."
+    return f"A difference counts if it lasts {many(lasting, 'step')}."
 
 
 def where_first(comparison: Comparison) -> Iterator[str]:
@@ -75,7 +75,7 @@ def where_first(comparison: Comparison) -> Iterator[str]:
     if first is None:
         beyond = "beyond the noise floor" if comparison.floor else "by as much"
         beyond += " for as long" if comparison.pairing.steps > 1 else ""
-        yield f"Nowhere {beyond}. The first number that is not the same is {what}, at step {unequal.iteration}."
+        yield f"Nowhere {beyond}. The first unequal value is {what}, at step {unequal.iteration}."
         return
     departure = first.strongest
     medians = f" (medians of steps {departure.iteration} to {departure.until})" if departure.steps > 1 else ""
@@ -88,7 +88,7 @@ def where_first(comparison: Comparison) -> Iterator[str]:
         between = f"between steps {first.since - 1} and {first.iteration}"
         yield f"It has no numbers {between}: it may have begun in any of them."
     if unequal.iteration < first.iteration:
-        yield f"The first number that is not the same at all is {what}, at step {unequal.iteration}."
+        yield f"The first unequal value is {what}, at step {unequal.iteration}."
 
 
 def first_lines(comparison: Comparison) -> Iterator[str]:

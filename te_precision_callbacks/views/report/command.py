@@ -42,9 +42,9 @@ def report_command(
 
     output_path(output)
     chosen = None if device is None else device_named(device)
-    recorded, told = chosen_run(path, run)
-    if told:
-        terminal.show_text(told)
+    recorded, note = chosen_run(path, run)
+    if note:
+        terminal.show_text(note)
     _show(first := recorded.notes)  # they say why there may be no numbers
     written = write_report(recorded, output, device=chosen)
     _show(recorded.notes[len(first) :])  # of what turned out to be damaged when it was read

@@ -1,7 +1,7 @@
 """The data of a run's page.
 
     data = PageData.of(run, most=8_000_000)
-    data.told                               # for JSON
+    data.content                               # for JSON
     data.arrays                             # the texts of its arrays
 
 A page has a bounded size. It always has heat maps, with one byte for the worst value of a layer in a span of steps, and
@@ -65,11 +65,11 @@ class PageData:
     """The data of a page.
 
     Attributes:
-        told: its JSON.
+        content: its JSON.
         arrays: the texts of its arrays.
     """
 
-    told: dict[str, Any]
+    content: dict[str, Any]
     arrays: list[str]
 
     @classmethod
@@ -92,7 +92,7 @@ class PageData:
             made.append(FamilyOnPage(overview, packed))
             overview.cells.clear()
             overview.present.clear()
-        told: dict[str, Any] = {
+        content: dict[str, Any] = {
             "version": version("te-precision-callbacks"),
             "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "levels": LEVELS,
@@ -115,17 +115,17 @@ class PageData:
             "speed": speed_facts(run, device),
             "worst_layers": worst_layers([one.overview for one in made]),
         }
-        found = {layer for finding in told["verdict"]["findings"] for layer in finding["places"]}
-        worst = {*found, *(item["layer"] for listed in told["worst_layers"] for item in listed["items"])}
-        told["histograms"] = _histograms(run, subjects, packed, worst)
+        found = {layer for finding in content["verdict"]["findings"] for layer in finding["places"]}
+        worst = {*found, *(item["layer"] for listed in content["worst_layers"] for item in listed["items"])}
+        content["histograms"] = _histograms(run, subjects, packed, worst)
         curves = _put_curves(run, made, packed, verdict)
-        told["families"] = [one.told for one in made]
-        told["exact"] = {
+        content["families"] = [one.content for one in made]
+        content["exact"] = {
             "curves": curves,
             "series": sum(len(one.overview.of.series) for one in made),
             "widest": int(np.max(columns.last - columns.first) + 1) if len(columns) else 0,
         }
-        return cls(told, packed.texts)
+        return cls(content, packed.texts)
 
 
 def nonempty(run: RecordedRun) -> Subjects:
@@ -202,11 +202,11 @@ def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, An
         finding: the finding.
         places: layer, as in records -> its place in the page's list of layers.
     """
-    told = {name: visible(each) if isinstance(each, str) else each for name, each in finding.as_json().items()}
-    told["patch"] = "\n".join(map(visible, finding.patch.splitlines()))
+    content = {name: visible(each) if isinstance(each, str) else each for name, each in finding.as_json().items()}
+    content["patch"] = "\n".join(map(visible, finding.patch.splitlines()))
     layers = [places[layer] for layer in finding.layers if layer in places]
-    del told["layers"]
-    return {**told, "places": layers[:MOST_PLACES], "layers_total": len(finding.layers)}
+    del content["layers"]
+    return {**content, "places": layers[:MOST_PLACES], "layers_total": len(finding.layers)}
 
 
 def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], Columns, list[str]]:
@@ -236,7 +236,7 @@ class FamilyOnPage:
         scale: the scale of the colours; by default it fits the values.
 
     Attributes:
-        told: the heat map for JSON.
+        content: the heat map for JSON.
     """
 
     def __init__(self, overview: Overview, packed: Packed, scale: PackedScale | None = None) -> None:
@@ -246,7 +246,7 @@ class FamilyOnPage:
         if scale is None:
             shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
             scale = PackedScale.of(shown, centred=family.is_signed)
-        self.told: dict[str, Any] = {
+        self.content: dict[str, Any] = {
             "tensor": visible(family.tensor),
             "statistic": visible(family.statistic),
             "gemm": family.gemm,
@@ -301,7 +301,7 @@ def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: Packed, 
             if references is None:
                 misses += 1
                 continue
-            each.of.told["curves"][f"{each.row}:{each.rank}"] = references
+            each.of.content["curves"][f"{each.row}:{each.rank}"] = references
             found += 1
         if misses > len(wanted) // 2:
             break
@@ -339,10 +339,10 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
 def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Collection[int]) -> list[dict[str, Any]]:
     """Pack the histograms, first of some layers, in a third of the room that is left."""
     families = [one for one in subjects.histograms if (one.layer >= 0).all()]
-    told: list[dict[str, Any]] = []
+    content: list[dict[str, Any]] = []
     for one in families:
         bins, request = one.family.bins, one.family.request
-        told.append(
+        content.append(
             {
                 "tensor": visible(one.family.tensor),
                 "statistic": visible(one.family.statistic),
@@ -358,7 +358,7 @@ def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Col
     columns = Columns.of(run, _HISTOGRAM_COLUMNS) if families else None
     most = packed.size + (packed.most - packed.size) // 3
     for is_worst in (True, False):
-        for one, entry in zip(families, told, strict=True):
+        for one, entry in zip(families, content, strict=True):
             wanted = {
                 int(series)
                 for series, layer in zip(one.series, one.layer, strict=True)
@@ -368,10 +368,10 @@ def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Col
                 arrays = narrowed(histogram.counts), histogram.columns.first, histogram.columns.last
                 found = packed.try_put(*arrays) if packed.size <= most else None
                 if found is None:
-                    return told
+                    return content
                 key = f"{histogram.layer}:{histogram.rank}"
                 entry["counts"][key] = {"arrays": found, "lowest": histogram.lowest}
-    return told
+    return content
 
 
 def _run(run: RecordedRun) -> dict[str, Any]:
@@ -396,7 +396,7 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
     known: Mapping[str, dict[str, Any]] = facts.layer_facts(run)
     products = facts.gemms(run)
     return [
-        {**layer.told, "facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
+        {**layer.content, "facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
         for layer in subjects.layers
     ]
 

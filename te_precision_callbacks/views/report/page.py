@@ -58,18 +58,18 @@ class PageTemplate:
         self._frame = _part("page.html")
         self.size = len(self._frame) + sum(map(len, self._filled.values()))
 
-    def filled(self, title: str, told: Mapping[str, Any], arrays: Sequence[str]) -> str:
+    def filled(self, title: str, content: Mapping[str, Any], arrays: Sequence[str]) -> str:
         """Return the page.
 
         Args:
             title: the title, visible before the page is drawn.
-            told: its JSON; numbers may be nan and inf.
+            content: its JSON; numbers may be nan and inf.
             arrays: the texts of a :class:`te_precision_callbacks.views.report.packing.Packed`.
         """
         filled = {
             **self._filled,
             "TITLE": html.escape(title),
-            "DATA": compressed(json.dumps(plain(told), separators=(",", ":"), allow_nan=False).encode()),
+            "DATA": compressed(json.dumps(plain(content), separators=(",", ":"), allow_nan=False).encode()),
             "ARRAYS": "\n".join(arrays),
         }
         first, *others = self._frame.split("{{")
@@ -94,7 +94,7 @@ def page(run: RecordedRun, *, most: int = MOST_BYTES, device: Device | None = No
     """
     frame = PageTemplate(_OF_A_RUN)
     data = PageData.of(run, most - frame.size - FOR_FACTS, device)
-    return frame.filled(data.told["run"]["name"], data.told, data.arrays)
+    return frame.filled(data.content["run"]["name"], data.content, data.arrays)
 
 
 def write_report(

@@ -54,7 +54,7 @@ class ReportLayer:
     block_short: str
 
     @property
-    def told(self) -> dict[str, str]:
+    def content(self) -> dict[str, str]:
         """Its names for a page, as text without control characters."""
         return {**vars(self), "name": visible(self.name), "block": visible(self.block)}
 

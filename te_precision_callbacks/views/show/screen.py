@@ -70,15 +70,15 @@ class Screen:
 
 def line_of(view: RunView) -> str:
     """The state of a run in one line, for a file or pipe."""
-    told = ["no numbers yet" if view.last is None else f"step {view.last}"]
-    told += [view.verdict.summary.rstrip(".")] if view.verdict.judged else []
-    told += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
+    parts = ["no numbers yet" if view.last is None else f"step {view.last}"]
+    parts += [view.verdict.summary.rstrip(".")] if view.verdict.judged else []
+    parts += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
     for statistic, worst in view.worst.items():
         if worst:
             where = "".join(_name(worst[0]))
-            told.append(f"worst {statistic} {_worst_number(worst[0])} in {where}")
+            parts.append(f"worst {statistic} {_worst_number(worst[0])} in {where}")
             break
-    return visible("  ".join(told))
+    return visible("  ".join(parts))
 
 
 def finding_in_words(finding: Finding) -> str:
@@ -90,8 +90,8 @@ def event_in_words(event: ShownEvent) -> str:
     """An event as a line."""
     at = "" if event.iteration is None else f"step {event.iteration}"
     named = () if event.ranks == (0,) else event.ranks  # rank 0 speaks for the run
-    told = [at, *folded((f"rank {rank}" for rank in named), most=2), event.kind, event.layer, event.text]
-    return visible("  ".join(part for part in told if part))
+    parts = [at, *folded((f"rank {rank}" for rank in named), most=2), event.kind, event.layer, event.text]
+    return visible("  ".join(part for part in parts if part))
 
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
@@ -120,15 +120,15 @@ def _head(view: RunView) -> str:
 
 
 def _facts(view: RunView) -> str:
-    told = [f"{name}: {value}" for name, value in view.facts.items()]
+    parts = [f"{name}: {value}" for name, value in view.facts.items()]
     if view.segments > 1:
-        told.append(f"{view.segments} segments")
+        parts.append(f"{view.segments} segments")
     if view.first is not None:
-        told.append(f"statistics of steps {view.first} to {view.last}")
-    told.append(f"{view.series:,} series")
+        parts.append(f"statistics of steps {view.first} to {view.last}")
+    parts.append(f"{view.series:,} series")
     if view.lacks:
-        told.append(view.lacks[:1].lower() + view.lacks[1:].rstrip("."))
-    return visible(", ".join(told))
+        parts.append(view.lacks[:1].lower() + view.lacks[1:].rstrip("."))
+    return visible(", ".join(parts))
 
 
 def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[Text]:

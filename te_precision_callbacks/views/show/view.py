@@ -272,12 +272,12 @@ _SHORT = {"front_door": "front door", "recipes": "recipe", "gpu": "GPU", "te_bac
 
 
 def _in_short(facts: Any, world: int) -> dict[str, str]:
-    told = {}
+    parts = {}
     for key, name in _SHORT.items():
         value = facts.get(key)
         if value:
-            told[name] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return {**told, "ranks": str(world)}
+            parts[name] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return {**parts, "ranks": str(world)}
 
 
 class _Series(NamedTuple):

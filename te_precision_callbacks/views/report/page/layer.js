@@ -21,7 +21,7 @@ function layerHead(report, index) {
     onchange: (event) => report.layers.some((layer) => layer.name === event.target.value) && state.go({ layer: event.target.value }),
     onfocus: (event) => event.target.select(),
   });
-  const told = [
+  const parts = [
     facts.class, facts.family && `family ${facts.family}`, facts.params && `${shown(facts.params)} parameters`, facts.weight_dtype,
     facts.primary_weights === "quantized" && "primary weights quantized",
     facts.exec_fwd !== undefined && facts.exec_fwd !== null && `forward number ${facts.exec_fwd + 1}`,
@@ -30,7 +30,7 @@ function layerHead(report, index) {
   return [
     el("div", { class: "controls" }, el("label", { class: "grow" }, "Layer", picker), options,
       el("span", { class: "steps" }, button("← before", "The layer that ran before it", index - 1), button("next →", "The layer that ran next", index + 1))),
-    el("div", {}, el("h1", { class: "layer-name" }, name), el("p", { class: "quiet" }, told.join(" · ")),
+    el("div", {}, el("h1", { class: "layer-name" }, name), el("p", { class: "quiet" }, parts.join(" · ")),
       facts.sections?.length > 0 && el("p", { class: "quiet" }, `Sections of the config: ${facts.sections.join(", ")}`),
       facts.refused && el("p", {}, `Not observed: ${facts.refused}`)),
   ];

@@ -103,14 +103,14 @@ function stepsFrom(between) {
 
 // A statistic of a tensor, in all layers and steps.
 class Family {
-  constructor(told, index, report) {
-    Object.assign(this, told);
+  constructor(content, index, report) {
+    Object.assign(this, content);
     this.index = index;
     this.report = report;
     this.levels = report.levels;
-    this.scaleOf = new Scale(told.scale, report.levels);
-    this.label = `${told.statistic} of ${told.tensor}` + (told.gemm ? ` (${told.gemm})` : "");
-    this.several = told.ranks.length > 1;
+    this.scaleOf = new Scale(content.scale, report.levels);
+    this.label = `${content.statistic} of ${content.tensor}` + (content.gemm ? ` (${content.gemm})` : "");
+    this.several = content.ranks.length > 1;
   }
 
   // What every use of it needs; the cells of a rank are unpacked when they are asked for.
