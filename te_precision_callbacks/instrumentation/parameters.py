@@ -69,7 +69,7 @@ class Problem(NamedTuple):
 
 @dataclass(eq=False)
 class _Gap:
-    """Consecutive optimizer steps in which a parameter has no gradient.
+    """Consecutive optimizer steps without a gradient of a parameter.
 
     Attributes:
         since: the first iteration.
@@ -99,9 +99,9 @@ class _Parameter:
         at_step: whether a gradient exists when the optimizer steps.
         gap: the current gap; None if the last step had a gradient.
         longest: the steps of the longest earlier gap.
-        held_until: the last iteration in which an optimizer of the parameter stepped, or -1.
+        held_until: the last iteration with a step of an optimizer of the parameter, or -1.
         reference: its first sample, until a later sample differs.
-        moves: the iterations whose optimizer step should have changed it.
+        moves: the iterations with an optimizer step that should have changed it.
         checks: iteration and share of elements of the last checks against the master weight.
     """
 
@@ -329,7 +329,7 @@ class ParameterWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether ranks compare parameters after the iteration that has ended; equal on all ranks."""
+        """Return whether ranks compare parameters after the iteration that has ended; equal on all ranks."""
         return is_due(self._ended - self._first)
 
     def _check_without_optimizer(self) -> None:
@@ -345,7 +345,7 @@ class ParameterWatch:
             self._reading = means([row for row, _ in sampled]), [note for _, note in sampled]
 
     def _read(self) -> None:
-        """Note the results whose copy was started."""
+        """Note the results copied to the host."""
         if self._reading is None:
             return
         (shares, notes), self._reading = self._reading, None
@@ -424,7 +424,7 @@ class ParameterWatch:
 
 
 def is_due(step: int) -> bool:
-    """Whether weights are sampled in a step, counted from the attach; equal on all ranks."""
+    """Return whether weights are sampled in a step, counted from the attach; equal on all ranks."""
     return step < 4 or step % 100 == 0 or step & (step - 1) == 0
 
 

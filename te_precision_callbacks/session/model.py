@@ -27,7 +27,7 @@ from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
-from te_precision_callbacks.instrumentation.fused import NotFused, choose, paths_in_words
+from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import (
@@ -361,7 +361,7 @@ class ObservedModel:
         self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused)
         self.say_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
-            logger.info('observe="auto": %s', paths_in_words(len(planned.fused), planned.not_fused))
+            logger.info('observe="auto": %s', format_paths(len(planned.fused), planned.not_fused))
 
     # ------------------------------------------------------------------ what changes in it
 
@@ -518,7 +518,7 @@ class ObservedModel:
 
     def say_refused(self) -> None:
         """Warn of the layers that are left as they are since the last call."""
-        if self._refused.say(self._inspector.log):
+        if self._refused.warn(self._inspector.log):
             infos = [replace(info, refused=self._refused.why(info.name)) for info in self._results.layers.now]
             self._results.layers.put(self._inspector.iteration, infos)
 

@@ -188,7 +188,7 @@ RULES = (
         ),
         silent=(
             "updates below the resolution of the weight, as with a learning rate of 0 (see lost-updates for 16 bits);"
-            " frozen weights; steps that a GradScaler skips; masters that are sharded or not in float32 are not compared"
+            " frozen weights; steps that a GradScaler skips; masters that are sharded or not in float32"
         ),
         severity="error",
         source="Megatron-LM issues 2272, 4800, 5236, 5487, 5707 and 6754; the thresholds are ours",
