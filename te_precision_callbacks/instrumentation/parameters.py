@@ -42,6 +42,9 @@ UNSTEPPED = 20
 UNCHANGED, SPAN = 3, 6
 """Sampled steps that should have changed a weight, and the steps that they must span."""
 
+NEARLY_ALL = 0.9
+"""The share of the matrices that must have gradients of 0."""
+
 LIKELY = 4.0
 """An update of this many units in the last place must change a weight."""
 
@@ -54,7 +57,7 @@ class Problem(NamedTuple):
     """A problem of a parameter.
 
     Attributes:
-        what: ``no_gradient``, ``lost_gradient``, ``not_held``, ``unstepped``, ``unchanged``, ``apart`` or
+        what: ``no_gradient``, ``lost_gradient``, ``not_held``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart`` or
             ``nonfinite``; from :mod:`replicas`, ``differs``, ``differs_from_start`` or ``no_reduction``.
         name: the parameter; empty if the problem is about the model.
         since: the first iteration with the problem.
@@ -102,6 +105,7 @@ class _Parameter:
         held_until: the last iteration with a step of an optimizer of the parameter, or -1.
         reference: its first sample, until a later sample differs.
         moves: the iterations with an optimizer step that should have changed it.
+        zeroed: the last consecutive sampled iterations with a gradient of 0 in each sampled element.
         checks: iteration and share of elements of the last checks against the master weight.
     """
 
@@ -116,11 +120,15 @@ class _Parameter:
     reference: torch.Tensor | None = None
     has_moved: bool = False
     moves: tuple[int, ...] = ()
+    zeroed: tuple[int, ...] = ()
     checks: tuple[tuple[int, float], ...] = ()
 
     def note_expected(self, iteration: int, share: float) -> None:
         if share > 0:
             self.moves = (*self.moves, iteration)
+
+    def note_gradient(self, iteration: int, share: float) -> None:
+        self.zeroed = (*self.zeroed, iteration) if share == 0 else ()
 
     def note_changed(self, share: float) -> None:
         if share > 0:
@@ -285,7 +293,13 @@ class ParameterWatch:
         master = _master(optimizer, held)
         if master is not None and (now := sample(weight)) is not None:
             self._sampled.append((_apart(now, pick(master)), functools.partial(parameter.note_apart, iteration)))
-        if parameter.has_moved or not weight.requires_grad:
+        if not weight.requires_grad:
+            return
+        gradient = _gradient(held)
+        picked = None if gradient is None else pick(local(gradient))
+        if picked is not None and weight.dim() > 1:
+            self._sampled.append((picked.ne(0), functools.partial(parameter.note_gradient, iteration)))
+        if parameter.has_moved:
             return
         elements, reference = pick(raw(weight)), parameter.reference
         if reference is None:
@@ -295,9 +309,9 @@ class ParameterWatch:
         else:
             parameter.note_changed(1.0)
             return
-        gradient, now = _gradient(held), sample(weight)
-        if gradient is not None and now is not None:
-            expected = _should_move(pick(local(gradient)), now, held.group)
+        now = sample(weight)
+        if picked is not None and now is not None:
+            expected = _should_move(picked, now, held.group)
             self._sampled.append((expected, functools.partial(parameter.note_expected, iteration)))
 
     # ------------------------------------------------------------------ after a debug iteration
@@ -392,8 +406,19 @@ class ParameterWatch:
                 yield from _of_weight(parameter)
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
+        yield from self._zeroed()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
             yield from self._not_held()
+
+    def _zeroed(self) -> Iterator[Problem]:
+        """Find matrices with gradients of 0 at the optimizer's step, if nearly all matrices have them."""
+        trained = [each for each in self._parameters.values() if each.has_gradient and each.weight.dim() > 1]
+        zeroed = [
+            each for each in trained if len(each.zeroed) >= UNCHANGED and each.zeroed[-1] - each.zeroed[0] >= SPAN
+        ]
+        if zeroed and len(zeroed) >= NEARLY_ALL * len(trained):
+            for each in zeroed:
+                yield Problem("zeroed", each.name, each.zeroed[0], len(each.zeroed))
 
     def _not_held(self) -> Iterator[Problem]:
         """Find trainable parameters with gradients in no optimizer of the process."""

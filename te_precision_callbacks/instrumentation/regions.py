@@ -45,11 +45,6 @@ class AutocastRegions:
 
         return autocast_enter
 
-    @property
-    def has_entered(self) -> bool:
-        """Return whether the current step has entered a region."""
-        return self._entered != 0
-
     def end_step(self) -> bool:
         """Return whether the step has entered other regions than the step before."""
         before, self._before, self._entered = self._before, self._entered, 0

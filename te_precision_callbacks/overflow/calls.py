@@ -88,7 +88,7 @@ class ForwardCalls:
     def parameter_gradient(self, watched: WatchedModule, name: str, parameter: torch.Tensor) -> None:
         """Record the accumulated gradient of a parameter."""
         journal = self._journal
-        if journal.broken or parameter.grad is None or journal.is_over() or _is_recorded():
+        if journal.broken or parameter.grad is None or journal.closed or _is_recorded():
             return
         try:
             measured = journal.training.slots.measure(parameter.grad)
@@ -107,7 +107,7 @@ class ForwardCalls:
     def _begin(self, watched: WatchedModule) -> Pass:
         """Begin an outermost call."""
         journal, batches = self._journal, self._journal.batches
-        over = journal.is_over()
+        over = journal.closed
         # Before all else: a rank that fails below still takes part in the next common look.
         new = journal.thread.current = self._new_pass(watched, over=over)
         if over:
@@ -190,7 +190,7 @@ class ForwardCalls:
     def _gradient(self, roles: GradientRoles, gradient: torch.Tensor | None) -> None:
         """Record a gradient."""
         journal = self._journal
-        if gradient is None or journal.broken or journal.is_over():
+        if gradient is None or journal.broken or journal.closed:
             return
         training = journal.training
         try:

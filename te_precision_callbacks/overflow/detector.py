@@ -148,19 +148,15 @@ class DebugActivationOverflow:
     def loss_scaled(self, value: bool) -> None:
         self._looking.reader.loss_scaled = value
 
-    def join_session(
-        self, *, messages: Messages | None = None, abandoned: Callable[[], bool], step: Callable[[], str] = str
-    ) -> None:
+    def join_session(self, *, messages: Messages | None = None, step: Callable[[], str] = str) -> None:
         """Connect the detector with a session.
 
         Args:
             messages: the session's messages to other ranks, opened and closed by the session.
-            abandoned: returns whether the loop has ended without closing the detector, which is then inactive.
             step: returns the current training step as text, for reports.
         """
         self._looking.messages = messages
         self._looking.reader.step = step
-        self._journal.abandoned = abandoned
 
     def begin_batch(self) -> None:
         """Mark the start of a batch, in a loop that calls submodules instead of the model itself.
