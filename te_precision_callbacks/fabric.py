@@ -200,11 +200,6 @@ class PrecisionDebugFabricCallback:
         if self._session is not None:
             self._session.stop(error)
 
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after :meth:`stop`."""
-        if self._session is not None:
-            self._session.release()
-
     def __enter__(self) -> Self:
         return self
 

@@ -11,7 +11,6 @@ Usage::
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ class PrecisionDebugCallback(Callback):
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     Sanity checks, validation, test and predict are not observed. Features that change precision act in validation as in
-    training, and with ``keep_precision=True`` also after the fit, until :meth:`release` or the next fit. After an
+    training. After an
     exception or Ctrl-C the session is closed, and the statistics since the last step are written.
 
     With ``debug="activation_overflow"`` the fit ends with an ``ActivationOverflowError`` where an activation or a
@@ -125,11 +124,6 @@ class PrecisionDebugCallback(Callback):
             )
         return self._session
 
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after the fit."""
-        if self._session is not None:
-            self._session.release()
-
     def __getstate__(self) -> dict[str, Any]:
         """Without the session, and without the methods of the model that a trainer attaches to a callback: both belong
         to this process, and a trainer that spawns others pickles the callback."""
@@ -151,7 +145,7 @@ class PrecisionDebugCallback(Callback):
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         self._session = InspectSession.from_options(self._options)
         self._session.start(
-            log_dir=self._options.log_dir or _log_dir_of(trainer),
+            log_dir=Path(trainer.log_dir or trainer.default_root_dir),
             sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
             stop_at_sigterm=False,  # the trainer takes it, and calls on_exception
             front_door="lightning",
@@ -388,26 +382,6 @@ def _step_settings(trainer: Trainer) -> dict[str, Any]:
     if scaler is not None and scaler.is_enabled():
         found["loss_scale"] = scaler.get_scale()
     return found
-
-
-def _log_dir_of(trainer: Trainer) -> Path:
-    """Return the trainer's folder, or a temporary one if it has none.
-
-    It has none with ``fast_dev_run``, and without a logger and ``default_root_dir``.
-    """
-    found = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: the trainer asks its first
-    trial = bool(getattr(trainer, "fast_dev_run", False))  # set by a function, which mypy does not see
-    if not trial and (trainer.loggers or found.absolute() != Path.cwd()):
-        return found
-    made = tempfile.mkdtemp(prefix="te_precision_") if trainer.is_global_zero else ""
-    folder = Path(trainer.strategy.broadcast(made))
-    if trainer.is_global_zero:
-        logger.warning(
-            "The trainer has no folder (%s), so the logs of precision debugging go to %s. log_dir= sets another.",
-            "fast_dev_run" if trial else "no logger, and no default_root_dir",
-            folder,
-        )
-    return folder
 
 
 def _scales_loss(trainer: Trainer) -> bool:

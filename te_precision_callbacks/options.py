@@ -156,7 +156,6 @@ class SessionKeywords(TypedDict, total=False):
     debug: DebugValue
     observe: Observe
     precision_features_in_eval: bool
-    keep_precision: bool
     allow_unmatched: bool
     strict: bool
     require: ContractSource
@@ -235,8 +234,6 @@ class SessionOptions:
             which rounds some tensors differently. ``"auto"``: the fused path for all layers whose features allow it
             (docs/observing.md).
         precision_features_in_eval: whether features that change precision also act in evaluation.
-        keep_precision: whether features that change precision still act after a normal end, until ``release()``, the
-            next session, or the end of the process.
         allow_unmatched: a section that matches no layer warns instead of raising.
         strict: raise instead of reporting once: for a failure in observation, a layer that Transformer Engine's debug
             path refuses, and a difference that the audit of a resume finds (docs/resuming.md#the-audit).
@@ -272,7 +269,6 @@ class SessionOptions:
     debug: tuple[str, ...] = ()
     observe: Observe = "auto"
     precision_features_in_eval: bool = True
-    keep_precision: bool = False
     allow_unmatched: bool = False
     strict: bool = False
     require: Contract | None = None
@@ -298,11 +294,6 @@ class SessionOptions:
                 raise OptionError(f"There is no option {key!r}.{suggestion(key, known)}")
         for key, value in keywords.items():
             check_value(key, value)
-        if keywords.get("keep_precision") and keywords.get("precision_features_in_eval") is False:
-            raise OptionError(
-                "keep_precision=True keeps the features that act in evaluation, but precision_features_in_eval=False"
-                " means that no feature does. Leave one of the two out."
-            )
         start_step = keywords.get("start_step")
         if start_step is not None:
             keywords["start_step"] = step_number("start_step=", start_step)

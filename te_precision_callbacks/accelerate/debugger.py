@@ -214,10 +214,6 @@ class PrecisionDebugger:
                 self._stopped = True
                 self._next_iteration = session.iteration
 
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after :meth:`stop`."""
-        self._session.release()
-
     def __enter__(self) -> Self:
         return self.start()
 

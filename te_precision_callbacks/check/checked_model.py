@@ -46,8 +46,8 @@ from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
-from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
-from te_precision_callbacks.instrumentation.recipe_arguments import computing, ignored_arguments, uses_of
+from te_precision_callbacks.instrumentation.fused import choose, format_paths
+from te_precision_callbacks.instrumentation.recipe_arguments import ignored_arguments
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import (
@@ -340,9 +340,7 @@ class _Check:
                     self._findings.append(PlanFinding("rule", text, found.layers))
 
     def _facts(self, coverage: Coverage) -> Facts:
-        found = computing(self._modules, self._operations)
-        roots = (root for _, root in named_roots(self._model) or ())
-        ignored = [] if self._recipe is None else ignored_arguments([self._recipe], uses_of(found, roots))
+        ignored = [] if self._recipe is None else ignored_arguments([self._recipe])
         return Facts.of_plan(coverage, recipe_text(self._recipe), ignored)
 
     def _plan(self) -> Plan:
@@ -399,7 +397,7 @@ class _Check:
             self._findings.append(PlanFinding("refused", str(error)))
             fused, not_fused = choose("auto", self._modules, plan)[0], {}
         if not_fused:
-            self._notes.append(f'observe="{self._observe}": {paths_in_words(len(fused), not_fused)}')
+            self._notes.append(f'observe="{self._observe}": {format_paths(len(fused), not_fused)}')
         return [key for key, changed in fused.items() if not changed]
 
 

@@ -118,15 +118,3 @@ def test_a_sink_that_fails_is_closed_with_its_own_exception_and_the_others_go_on
     assert [record.message.count("disk full") for record in caplog.records if record.levelname == "ERROR"] == [1]
     assert keeper.iterations == list(range(session.iteration)) == [0, 1, 2, 3]
     assert keeper.closed == [None]
-
-
-def test_records_are_not_changed_after_they_were_written(names: dict[str, Any], keeper: Keeper) -> None:
-    copies: list[list[Any]] = []
-
-    class Copying(Sink):
-        def write(self, records: StepRecords) -> None:
-            copies.append(list(records))
-
-    train(names, Copying(), keeper)
-    assert [list(records) for records in keeper.steps] == copies
-    assert len({tuple(rows) for rows in copies}) == 4, "another batch in each step"
