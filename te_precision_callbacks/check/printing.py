@@ -17,7 +17,7 @@ from te_precision_callbacks.check.checked_model import CheckedModel
 from te_precision_callbacks.check.rows import PlannedLayers, rows
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.speed.memory.rows import show as show_memory
+from te_precision_callbacks.speed.memory import show as show_memory
 
 _INDENT = 2
 _MOST_NAMES = 8

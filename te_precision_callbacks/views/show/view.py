@@ -218,7 +218,7 @@ def expected_speed(run: RecordedRun) -> str:
         Empty if the run has no GPU whose speed is known, or no products.
     """
     try:
-        speed = estimate_step(step_of_run(run), device_of_run(run, None))
+        speed = estimate_step(step_of_run(run), device_of_run(run))
     except SpeedError:
         return ""
     return f"{in_short(speed)}; more: {_command(run, 'speed')}"
