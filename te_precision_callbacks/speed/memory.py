@@ -50,6 +50,8 @@ from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
 
+__all__ = ["Memory", "MemoryRow", "plan_memory", "show"]
+
 KINDS: Mapping[str, str] = {
     "parameter": "parameters in high precision",
     "weight_codes": "codes and scales of weights",
