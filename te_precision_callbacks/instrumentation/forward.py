@@ -211,11 +211,6 @@ class ForwardHooks:
         return wanted
 
     @property
-    def has_entered_regions(self) -> bool:
-        """Whether the iteration has entered a region of ``te.autocast``."""
-        return self._regions.has_entered
-
-    @property
     def has_enabled_regions(self) -> bool:
         """Whether a region of ``te.autocast(enabled=True)`` has been entered so far."""
         return self._regions.has_enabled

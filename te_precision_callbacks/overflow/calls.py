@@ -89,7 +89,7 @@ class ForwardCalls:
     def parameter_gradient(self, watched: WatchedModule, name: str, parameter: torch.Tensor) -> None:
         """The gradient of a parameter was accumulated."""
         journal = self._journal
-        if journal.broken or parameter.grad is None or journal.is_over() or _is_recorded():
+        if journal.broken or parameter.grad is None or journal.closed or _is_recorded():
             return
         try:
             measured = journal.training.slots.measure(parameter.grad)
@@ -108,7 +108,7 @@ class ForwardCalls:
     def _begin(self, watched: WatchedModule) -> Pass:
         """Begin an outermost call."""
         journal, batches = self._journal, self._journal.batches
-        over = journal.is_over()
+        over = journal.closed
         # First of all: a rank that fails below still takes part in the next common look.
         new = journal.thread.current = self._new_pass(watched, over=over)
         if over:
@@ -191,7 +191,7 @@ class ForwardCalls:
     def _gradient(self, roles: GradientRoles, gradient: torch.Tensor | None) -> None:
         """Note a gradient that has arrived."""
         journal = self._journal
-        if gradient is None or journal.broken or journal.is_over():
+        if gradient is None or journal.broken or journal.closed:
             return
         training = journal.training
         try:

@@ -152,20 +152,15 @@ class DebugActivationOverflow:
     def loss_scaled(self, value: bool) -> None:
         self._looking.reader.loss_scaled = value
 
-    def join_session(
-        self, *, messages: Messages | None = None, abandoned: Callable[[], bool], step: Callable[[], str] = str
-    ) -> None:
+    def join_session(self, *, messages: Messages | None = None, step: Callable[[], str] = str) -> None:
         """Work as part of a session.
 
         Args:
             messages: the session's messages to other ranks, which it opens and closes.
-            abandoned: whether the loop has ended without closing the detector, which then ignores forwards, backwards
-                and steps.
             step: gives the training step that runs, in words, which reports name beside the batch.
         """
         self._looking.messages = messages
         self._looking.reader.step = step
-        self._journal.abandoned = abandoned
 
     def begin_batch(self) -> None:
         """Mark the beginning of a batch, in a loop that calls submodules instead of the model itself.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -131,7 +130,6 @@ class Journal:
         thread: its ``current`` is the outermost call that runs in this thread.
         due: whether training has done something, noted or not, that was not looked at yet.
         saw_forward: whether training has ever called the model's hooks.
-        abandoned: whether the loop has ended without closing the detector; None: never.
         closed: whether detection is over.
         broken: whether nothing is noted after a failure: until the look that raises the failure, or for good.
         failure: the failure that the next look raises.
@@ -144,20 +142,15 @@ class Journal:
         self.batches = Batches(options.abort_after_batch)
         self.thread = _Thread()
         self.due = self.saw_forward = False
-        self.abandoned: Callable[[], bool] | None = None
         self.closed = self.broken = False
         self.failure: Exception | None = None
         self.notices = Notices()
         self._raises = options.on_failure == "raise"
 
-    def is_over(self) -> bool:
-        """Whether detection is over: it is closed, or its loop has ended."""
-        return self.closed or (self.abandoned is not None and self.abandoned())
-
     def label(self, tensor: torch.Tensor, label: str) -> None:
         """Add a frame with a label, if a forward is running."""
         current = self.thread.current
-        if current is None or current.interval is None or not current.frames or self.broken or self.is_over():
+        if current is None or current.interval is None or not current.frames or self.broken or self.closed:
             return
         try:
             measured = current.interval.slots.measure(tensor)
@@ -167,7 +160,7 @@ class Journal:
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
         """Note that a GradScaler has scaled a loss."""
-        if self.broken or self.is_over() or is_capturing():
+        if self.broken or self.closed or is_capturing():
             return
         try:
             self.training.note_loss_scale(scale)

@@ -77,7 +77,7 @@ class Looking:
             may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
         """
         journal = self._journal
-        if journal.is_over() or is_capturing():  # what was noted before waits for the first look after the capture
+        if journal.closed or is_capturing():  # what was noted before waits for the first look after the capture
             return
         self.has_looked = True
         together = self._together()

@@ -59,7 +59,7 @@ class Steps:
             args: the optimizer again, and the positional arguments of ``step``.
             keywords: the keyword arguments of ``step``.
         """
-        if self.journal.is_over():
+        if self.journal.closed:
             return None
         if not self._is_ours(optimizer):
             self._count_foreign_step()
@@ -79,7 +79,7 @@ class Steps:
 
     def before_scaled_step(self, optimizer: Any) -> None:
         """Look before a GradScaler decides whether an optimizer of the model steps."""
-        if not self.journal.is_over() and self._is_ours(optimizer):
+        if not self.journal.closed and self._is_ours(optimizer):
             self._warn_of_unseen_forward()
             self._looking.look()
 

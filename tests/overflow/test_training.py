@@ -216,32 +216,6 @@ def test_direct_calls_do_not_count_where_room_is_made() -> None:
             optimizer.step()
 
 
-def test_abandoned() -> None:
-    """A loop that ended without a word: what others do with the model is none of the detector's business."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ended = mock.Mock(return_value=False)
-    watching = DebugActivationOverflow(model)
-    watching.join_session(abandoned=ended)
-    step(model, optimizer)
-    with mock.patch.object(extreme_slots, "to_host", side_effect=extreme_slots.to_host) as reads:
-        bad = model(torch.ones(2, 4)).sum() * INF
-        ended.return_value = True
-        bad.backward()
-        ended.reset_mock()
-        model(torch.full((2, 4), INF))
-        assert ended.call_count == 1, "once for the outermost call"
-        with torch.no_grad():
-            model(torch.full((2, 4), INF))
-        watching.look()
-        optimizer.step()
-        assert not reads.called
-        assert watching.batch_number == 1
-        ended.return_value = False
-        watching.close()
-        assert reads.call_count == 1, "nothing bad is among what was noted before"
-
-
 @pytest.mark.parametrize("keyword", [False, True])
 def test_a_closure(keyword: bool) -> None:
     """As Lightning steps: forward and backward run inside of the optimizer's step, before the update."""

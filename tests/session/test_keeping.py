@@ -68,14 +68,6 @@ def test_kept_features_act_until_they_are_released(tmp_path: Path, keeper: Keepe
     assert module_state(net) == modules
 
 
-def test_without_the_option_nothing_is_kept(tmp_path: Path) -> None:
-    net = model()
-    before = global_state()
-    _, during = session_of(net, tmp_path)
-    assert global_state() == before
-    assert not torch.equal(evaluate(net), during)
-
-
 def test_the_next_session_releases_first(tmp_path: Path) -> None:
     first, second = model(), model()
     _, during = session_of(first, tmp_path / "1", keep_precision=True)
@@ -89,15 +81,6 @@ def test_an_error_keeps_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bad batch"):
         with InspectSession(CONFIG, model=net, log_dir=tmp_path, keep_precision=True):
             raise ValueError("bad batch")
-    assert global_state() == before
-
-
-def test_statistics_alone_leave_nothing_to_keep(tmp_path: Path) -> None:
-    net = model()
-    before = global_state()
-    with InspectSession(statistics(), model=net, log_dir=tmp_path, keep_precision=True) as session:
-        net(X).sum().backward()
-        session.step()
     assert global_state() == before
 
 
