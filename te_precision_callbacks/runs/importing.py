@@ -109,7 +109,7 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
         unread.append(f"The logs of {ranks[-1] + 1 - len(ranks)} ranks are missing: {missing}.")
     index, table = _assemble(rows, [name.decode(errors="replace") for name in names], layers)
     iterations = np.unique(table["iteration"].to_numpy()).tolist()
-    segments = sorted({segment for parts in rows.values() for part in parts for segment in set(part["segment"].tolist())})
+    segments = np.unique(np.concatenate([part["segment"] for parts in rows.values() for part in parts])).tolist()
     layer_rows = [{"layer_id": number, "scope": "", "layer": name, "since": 0} for number, name in enumerate(layers)]
     steps = [
         {"segment": segments[-1], "iteration": each, "logging_step": each, "wall_time": _time(times[each].decode())}

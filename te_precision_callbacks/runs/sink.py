@@ -12,12 +12,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.threads import within
-from te_precision_callbacks.runs.launches import find_segment
 from te_precision_callbacks.runs.limits import DEFAULT_LIMIT
 from te_precision_callbacks.runs.recording import Facts, Place, Recording, Step, own_numbers
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
@@ -26,12 +25,6 @@ from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL, WriterThre
 
 MOST_WAITING = 1 << 24
 """The values that may wait for the thread, some 300 MB; a step beyond them is left out."""
-
-LONGEST_SEARCH = 120.0
-"""The seconds in which a rank that has no word from rank 0 looks for the segment that rank 0 has begun."""
-
-LAST_SEARCH = 10.0
-"""The same when the session has stopped."""
 
 
 class RecordingError(PrecisionDebugError, RuntimeError):
@@ -62,8 +55,10 @@ class RecordSink(EventSink):
             facts. If not, it writes only what is its own, and makes no file before it has something: numbers, failures,
             dumps.
         is_alone: whether this rank judges the contract alone.
-        place: the segment, which all ranks must agree on before :meth:`start`. None, as in a run that ends before its
-            first step: rank 0 begins one with the first content, and the others look for it.
+        place: the segment. None in a run that ends before its first step: rank 0 then begins one with the first
+            content, and the other ranks record nothing.
+        find_place: returns the segment on a rank that does not reduce with rank 0; None if rank 0 has not begun one
+            yet, False if it does not record.
         last: the last iteration that has run, once the run ends; -1 before that.
         has_recorded: whether something was written.
         has_content: whether something was written that a view can show: more than that a segment has begun and ended.
@@ -71,6 +66,7 @@ class RecordSink(EventSink):
 
     def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
         self.place: Place | None = None
+        self.find_place: Callable[[], Place | Literal[False] | None] = lambda: False
         self.last = -1
         self._run_id = new_run_id()
         self._is_new = True
@@ -89,7 +85,6 @@ class RecordSink(EventSink):
         self._last_records: StepRecords | None = None
         self._last_step: float | None = None
         self._made_at = time.time()
-        self._searching_since = 0.0
 
     # ------------------------------------------------------------------ in the training's thread
 
@@ -203,11 +198,18 @@ class RecordSink(EventSink):
                 if isinstance(job, Scalars) or not (_is_content(job) or (self._is_new and self._runs.is_dir())):
                     self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
                     return True
-                if self._info.rank == 0:
-                    self.place = self.begin()
-            if not self._find():
-                return False  # until rank 0 has begun
-            self._recording = self._begin_recording()
+                place = self.begin() if self._info.rank == 0 else self.find_place()
+                if not place:
+                    return place is not None  # None: again, until rank 0 has begun
+                self.place = place
+            self._recording = Recording(
+                self._runs,
+                self.place,
+                self._info,
+                writes_reduced=self.writes_reduced,
+                limit=self._limit,
+                begun=self._made_at,
+            )
             self.has_recorded = True
             for earlier in self._before:
                 self._recording.take(earlier)
@@ -257,33 +259,6 @@ class RecordSink(EventSink):
         if is_of_all and not self.is_alone:
             return False
         return job.severity != "info" or job.kind == "dump_written"
-
-    def _find(self) -> bool:
-        """Whether the segment is known; it is looked for if not.
-
-        Raises:
-            RecordingError: there is none after a long search.
-        """
-        if self.place is None:
-            self._searching_since = self._searching_since or time.monotonic()
-            found = find_segment(self._runs, self._info.rank, self._made_at)
-            if found is not None:
-                self.place = Place(*found)
-            elif time.monotonic() - self._searching_since > (LONGEST_SEARCH if self._run else LAST_SEARCH):
-                raise RecordingError("rank 0 has begun no segment")
-        return self.place is not None
-
-    def _begin_recording(self) -> Recording:
-        if self.place is None:
-            raise RecordingError("no segment was begun")
-        return Recording(
-            self._runs,
-            self.place,
-            self._info,
-            writes_reduced=self.writes_reduced,
-            limit=self._limit,
-            begun=self._made_at,
-        )
 
 
 def _is_content(job: _Job) -> bool:

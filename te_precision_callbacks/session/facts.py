@@ -37,7 +37,7 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.reference import is_installed
-from te_precision_callbacks.runs.fingerprints.taking import QUANTIZED, weights_of
+from te_precision_callbacks.runs.fingerprints import QUANTIZED, weights_of
 from te_precision_callbacks.runs.recording import Facts
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel

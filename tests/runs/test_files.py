@@ -614,10 +614,11 @@ def test_flags(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_only_what_is_theirs(tmp_path: Path) -> None:
-    """Rank 1 of a launch without a common process group finds the segment that rank 0 has begun."""
+    """Rank 1, which does not reduce with rank 0, waits for the segment that rank 0 begins."""
     table = SeriesTable()
     one, other = (RecordSink(tmp_path) for _ in range(2))
     other.writes_reduced = False
+    other.find_place = lambda: one.place
     one.start(info(tmp_path, rank=0, world=2))
     other.start(info(tmp_path, rank=1, world=2))
     for iteration in range(2):

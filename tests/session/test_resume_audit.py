@@ -285,22 +285,6 @@ def test_another_recipe_is_one_line(
     assert findings(resumed(tmp_path, saved(tmp_path, before), now)) == [f"{found}: all 5 layers."]
 
 
-def test_a_format_that_transformer_engine_does_not_take_from_the_code(tmp_path: Path) -> None:
-    now = recipes.DelayedScaling(amax_history_len=4, fp8_format=recipes.Format.E4M3)
-    seen = []
-
-    def look(model: torch.nn.Module) -> None:
-        model.register_forward_hook(lambda module, *_: seen.append(module[2].quantizers["scaling_bwd"][0].dtype))
-
-    report = resumed(tmp_path, saved(tmp_path, DELAYED), now, then=look)
-    assert {dtype.name for dtype in seen} == {"kFloat8E5M2"}, "E4M3 has no E5M2"
-    assert findings(report) == [
-        "Other values of DelayedScaling: fp8_format HYBRID -> E4M3: all 5 layers.",
-        "Transformer Engine keeps the checkpoint's fp8_format HYBRID, although the recipe in the code has another one:"
-        " all 5 layers.",
-    ]
-
-
 def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
     """The largest value of a weight is not a number of bfloat16, and so the scale is another one."""
     recipe = recipes.Float8CurrentScaling()
@@ -335,7 +319,6 @@ def test_another_config_and_other_versions(tmp_path: Path) -> None:
     state["session"]["fingerprint"] = json.dumps(data)
     config = {**statistics(freq=2), "bf16": feature("DisableFP8Layer", ["fc1"])}
     assert findings(resumed(tmp_path, state, DELAYED, config=config)) == [
-        "Other features that change precision: none -> DisableFP8Layer: *.fc1 (2 layers).",
         "Other versions: transformer_engine 2.19.0 -> 2.20.2.",
         "Another config of precision debugging.",
     ]
@@ -365,7 +348,6 @@ def test_strict_raises_before_the_first_optimizer_step(tmp_path: Path) -> None:
         (lambda data: "[]", "has schema None"),
         (lambda data: json.dumps({**data, "schema": 99}), "has schema 99, and this version"),
         (lambda data: json.dumps({**data, "layers": [{}]}), r"is damaged: layers\.0\.scope: Field required"),
-        (lambda data: json.dumps({**data, "recipes": []}), "a recipe that is not in 'recipes'"),
     ],
 )
 def test_a_damaged_fingerprint(
@@ -426,7 +408,7 @@ def test_a_checkpoint_is_complete_after_the_stop_as_well(tmp_path: Path) -> None
         inside = session.state_dict()
     assert session.state_dict() == inside
     session.save_fingerprint(tmp_path)
-    assert read(tmp_path, 0)[0].to_text() == inside["fingerprint"] == (tmp_path / FILE_NAME).read_text()
+    assert read(tmp_path, 0).to_text() == inside["fingerprint"] == (tmp_path / FILE_NAME).read_text()
     del model
     gc.collect()
     assert session.state_dict() == {"iteration": 3}, "the session does not keep the model"
@@ -532,7 +514,7 @@ def told(two: Path, case: str) -> list[tuple[list[str], str]]:
 @pytest.mark.parametrize("case", ["delayed", "current", "quantized"])
 def test_a_good_resume_with_fsdp2_is_silent(two: Path, case: str) -> None:
     assert told(two, case) == [([], ""), ([], "")]
-    saved = [read(two / case, rank)[rank] for rank in range(2)]
+    saved = [fingerprint for rank in range(2) if (fingerprint := read(two / case, rank))]
     assert [fingerprint.rank for fingerprint in saved] == [0, 1]
     assert all(layer.weights.sharded for fingerprint in saved for layer in fingerprint.layers)
     hashes = [[layer.weights.hashes for layer in fingerprint.layers] for fingerprint in saved]
