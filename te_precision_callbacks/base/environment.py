@@ -1,11 +1,11 @@
-"""The environment variables that change the numbers of a training, and values that are not read as they seem.
+"""Environment variables that change numbers, and values that libraries read differently than they seem.
 
     environment = read_environment(os.environ)
     environment.settings  # name -> value
     environment.problems  # bad values and contradictions
 
-Most variables are read once, when a library is imported: setting one later has no effect. The table was read from
-Transformer Engine 2.20.2, torch 2.13, accelerate 1.15 and transformers 5.23.
+Most variables are read once, when a library is imported. Read from Transformer Engine 2.20.2, torch 2.13,
+accelerate 1.15 and transformers 5.23.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from typing import NamedTuple
 
 
 class ValueEffect(NamedTuple):
-    """The effect of a value that a library does not expect.
-
-    Attributes:
-        what: a description.
-        stops: whether a run ends with an exception.
-    """
+    """The effect of an unexpected value, and whether it ends a run with an exception."""
 
     what: str
     stops: bool
@@ -29,7 +24,7 @@ class ValueEffect(NamedTuple):
 
 @dataclass(frozen=True)
 class VariableProblem:
-    """A variable with an effect other than it seems, or two that contradict each other.
+    """A variable with an unexpected effect, or two that contradict each other.
 
     Attributes:
         what: the variables, their values and the effect.
@@ -44,19 +39,14 @@ class VariableProblem:
 
 @dataclass(frozen=True)
 class Environment:
-    """The variables that are set.
-
-    Attributes:
-        settings: the variables of :data:`VARIABLES` that are set, with their values.
-        problems: what is wrong with them.
-    """
+    """The variables of :data:`VARIABLES` that are set, and the problems with them."""
 
     settings: Mapping[str, str]
     problems: tuple[VariableProblem, ...]
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:
-    """Return the variables of :data:`VARIABLES` that are set, and what is wrong with them; read no other variable."""
+    """Read the variables of :data:`VARIABLES`."""
     settings = {name: environ[name] for name in VARIABLES if name in environ}
     return Environment(settings, tuple(_problems(settings)))
 
@@ -81,7 +71,6 @@ def _anything(value: str) -> ValueEffect | None:
 
 
 def _integer(value: str) -> ValueEffect | None:
-    """Read as ``int(value)``."""
     try:
         int(value)
     except ValueError:
@@ -90,14 +79,13 @@ def _integer(value: str) -> ValueEffect | None:
 
 
 def _number_as_flag(value: str) -> ValueEffect | None:
-    """Read as ``bool(int(value))`` or ``int(value) > 0``."""
     if value in ("0", "1"):
         return None
     return _integer(value) or ValueEffect("0 or 1 is expected, and another number may count as either", stops=False)
 
 
 def _one_of(*words: str, otherwise: str, stops: bool) -> Callable[[str], ValueEffect | None]:
-    """Read as one of these words; ``otherwise`` describes the effect of another value."""
+    """Expect one of these words; ``otherwise`` describes the effect of other values."""
     fault = ValueEffect(f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r} is expected, and {otherwise}", stops)
     return lambda value: None if value in words else fault
 
@@ -174,4 +162,4 @@ VARIABLES: Mapping[str, Callable[[str], ValueEffect | None]] = {
         "", "9.0", "10.0", otherwise="the reference backend raises InstallError", stops=True
     ),
 }
-"""Variable -> a function that returns the fault of a value, or None for a value that is read as it is meant."""
+"""Variable -> a function that returns the problem with a value, or None."""

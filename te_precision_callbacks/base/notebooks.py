@@ -1,4 +1,4 @@
-"""HTML for notebooks: what ``_repr_html_`` of results gives. All texts are escaped: names of layers are anybody's."""
+"""HTML for notebooks (``_repr_html_``); all texts are escaped."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ _MOST_ROWS = 200
 
 
 def paragraph(text: str) -> str:
-    """A text as a paragraph, with its line breaks."""
     return f"<p>{'<br>'.join(map(escape, text.splitlines()))}</p>"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table, of which at most the first 200 rows are shown; empty without rows."""
+    """Format a table of at most 200 rows; empty without rows."""
     if not rows:
         return ""
     body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows[:_MOST_ROWS])
@@ -24,7 +23,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def bullets(texts: Iterable[str]) -> str:
-    """A list; empty without texts."""
+    """Format a list; empty without texts."""
     items = "".join(f"<li>{'<br>'.join(map(escape, text.splitlines()))}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""
 
