@@ -57,7 +57,7 @@ class Problem(NamedTuple):
 
     Attributes:
         what: ``no_gradient``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
-            ``unstepped``, ``unchanged``, ``apart``, ``late``, ``still`` or ``nonfinite``.
+            ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still`` or ``nonfinite``.
         name: the parameter; empty if it is about the model.
         since: the iteration in which it began.
         number: the steps or the percent of elements that show it.
@@ -107,6 +107,7 @@ class _Parameter:
         has_moved: whether an element of a later sample has differed.
         still_since, still_until: the iterations of its first sample and of the last one that hardly differs, or -1.
         moves: the iterations whose optimizer step should have changed it.
+        zeroed: the latest sampled iterations in a row in which each sampled element of its gradient is 0.
         checks: what each check against its master has shown: ``apart`` or ``late``, by iteration.
     """
 
@@ -123,6 +124,7 @@ class _Parameter:
     still_since: int = -1
     still_until: int = -1
     moves: tuple[int, ...] = ()
+    zeroed: tuple[int, ...] = ()
     checks: tuple[tuple[str, int, float], ...] = ()
 
 
@@ -149,12 +151,15 @@ class _Reading(NamedTuple):
     Attributes:
         moves: the parameters of which a step should have changed elements, and the step.
         changed: those that were compared with what they were in their first sampled step, and the step.
+        gradients: those whose gradient was sampled, and the step.
         compared: those that were compared with their masters, and the step.
-        shares: gives the means of what was compared: of ``moves``, ``changed``, and twice ``compared``.
+        shares: gives the means of what was compared: of ``moves``, ``changed``, ``gradients`` (elements
+            that are not 0), and twice ``compared``.
     """
 
     moves: list[tuple[_Parameter, int]]
     changed: list[tuple[_Parameter, int]]
+    gradients: list[tuple[_Parameter, int]]
     compared: list[tuple[_Parameter, int]]
     shares: Callable[[], list[float]]
 
@@ -182,6 +187,7 @@ class ParameterWatch:
         self._compared: list[_Compared] = []
         self._expected: list[tuple[_Parameter, int, torch.Tensor]] = []
         self._changed: list[tuple[_Parameter, int, torch.Tensor]] = []
+        self._gradients: list[tuple[_Parameter, int, torch.Tensor]] = []
         self._reading: _Reading | None = None
         self._told: set[tuple[str, str]] = set()
         self._stepped = 0
@@ -315,7 +321,13 @@ class ParameterWatch:
             parameter, group = each.parameter, each.group
             if (master := _master(optimizer, each)) is not None:
                 masters.append((each, iteration, pick(master)))
-            if (parameter.has_moved and parameter.reference is None) or not parameter.weight.requires_grad:
+            if not parameter.weight.requires_grad:
+                continue
+            gradient = _gradient(each)
+            picked = None if gradient is None else pick(local(gradient))
+            if picked is not None and parameter.weight.dim() > 1:
+                self._gradients.append((parameter, iteration, picked.ne(0)))
+            if parameter.has_moved and parameter.reference is None:
                 continue
             now = pick(raw(parameter.weight))
             if parameter.reference is None:
@@ -325,10 +337,9 @@ class ParameterWatch:
             else:
                 parameter.has_moved, parameter.reference = True, None
                 continue
-            gradient = _gradient(each)
             weight = sample(parameter.weight)
-            if gradient is not None and weight is not None:
-                expected = _should_move(pick(local(gradient)), weight, group)
+            if picked is not None and weight is not None:
+                expected = _should_move(picked, weight, group)
                 self._expected.append((parameter, iteration, expected))
         if masters:
             self._masters[optimizer] = masters
@@ -354,7 +365,7 @@ class ParameterWatch:
             is_complete = self._reading is not None or self._has_sampled or self.is_due
             self._read()
             if self._has_sampled:
-                if self._expected or self._compared or self._changed:
+                if self._expected or self._compared or self._changed or self._gradients:
                     self._begin_reading()
                 self._is_due = self._has_sampled = False
             if self.is_due:
@@ -387,11 +398,14 @@ class ParameterWatch:
         expected, self._expected = self._expected, []
         compared, self._compared = self._compared, []
         changed, self._changed = self._changed, []
-        rows = [row for _, _, row in (*expected, *changed)]
+        gradients, self._gradients = self._gradients, []
+        rows = [row for _, _, row in (*expected, *changed, *gradients)]
         shares = means([*rows, *(each.now for each in compared), *(each.before for each in compared)])
-        moves = [(parameter, iteration) for parameter, iteration, _ in expected]
+        moved, sampled, graded = (
+            [(parameter, iteration) for parameter, iteration, _ in rows] for rows in (expected, changed, gradients)
+        )
         compared_at = [(each.parameter, each.iteration) for each in compared]
-        self._reading = _Reading(moves, [(parameter, at) for parameter, at, _ in changed], compared_at, shares)
+        self._reading = _Reading(moved, sampled, graded, compared_at, shares)
 
     def _read(self) -> None:
         """Note what the samples have shown of which a copy was begun."""
@@ -410,6 +424,8 @@ class ParameterWatch:
                 parameter.reference = None
             else:
                 parameter.still_until = iteration
+        for parameter, iteration in reading.gradients:
+            parameter.zeroed = (*parameter.zeroed, iteration) if next(shares) == 0 else ()
         of_now, of_before = ([next(shares) for _ in reading.compared] for _ in range(2))
         for (parameter, iteration), apart, apart_before in zip(reading.compared, of_now, of_before, strict=True):
             what = "" if apart < APART else "late" if apart_before < apart / 8 else "apart"
@@ -458,9 +474,20 @@ class ParameterWatch:
                 yield from _of_weight(parameter)
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
+        yield from self._zeroed()
         yield from self._still()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
             yield from self._not_held()
+
+    def _zeroed(self) -> Iterator[Problem]:
+        """Matrices whose gradient is 0 at the step of their optimizer, if nearly all are so."""
+        trained = [each for each in self._parameters.values() if each.has_gradient and each.weight.dim() > 1]
+        zeroed = [
+            each for each in trained if len(each.zeroed) >= UNCHANGED and each.zeroed[-1] - each.zeroed[0] >= SPAN
+        ]
+        if zeroed and len(zeroed) >= STILL * len(trained):
+            for each in zeroed:
+                yield Problem("zeroed", each.name, each.zeroed[0], len(each.zeroed))
 
     def _still(self) -> Iterator[Problem]:
         """Float32 matrices with gradients that hardly change, if nearly all of them do; a bias of 0 is changed by any
@@ -500,7 +527,7 @@ class ParameterWatch:
     def end(self, iteration: int) -> list[Problem]:
         """The problems that are left at the end of a run, with the weights that have inf or nan after an iteration."""
         self._read()
-        if self._expected or self._compared or self._changed:
+        if self._expected or self._compared or self._changed or self._gradients:
             self._begin_reading()
             self._read()
         problems = self._new_problems()

@@ -278,6 +278,24 @@ def test_gradients_that_are_gone_before_the_step(tmp_path: Path) -> None:
     assert_checked(session.findings)
 
 
+def _zero_gradient(weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.zero_()
+
+
+@pytest.mark.parametrize("blocks", [2, 6])
+def test_gradients_that_are_0_at_the_step(tmp_path: Path, blocks: int) -> None:
+    """AdamW's weight decay still changes every weight."""
+    model = Model(blocks)
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(_zero_gradient)
+    verdict = train(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    (alarm,) = alarms(verdict)
+    assert "frozen-weight" in alarm
+    assert "gradient of" in alarm
+    assert "zero_grad()" in of_parameters(verdict)[0].remedy
+
+
 def test_a_loop_without_an_optimizer(tmp_path: Path) -> None:
     model = Model()
     loss = language_loss(model)

@@ -57,6 +57,13 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "Look at why the loop no longer calls optimizer.step(); a GradScaler skips steps with inf or nan",
             "warning",
         ),
+        "zeroed": _Kind(
+            "at the optimizer's step, each sampled element of the gradient of {names} is 0 in {number:.0f} sampled"
+            " steps, and so for nearly all weights",
+            "Look for a zero_grad() between backward() and the optimizer's step, and for a loss or gradient that is"
+            " multiplied by 0",
+            "warning",
+        ),
         "still": _Kind(
             "hardly an element of {names} has changed in {number:.0f} steps, and so for nearly all weights",
             "Look at the learning rate, at the factor of the loss, at gradients that are removed before the optimizer's"
@@ -205,8 +212,10 @@ RULES = (
             "a weight with gradients is the same, bit for bit, after 3 sampled steps over at least 6 steps, in which an"
             " update of the learning rate's size is at least 4 units in the last place of some sampled element. Or at"
             " least 1 % of its sampled elements are farther from the optimizer's float32 master than its format rounds,"
-            " in 2 checks in a row. A warning if optimizers that have stepped do not step in 20 steps, or if at most 5"
-            " % of the sampled elements of at least 90 % of the float32 matrices have changed over at least 6 steps"
+            " in 2 checks in a row. A warning if optimizers that have stepped do not step in 20 steps, if the sampled"
+            " gradients of at least 90 % of the matrices are 0 in 3 sampled steps in a row over at least 6 steps, or if"
+            " at most 5 % of the sampled elements of at least 90 % of the float32 matrices have changed over at least 6"
+            " steps"
         ),
         silent=(
             "updates of weights in 16 bits that rounding loses (see lost-updates); frozen weights;"
@@ -222,7 +231,7 @@ RULES = (
         ),
         judge=FrozenWeight,
         essential=True,
-        consequence_of=("missing-gradient",),
+        consequence_of=("missing-gradient", "dead-gradient"),
     ),
     Rule(
         id="replicas-differ",
