@@ -223,8 +223,8 @@ class SessionOptions:
             start of the training, also in a resumed run. They do not change what DumpTensors writes.
         layer_names: the names of layers, in selectors and in all output. ``"upstream"``: exactly the names and numbers
             of nvidia-dlfw-inspect's ``infer_and_assign_layer_names``, for a config that was written for those.
-            ``"path"``: the paths in the module tree. None: as the config's own key ``layer_names`` says; without that
-            key the paths, with a warning where the config's selectors would select other layers by upstream's names.
+            ``"path"``: the paths in the module tree. None: as the config's own key ``layer_names`` says, by default
+            the paths.
         scope: the prefix of this rank's layer names, where other ranks have other layers at the same paths: a text
             such as ``"pp1"``, or a function that gives the prefix for a module's path. Empty: taken from Megatron's
             parallel state or from device meshes (docs/statistics.md#aggregation).

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +108,6 @@ def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseE
         advice = "Compiled code is kept in a folder of torch's: let TORCHINDUCTOR_CACHE_DIR name one to write to."
     else:
         advice = "Install a C++ compiler such as g++, if there is none; TORCH_LOGS=dynamo,inductor prints more."
-        if "InvalidCxxCompiler" not in f"{type(error).__name__}: {error}":
-            advice = _about_paths() or advice
     reason = str(error).strip()
     logger.warning(
         "%s, up to %s times slower but equally exact: the fast pass cannot be compiled (%s: %s). %s",
@@ -122,28 +117,3 @@ def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseE
         reason.splitlines()[0] if reason else "no message",
         advice,
     )
-
-
-def _about_paths() -> str:
-    """Return advice for paths that break torch's compiler calls; empty if the paths are fine.
-
-    torch joins paths to a command line without quotes and splits it as a shell does (2.13,
-    ``_inductor/cpp_builder.py``).
-    """
-    from torch._inductor.codecache import cache_dir
-
-    advice = []
-    if not _is_one_word(cache_dir()):
-        advice.append(f"It keeps compiled code in {cache_dir()!r}: let TORCHINDUCTOR_CACHE_DIR name another folder.")
-    if not _is_one_word(str(Path(torch.__file__).parent)):
-        advice.append(
-            f"It is installed in {str(Path(torch.__file__).parent)!r}: make the Python environment in another folder."
-        )
-    return " ".join(["torch cannot compile where a path has a space or a quote.", *advice]) if advice else ""
-
-
-def _is_one_word(path: str) -> bool:
-    try:
-        return shlex.split(path) == [path]
-    except ValueError:  # a quote without another
-        return False

@@ -200,7 +200,7 @@ def write(fingerprint: Fingerprint, folder: Path) -> None:
 
 
 def read(folder: Path, rank: int) -> Fingerprint | None:
-    """Read a rank's fingerprint from a checkpoint, or that of rank 0 if the rank has none; None without fingerprints.
+    """Read a rank's fingerprint from a checkpoint, else the fingerprint of rank 0; None without fingerprints.
 
     Raises:
         FingerprintError: the file cannot be read, is damaged, or has another version.
@@ -280,7 +280,7 @@ def _flat(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bool | int |
 
 
 def _states(module: torch.nn.Module, direction: str, layers: int) -> list[ScalingState | None]:
-    """Return the state of each layer of a module, whose quantizers are ordered by layer."""
+    """Return the state of each layer of a module; quantizers are ordered by layer."""
     state = delayed_state(vars(module).get("fp8_meta"), direction)
     if state is None:
         return [None] * layers
@@ -414,7 +414,7 @@ def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
     """Compare a checkpoint's fingerprint with the state of this rank; layers that only one side has are skipped.
 
     Args:
-        saved: the fingerprint of this rank, or that of rank 0.
+        saved: the fingerprint of this rank, or of rank 0.
         now: states and weights as restored, before any forward; recipes as in the first step.
     """
     layers = {(layer.scope, layer.name): layer for layer in saved.layers}
@@ -495,7 +495,7 @@ def _of_direction(
 
 
 def unsaved_layers(fingerprint: Fingerprint) -> Finding | None:
-    """Return the layers whose scales and amax histories a checkpoint lacks, if any."""
+    """Return the layers without scales and amax histories in the checkpoint, if any."""
     has_state = [layer for layer in fingerprint.layers if layer.forward is not None and not layer.forward.is_new]
     lacking = tuple(layer.name for layer in has_state if layer.unsaved)
     what = "The checkpoint does not have the scales and amax histories of these layers"

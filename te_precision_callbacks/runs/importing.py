@@ -140,7 +140,7 @@ def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
 
 
 def _halves(file: Path) -> list[Path]:
-    """The files of a log: one that has reached its limit was renamed to ``<name>.old``, and is read first."""
+    """The files of a log: at its limit, a log is renamed to ``<name>.old``, which is read first."""
     return [half for half in (older_half(file), file) if half.is_file()]
 
 
@@ -281,7 +281,7 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
 
 
 def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
-    """Flag the first step of delayed scaling, whose scale is 1; the logs do not have this flag.
+    """Flag the first step of delayed scaling, with a scale of 1; the logs do not have this flag.
 
     A tensor has such a step where its scale is 1 in the first iteration of a run, and later not a power of two; and in
     iteration 0, where the name of a statistic names delayed scaling.

@@ -191,7 +191,7 @@ class RunFacts:
         return {
             "front_door": self._front_door,
             "versions": found,
-            "environment": read_environment(os.environ).settings,
+            "environment": read_environment(os.environ),
             "torch_settings": dict(facts.settings),
             "platform": platform.platform(),
             "gpu": facts.gpus[0].name if facts.gpus else None,

@@ -517,25 +517,6 @@ def test_a_folder_that_cannot_be_written_is_said_and_costs_no_number(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_folder_that_torch_cannot_compile_in_is_said_and_costs_no_number(tmp_path: Path) -> None:
-    cache = str(tmp_path / "a user's cache")
-    same, stderr = in_a_process("print(json.dumps(same))", TORCHINDUCTOR_CACHE_DIR=cache)
-    assert all(same.values()), same
-    assert stderr.count("torch cannot compile where a path has a space or a quote. It keeps compiled code in") == 2
-    assert f"{cache!r}: let TORCHINDUCTOR_CACHE_DIR name another folder." in stderr
-    assert "Install a C++ compiler" not in stderr
-
-
-def test_an_environment_that_torch_cannot_compile_in_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without a process of its own, which would import torch a second time."""
-    monkeypatch.setattr(torch, "__file__", "/home/a user/env/torch/__init__.py")
-    compiling.say_not_compiled(compiling.logger, "This is done by plain torch", "two", RuntimeError("compile error"))
-    assert "It is installed in '/home/a user/env/torch': make the Python environment in another folder." in caplog.text
-
-
-@pytest.mark.slow
 def test_what_happens_to_a_process_after_the_first_compilation_changes_no_number() -> None:
     """A child of a fork has one thread: with more, torch's own operations hang in it, as OpenMP's threads are gone."""
     script = """

@@ -65,7 +65,7 @@ def devices(*, on_one_machine: bool) -> list[Any]:
 
 
 def _own_address() -> str:
-    """Return the address from which this machine reaches the master, else that of the host name."""
+    """Return this machine's address towards the master, else the host name's."""
     found: list[str] = []
     with contextlib.suppress(OSError, KeyError):
         family, kind, _, _, where = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]

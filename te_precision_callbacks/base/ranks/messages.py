@@ -70,7 +70,7 @@ _LONGEST_TEXT = 4000
 
 @dataclass(frozen=True)
 class Departure:
-    """Why a rank has left.
+    """The departure of a rank.
 
     Attributes:
         rank: the rank, in the group.

@@ -14,10 +14,10 @@ from te_precision_callbacks.cli.doctor.log_folder import LogFolder
 from te_precision_callbacks.cli.doctor.packages import Package
 from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine
 
-Severity = Literal["stops a run", "changes a run", "misleads"]
+Severity = Literal["stops a run", "changes a run"]
 
 _ENGINE = "transformer-engine"
-_ORDER: tuple[Severity, ...] = ("stops a run", "changes a run", "misleads")
+_ORDER: tuple[Severity, ...] = ("stops a run", "changes a run")
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,6 @@ def findings(examination: Examination) -> tuple[DoctorFinding, ...]:
         found += _of_engine(engine, compiled_build, with_gpu=not isinstance(torch, Failed) and bool(torch.gpus))
     if not isinstance(torch, Failed):
         found += _of_torch(torch)
-    for problem in examination.environment.problems:
-        found.append(DoctorFinding("stops a run" if problem.stops else "misleads", problem.what, problem.remedy))
     if not isinstance(folder, Failed):
         found += _of_folder(folder)
     return tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity)))

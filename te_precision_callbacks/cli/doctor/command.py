@@ -19,7 +19,6 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.base.environment import Environment
     from te_precision_callbacks.base.torch_facts import Torch
     from te_precision_callbacks.cli.doctor.advice import DoctorFinding
     from te_precision_callbacks.cli.doctor.examination import Examination
@@ -125,10 +124,10 @@ def _show_torch(torch: Torch) -> None:
     _line("settings of a new process", ", ".join(f"{name}={value}" for name, value in torch.settings.items()))
 
 
-def _show_environment(environment: Environment) -> None:
-    for name, value in environment.settings.items():
+def _show_environment(environment: dict[str, str]) -> None:
+    for name, value in environment.items():
         _line(name, repr(value))
-    if not environment.settings:
+    if not environment:
         terminal.show("  none of those that change numbers")
 
 

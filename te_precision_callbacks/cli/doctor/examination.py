@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from te_precision_callbacks.base.environment import Environment, read_environment
+from te_precision_callbacks.base.environment import read_environment
 from te_precision_callbacks.base.torch_facts import Torch, torch_facts
 from te_precision_callbacks.cli.doctor.log_folder import LogFolder, log_folder
 from te_precision_callbacks.cli.doctor.packages import Package, packages
@@ -41,7 +41,7 @@ class Examination:
     packages: tuple[Package, ...] | Failed
     transformer_engine: TransformerEngine | Failed
     torch: Torch | Failed
-    environment: Environment
+    environment: dict[str, str]
     log_folder: LogFolder | Failed
 
 

@@ -67,11 +67,11 @@ LightningModule's own attribute. If ranks have different layers at the same path
 ([statistics.md](statistics.md#aggregation)).
 
 If modules have an attribute `layer_number`, nvidia-dlfw-inspect calls the same layer `model.layers.4.q_proj`. A config
-for those names may select other layers here; one warning then lists both sets. For nvidia-dlfw-inspect's names and
-numbers, pass `layer_names="upstream"` to any integration, or write the key at the level of the sections:
+for those names may select other layers here; `te-precision check --model` lists them. For nvidia-dlfw-inspect's names
+and numbers, pass `layer_names="upstream"` to any integration, or write the key at the level of the sections:
 
 ```yaml
-layer_names: upstream     # or path, to use paths without a warning
+layer_names: upstream     # or path
 statistics:
   enabled: True
   layers:
