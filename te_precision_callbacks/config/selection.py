@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -77,38 +76,22 @@ class LayerIndex:
             names_of = [(layer.upstream[upstream],) for layer in layers]
         in_use = {names[0] for names in names_of}
         self._names = [(first, *(name for name in more if name not in in_use)) for first, *more in names_of]
+        self._types = [layer.types if upstream is None else () for layer in layers]
         self._by_name: dict[str, list[int]] = {}
-        self._by_number: dict[int, list[int]] = {}
         for position, names in enumerate(self._names):
             for name in names:
                 self._by_name.setdefault(name, []).append(position)
-            if upstream is None:
-                number = _number_of(names[0].removeprefix(layers[position].scope))
-            else:
-                number = _upstream_number_of(names[0])
-            if number is not None:
-                self._by_number.setdefault(number, []).append(position)
-        self.numbers = sorted(self._by_number)
+        if upstream is None:
+            self._numbers = [_number_of(layer.name.removeprefix(layer.scope)) for layer in layers]
+        else:
+            self._numbers = [_upstream_number_of(names[0]) for names in self._names]
+        self.numbers = sorted({number for number in self._numbers if number is not None})
         self._whole = Vocabulary(layer.name for layer in layers)
         self._parts = Vocabulary(part for layer in layers for part in layer.name.split("."))
         self._parts_and_classes = Vocabulary(
             part for layer in layers for part in (*layer.name.split("."), *layer.types)
         )
-        self._text = "\n".join(name for names in self._names for name in names)
-        self._position_at: list[int] = []  # the layer of each name in the text; below, where the name ends
-        self._ends: list[int] = []
-        end = 0
-        for position, names in enumerate(self._names):
-            for name in names:
-                end += len(name) + 1
-                self._ends.append(end)
-                self._position_at.append(position)
-        self._of_class: dict[str, list[int]] = {}
-        for position, layer in enumerate(layers):
-            for kind in layer.types if upstream is None else ():
-                self._of_class.setdefault(kind, []).append(position)
-        self._by_type: dict[str, list[int]] = {}
-        self._by_pattern: dict[str, list[int]] = {}
+        self._found: dict[str | re.Pattern[str], list[int]] = {}
 
     def near(self, word: str, key: str) -> list[str]:
         """Return names similar to a word that selects nothing: whole names, parts of names, or parts and classes."""
@@ -119,7 +102,7 @@ class LayerIndex:
         return list(dict.fromkeys((*whole, *parts.nearest(word), *parts.sharing(word))))
 
     def is_class(self, word: str) -> bool:
-        return word in self._of_class
+        return any(word in types for types in self._types)
 
     def is_part(self, word: str) -> bool:
         """Return whether a word is one or more dotted parts of a layer's name."""
@@ -130,35 +113,26 @@ class LayerIndex:
 
     def numbered(self, first: int, last: int) -> Sequence[int]:
         """Return the layers with a number in a range, ends included."""
-        numbers = self.numbers[bisect_left(self.numbers, first) : bisect_right(self.numbers, last)]
-        return [position for number in numbers for position in self._by_number[number]]
+        return [at for at, number in enumerate(self._numbers) if number is not None and first <= number <= last]
 
     def of_type(self, word: str) -> Sequence[int]:
         """Return the layers of a class, or with a word in their name; ``all`` selects every layer."""
-        if word not in self._by_type:
-            found = range(len(self.layers)) if word == "all" else {*self._of_class.get(word, ()), *self._having(word)}
-            self._by_type[word] = sorted(found)
-        return self._by_type[word]
-
-    def _having(self, word: str) -> Iterator[int]:
-        """Yield the layers with a word in a name; searches all names as one text, for speed."""
-        start = self._text.find(word)
-        while start >= 0:
-            name = bisect_right(self._ends, start)
-            yield self._position_at[name]
-            start = self._text.find(word, self._ends[name])
+        return self._search(
+            word, lambda at: word == "all" or word in self._types[at] or any(word in name for name in self._names[at])
+        )
 
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
         """Return the layers with a match in their name.
 
         Patterns with a negative look-around ignore aliases, which could lack the excluded text.
         """
-        if pattern.pattern not in self._by_pattern:
-            named = [names[:1] for names in self._names] if _NEGATIVE.search(pattern.pattern) else self._names
-            self._by_pattern[pattern.pattern] = [
-                position for position, names in enumerate(named) if any(pattern.search(name) for name in names)
-            ]
-        return self._by_pattern[pattern.pattern]
+        end = 1 if _NEGATIVE.search(pattern.pattern) else None
+        return self._search(pattern, lambda at: any(map(pattern.search, self._names[at][:end])))
+
+    def _search(self, key: str | re.Pattern[str], is_found: Callable[[int], bool]) -> Sequence[int]:
+        if key not in self._found:
+            self._found[key] = [at for at in range(len(self.layers)) if is_found(at)]
+        return self._found[key]
 
 
 def by_upstreams_names(layers: Sequence[Layer]) -> list[LayerIndex]:
