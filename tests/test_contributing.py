@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: what it says to do to add a statistic, a feature, a format or a front door, done in a copy."""
+"""CONTRIBUTING.md: what it says to do to add a statistic, a feature, a format or an integration, done in a copy."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_its_steps_do_as_they_say(tmp_path: Path) -> None:
     put(package / "config" / "schemas.py", "        DumpTensors,\n", "        HighPrecisionWgrad,\n")
     (of_format,) = steps("A format")
     put(package / "base" / "numerics" / "formats.py", "E2M1 = FloatFormat", of_format)
-    (front_door,) = steps("A front door")
+    (front_door,) = steps("An integration")
 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(front_door=front_door))
