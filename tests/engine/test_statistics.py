@@ -296,11 +296,6 @@ def _pattern_of(row: str) -> str:
     return re.sub(r"_X(?=%?$)", "_[ab]", choices).replace("_pN", r"_p\d+")
 
 
-def test_the_page_names_each_recipe() -> None:
-    page = PAGE.read_text()
-    assert [name for name in RECIPES if f"`{name}`" not in page] == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_the_pass_adds_to_the_slots_itself_is_what_is_merged(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
