@@ -126,8 +126,7 @@ numbers](statistics.md#aggregation).
 
 nvidia-dlfw-inspect names some layers differently: with an attribute `layer_number`, `model.layers.3.q_proj` is
 `model.layers.4.q_proj`. To use a config that was written for those names, pass `layer_names="upstream"`, or write
-`layer_names: upstream` above the sections. Without either, a warning appears if the config would select other layers
-by those names; `layer_names: path` turns it off.
+`layer_names: upstream` above the sections.
 
 ## Keys of all features
 
