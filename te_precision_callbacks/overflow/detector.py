@@ -73,8 +73,8 @@ class DebugActivationOverflow:
         process_group: the ranks that stop together; None for all.
         on_failure: the reaction to a failure of detection itself: ``raise`` a :class:`DetectionFailedError` in the next
             look on all ranks, since an overflow may have been missed; or ``warn`` and continue without detection.
-        trace_batch_nums, abort_after_batch_num: the names of ``trace_batches`` and ``abort_after_batch`` in
-            ``transformers.debug_utils.DebugUnderflowOverflow``.
+        trace_batch_nums: ``trace_batches`` under its name in ``transformers.debug_utils.DebugUnderflowOverflow``.
+        abort_after_batch_num: ``abort_after_batch`` under its name there.
 
     After an :class:`ActivationOverflowError` the detector stays active, for a loop that catches the error. A second
     detector on a model replaces the first.

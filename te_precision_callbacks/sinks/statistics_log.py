@@ -74,7 +74,7 @@ class StatisticsLog:
 
     Args:
         own_only: write only numbers of this rank alone, since another rank writes the reduced numbers; may be set until
-            :meth:`start`.
+            ``start``.
         given_names: layer -> the name that the script has given to it, which the log uses. The mapping may change.
         limit: the most bytes of the log; 0 for any number.
     """

@@ -93,7 +93,8 @@ class ComparedNumbers:
         """Begin to collect.
 
         Args:
-            a, b: the sides.
+            a: the first side.
+            b: the second side.
             paired: the series that pair.
             has_noise: whether there is a noise floor.
 
