@@ -97,7 +97,7 @@ def _method(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[.
 
 
 class _StandIns:
-    """Arguments are those of :func:`stand_ins`."""
+    """See :func:`stand_ins` for the arguments."""
 
     def __init__(self, model: Model, modules: Sequence[NamedModule], products: ModelProducts) -> None:
         self.ran = Ran()
@@ -212,7 +212,7 @@ class _StandIns:
 
 
 def _counts() -> bool:
-    """Whether a forward is one of training, and not recomputed by an activation checkpoint."""
+    """Return whether a forward is one of training, and not recomputed by an activation checkpoint."""
     return not in_backward() and not in_evaluation()
 
 

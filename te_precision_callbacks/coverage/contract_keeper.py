@@ -1,7 +1,5 @@
-"""Holds a run to its contract: judges what the model's products ran in, after the first steps and at each change.
-
-A run that ends before its first judgement, or with a change that was not judged yet, is judged at its end.
-"""
+"""Checks a run against its contract: after the first steps, at each change of precision, and at the end of a short
+run."""
 
 from __future__ import annotations
 
@@ -53,11 +51,11 @@ _MULTIPLE = 16
 
 
 def remedy(reason: Reason, ref: str, sizes: Iterable[int] = ()) -> str:
-    """What makes a product run in low precision; empty where that is not known.
+    """Return a remedy for a product in high precision; empty if none is known.
 
     Args:
         reason, ref: as in :class:`te_precision_callbacks.coverage.coverage.Product`.
-        sizes: of the weight, if there is one.
+        sizes: the sizes of the weight, if there is one.
     """
     leave = "leave it out of what the contract demands"
     named = _CLASS[reason].fullmatch(ref) if reason in _CLASS else None
@@ -76,11 +74,11 @@ def remedy(reason: Reason, ref: str, sizes: Iterable[int] = ()) -> str:
 
 
 class PrecisionContractError(PrecisionDebugError, RuntimeError):
-    """The run does not hold what ``require=`` demands.
+    """The run breaks the contract of ``require=``.
 
     Args:
         message: the full message.
-        coverage: the products that were judged, of all ranks, each with the multiply-adds of all.
+        coverage: the checked products of all ranks.
     """
 
     def __init__(self, message: str, coverage: Coverage = NOTHING) -> None:
@@ -89,14 +87,15 @@ class PrecisionContractError(PrecisionDebugError, RuntimeError):
 
 
 class ContractKeeper:
-    """Judges a run's contract; on all ranks that reduce together alike.
+    """Checks a run's contract, with the same result on all ranks that reduce together.
 
-    Whether precision has changed on any rank travels with the statistics of a step. In a step in which none are due it
-    waits, unless the contract names the step, for the next one of :data:`ASKING`.
+    A change of precision on any rank travels with the statistics of a step. In a step without statistics the check
+    waits for
+    a step of the contract, or for the next multiple of :data:`ASKING`.
 
     Args:
-        contract: what is demanded.
-        on_broken: what happens if it is broken and the contract does not say it.
+        contract: the contract.
+        on_broken: the reaction to a broken contract, unless the contract has its own.
     """
 
     def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
@@ -110,12 +109,12 @@ class ContractKeeper:
         self._incomplete: dict[int, None] = {}
 
     def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
-        """Note for the other ranks whether there is something to judge.
+        """Announce to the other ranks whether there is something to check.
 
         Args:
-            changes: how often this rank's products, or their precision, have changed so far.
+            changes: the number of changes of this rank's products or precision so far.
             iteration: the step.
-            ranks: those that judge together.
+            ranks: the ranks that check together.
         """
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
@@ -125,20 +124,21 @@ class ContractKeeper:
     def end_step(
         self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
     ) -> str | None:
-        """Judge, if it is time: at the step that the contract names, and where precision has changed on any rank since.
+        """Check the contract if it is due: at the contract's step, and after a change of precision on any rank.
 
         Args:
-            coverage_at: gives this rank's products in a step.
-            changes: as of :meth:`begin_step`, with those that were found since.
+            coverage_at: returns this rank's products in a step.
+            changes: the number of changes so far, including later ones than in :meth:`begin_step`.
             iteration: the step.
-            ranks: those that judge together.
+            ranks: the ranks that check together.
 
         Returns:
-            What is broken, in words; empty if nothing is; None if it was not the time, if no step has had a backward
-            yet, and if ranks that judge together are apart.
+            The message of a broken contract, or an empty string. None if the check was not due, if no step has had a
+            backward
+            yet, and if the ranks have lost each other.
 
         Raises:
-            PrecisionContractError: the contract is broken, and is not only to be warned of; on all ranks.
+            PrecisionContractError: the contract is broken and does not only warn; on all ranks.
         """
         first = iteration if self._first is None else self._first
         asks = iteration == first or (iteration > first and iteration % ASKING == 0)
@@ -185,22 +185,22 @@ class ContractKeeper:
         why_not: str,
         raises: bool,
     ) -> str | None:
-        """Judge at the end of the run what has not been judged yet, on each rank for itself.
+        """Check the steps that were not checked yet, on each rank alone.
 
         Args:
-            coverage_at: gives this rank's products in a step.
-            coverage: those of the last step, with those that it knows of other ranks.
-            changes: as of :meth:`begin_step`.
+            coverage_at: returns this rank's products in a step.
+            coverage: the products of the last step, with known products of other ranks.
+            changes: the number of changes so far.
             iteration: the last step.
-            ranks: those that judge together.
-            why_not: why there is nothing to judge, where there is nothing.
-            raises: False if something else ends the run, which must not be hidden.
+            ranks: the ranks that check together.
+            why_not: the reason if there is nothing to check.
+            raises: False if another exception ends the run.
 
         Returns:
-            As :meth:`end_step`; None if all was judged before.
+            As :meth:`end_step`; None if everything was checked before.
 
         Raises:
-            PrecisionContractError: as :meth:`end_step`; also if the contract was never judged.
+            PrecisionContractError: as :meth:`end_step`; also if the contract was never checked.
         """
         raises = raises and self._on_broken == "raise"
         for step in self._incomplete:  # later steps may have shown what these ran
@@ -248,7 +248,7 @@ class ContractKeeper:
 
 
 def left_out(contract: Contract, coverage: Coverage) -> str:
-    """Why the shares of a contract cannot be checked, in a sentence; empty if they can."""
+    """A sentence with the reason if the shares of a contract cannot be checked; empty if they can."""
     texts = left_out_in_words(coverage)
     if not contract.shares or not texts:
         return ""
@@ -258,12 +258,12 @@ def left_out(contract: Contract, coverage: Coverage) -> str:
 
 
 def broken_clauses(contract: Contract, coverage: Coverage) -> list[str]:
-    """What products, seen or planned, do not hold of a contract, in sentences; but for what is kept in which type."""
+    """The clauses of a contract that products break, as sentences, except clauses about state."""
     return [*_broken_shares(contract, coverage), *_broken_layers(contract, coverage)]
 
 
 def _is_broken_for_certain(contract: Contract, coverage: Coverage) -> bool:
-    """Whether a contract is broken whatever the products are that were not counted."""
+    """Return whether products break a contract, whatever the uncounted products are."""
     whole = tuple(share for share in contract.shares if share.number >= 1 and share.comparison in (">", ">="))
     return any(_broken_shares(dataclasses.replace(contract, shares=whole), coverage)) or any(
         _broken_layers(contract, coverage)
@@ -305,14 +305,14 @@ def _broken_state(contract: Contract, state: Iterable[StateRow], *, of_all: bool
 
 
 def require_layers(contract: Contract, names: Iterable[str]) -> None:
-    """Refuse a contract with a pattern that matches no layer of a model.
+    """Reject a contract with a pattern that matches no layer.
 
     Args:
         contract: the contract.
-        names: of all layers and modules, on all ranks.
+        names: the names of all layers and modules, on all ranks.
 
     Raises:
-        ConfigError: there is such a pattern.
+        ConfigError: a pattern matches no layer.
     """
     known = list(names)
     for pattern in contract.layers:
@@ -327,7 +327,7 @@ _HALVES = {"forward": False, "backward": True}
 
 
 def _offenders(coverage: Coverage) -> list[str]:
-    """The layers with the most multiply-adds outside of low precision, each with its share, the reason and a remedy."""
+    """The layers with the most multiply-adds in high precision, each with its share, reason and remedy."""
     whole = coverage.macs()
     sizes = {product.layer: (product.k, product.m) for product in coverage if product.gemm == "fprop"}
     of_layer: dict[tuple[str, str, Reason | None, str], list[Product]] = {}

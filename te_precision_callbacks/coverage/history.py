@@ -1,4 +1,4 @@
-"""The matrix products of a run's model: those of each step by the calls in it, in the precision of the step."""
+"""The matrix products of a run's model by step: the products of its calls, in the precision of the step."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class Kept:
     """A feature that keeps a GEMM in high precision.
 
     Attributes:
-        feature: its name, with the place of its section, and its steps if these are not all.
-        schedules: the steps in which it does.
+        feature: its name, with the place of its section, and its steps unless it acts in all.
+        schedules: its steps.
     """
 
     feature: str
     schedules: tuple[Schedule, ...]
 
     def acts_in(self, iteration: int) -> bool:
-        """Whether it does in an iteration."""
+        """Return whether the feature acts in an iteration."""
         return any(schedule.at(iteration)[0] for schedule in self.schedules)
 
 
 @dataclass(frozen=True)
 class HighPrecisionFacts:
-    """The facts about a layer of Transformer Engine that say why a GEMM of it is not in low precision.
+    """Facts about a layer of Transformer Engine that explain high precision.
 
     Attributes:
         kept: GEMM -> the features that keep it in high precision.
-        backward_override: that of its recipe; empty if there is none.
-        recomputed_outside: whether a checkpoint has computed its forward again outside of its autocast.
+        backward_override: the override of its recipe, or empty.
+        recomputed_outside: whether a checkpoint recomputed its forward outside of its autocast.
     """
 
     kept: Mapping[str, tuple[Kept, ...]]
@@ -59,16 +59,16 @@ class HighPrecisionFacts:
 
 @dataclass
 class Counted:
-    """The products of steps that ran alike, and the facts about layers then.
+    """The products of consecutive steps with equal calls, and the facts about layers.
 
     Attributes:
-        since: the iteration of the first of these steps.
-        kinds: has the products of the calls.
-        parts: the calls of a step by kind; of several steps that differ their sum.
+        since: the first of these steps.
+        kinds: the products of calls.
+        parts: the calls of a step by kind; for differing steps, their sum.
         layers: the facts about layers of Transformer Engine.
-        state: what the model and its optimizers keep.
-        steps: the number of steps that ``parts`` is the sum of.
-        until: the last iteration for which that holds; None while it holds.
+        state: the rows of state.
+        steps: the number of steps in the sum.
+        until: the last of these steps; None while it is open.
     """
 
     since: int
@@ -82,7 +82,7 @@ class Counted:
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """The products, as they were counted; of steps that differ their mean."""
+        """The products of a step; for differing steps, their mean."""
         version = self.kinds.changes, self.steps
         if self._products is None or self._products[0] != version:
             self._products = version, self.kinds.products(self.parts, self.steps)
@@ -93,7 +93,7 @@ class Counted:
         return any(backwards for _, backwards in self.parts.values())
 
     def add(self, parts: Parts) -> None:
-        """Add a step that ran in another way."""
+        """Add a step with other calls."""
         keys = {*self.parts, *parts}
         pairs = {key: (self.parts.get(key, (0, 0)), parts.get(key, (0, 0))) for key in keys}
         self.parts = {key: (one[0] + other[0], one[1] + other[1]) for key, (one, other) in pairs.items()}
@@ -101,11 +101,11 @@ class Counted:
 
 
 class CoverageHistory:
-    """The matrix products of a run's model, and of those that followed it.
+    """The matrix products of a run's models.
 
     Attributes:
-        of_other_ranks: the products of layers that other ranks alone have, as they ran there in their first step.
-        changes: how often this rank's became others than any before.
+        of_other_ranks: the products of layers that only other ranks have, in their first step.
+        changes: the number of times that this rank's products became new ones.
     """
 
     def __init__(self) -> None:
@@ -121,15 +121,16 @@ class CoverageHistory:
         step: CountedStep,
         facts: Callable[[], Mapping[str, HighPrecisionFacts]],
     ) -> None:
-        """Note what a step ran; it holds until another step differs from it.
+        """Record the calls of a step, which hold until a step differs.
 
-        A step without a backward, as of a batch that is skipped, says nothing about the backward, so it counts as the
-        one before it; before the first backward, as the one after it.
+        A step without a backward, such as a skipped batch, counts as the step before it; before the first backward, as
+        the step
+        after it.
 
         Args:
             iteration: the step.
             step: its calls.
-            facts: gives the facts about layers.
+            facts: returns the facts about layers.
         """
         self._cut(iteration)
         last = self._counted[-1] if self._counted else None
@@ -162,29 +163,25 @@ class CoverageHistory:
         self._kinds_changes = step.kinds.changes
 
     def _cut(self, iteration: int) -> None:
-        """Drop what was noted of this iteration and later ones, before a return to a checkpoint."""
+        """Drop this iteration and later ones after a return to a checkpoint."""
         self._counted = [counted for counted in self._counted if counted.since < iteration]
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
-        """Keep the products of layers that other ranks alone have.
-
-        Args:
-            products: those of all ranks.
-        """
+        """Keep the products of layers that only other ranks have, given the products of all ranks."""
         own = {product.layer for counted in self._counted for product in counted.products}
         self.of_other_ranks = tuple(product for product in products if product.layer not in own)
 
     def spans(self) -> list[Counted]:
-        """All that was put, with the iterations for which it holds."""
+        """All recorded parts of the run, with their first and last iterations."""
         for counted, following in itertools.pairwise(self._counted):
             counted.until = following.since - 1
         return list(self._counted)
 
     def by_span(self, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[ProductSpan]:
-        """Each product as often as it was another.
+        """Each product, once for each span of steps in which it is unchanged.
 
         Args:
-            precision: that of the layers' GEMMs in all iterations, as ``PrecisionAudit.spans`` gives it.
+            precision: the precision of the layers' GEMMs over the run, from ``PrecisionAudit.spans``.
             unconverted: layers that a trainer left without Transformer Engine, and why.
         """
         spans: dict[tuple[str, str], list[GemmPrecision]] = defaultdict(list)
@@ -210,9 +207,9 @@ class CoverageHistory:
         """The products of an iteration.
 
         Args:
-            iteration: one that has run.
-            last: the last one that has run.
-            precision: that of the layers' GEMMs in it.
+            iteration: an iteration that has run.
+            last: the last iteration.
+            precision: the precision of the layers' GEMMs in the iteration.
             unconverted: layers that a trainer left without Transformer Engine, and why.
         """
         if not self._counted:
@@ -223,7 +220,7 @@ class CoverageHistory:
         return Coverage(products, state=counted.state, steps=self._steps(number, last))
 
     def _steps(self, number: int, last: int) -> str:
-        """The steps of a part of the run in words; empty if all steps ran alike."""
+        """The steps of a part of the run as text; empty if all steps are alike."""
         if len(self._counted) < 2:
             return ""
         since, after = self._counted[number].since, self._counted[number + 1 : number + 2]
@@ -239,11 +236,7 @@ def _in_spans(
     entries: Sequence[GemmPrecision],
     unconverted: Mapping[str, str],
 ) -> Iterator[ProductSpan]:
-    """A product as it was counted, as often as its precision was another.
-
-    Args:
-        entries: those of its GEMM.
-    """
+    """A counted product, once for each precision of its GEMM in ``entries``."""
     if not entries:
         (found,) = in_precision([product], counted.layers, [], unconverted)
         yield ProductSpan(found, order, None, counted.since, counted.until)
@@ -267,12 +260,12 @@ def in_precision(
     precision: Sequence[GemmPrecision],
     unconverted: Mapping[str, str],
 ) -> Iterator[Product]:
-    """The products in the precision of an iteration, each with the reason why it is not in low precision.
+    """Yield products with the formats of an iteration, and the reasons for high precision.
 
     Args:
         products: the products.
         layers: the facts about layers of Transformer Engine.
-        precision: that of the layers' GEMMs.
+        precision: the precision of the layers' GEMMs.
         unconverted: layers that a trainer left without Transformer Engine, and why.
     """
     entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
@@ -301,7 +294,7 @@ def in_precision(
 
 
 def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Reason, str]:
-    """Why a GEMM of Transformer Engine runs in high precision."""
+    """The reason for the high precision of a GEMM of Transformer Engine."""
     if facts is not None and facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
         return Reason.RECOMPUTED, Reason.RECOMPUTED.value
     if entry.recipe == HIGH_PRECISION:
@@ -320,7 +313,7 @@ def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Rea
 
 
 def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[Kept, ...]]:
-    """GEMM -> the features of a layer's sections that keep it in high precision."""
+    """GEMM -> the features in a layer's sections that keep it in high precision."""
     kept: dict[str, tuple[Kept, ...]] = {}
     for section in sections:
         for feature, effect in section.effects.items():

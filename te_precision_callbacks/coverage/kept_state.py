@@ -71,7 +71,7 @@ class KeptState:
 
     @property
     def saw_reduction(self) -> bool:
-        """Whether gradients were reduced."""
+        """Return whether gradients were reduced."""
         return bool(self._reduced)
 
     def rows(self) -> tuple[StateRow, ...]:

@@ -19,7 +19,7 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 
 
 def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Mapping[str, Any], Product]]:
-    """The products of rows of a run, each with its row. Where several scopes have products, their names have the scope.
+    """The products of rows of a run. With several scopes, the names of layers include the scope.
 
     Args:
         gemms: rows of ``run.gemms``.
@@ -36,7 +36,7 @@ def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Map
 
 
 def other_steps_of_run(run: RecordedRun) -> list[str]:
-    """A line for steps in which other products ran in low precision than at the end of the run."""
+    """Lines for steps with other products in low precision than the last step."""
     if run.gemms["until"].null_count == run.gemms.num_rows:
         return []  # as of most runs, of which thousands of products need not be gone through
     products = recorded_products(run.gemms, run.operands)
