@@ -281,7 +281,6 @@ class _Check:
         )
 
     def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
-        """The products of a step, with the features that act in it."""
         sections = {
             name: replace(section, effects={feature: one.at(iteration) for feature, one in section.effects.items()})
             for name, section in self._sections.items()
@@ -298,7 +297,6 @@ class _Check:
         )
 
     def _planned_memory(self, coverage: Coverage, ran: Ran | None) -> Memory | None:
-        """The memory of layers in their planned precision."""
         if not self._memory:
             return None
         low: dict[str, bool] = {}
@@ -329,7 +327,6 @@ class _Check:
         return replace(planned, notes=(*planned.notes, note))
 
     def _judge(self, coverage: Coverage) -> None:
-        """Apply the rules on precision to the plan."""
         if self._is_wanted:
             for found in Diagnosis().know(self._facts(coverage), 0):
                 text = f"{found.subject}: {found.seen}. {found.remedy} ({found.rule})."
@@ -409,7 +406,6 @@ def _is_of_transformers(model: Model) -> bool:
 
 
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
-    """The features of a layer's sections, one for each schedule."""
     for section in sections:
         for name, options in section.features.get(NAMESPACE, {}).items():
             if not options.get("enabled"):

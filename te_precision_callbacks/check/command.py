@@ -319,7 +319,6 @@ def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
 
 @without_collections()
 def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Path | None) -> StepSpeed:
-    """The expected times of the planned step."""
     from te_precision_callbacks.layers.folding import folded
     from te_precision_callbacks.speed.errors import SpeedError
     from te_precision_callbacks.speed.estimate import Step
@@ -341,7 +340,6 @@ def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Pat
 
 
 def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torch.nn.Module, str, Converted | None]:
-    """The model, the device that it was made on, and the result of a conversion."""
     from te_precision_callbacks.check.accelerate_conversion import ConversionError, convert_by_accelerate
     from te_precision_callbacks.check.factory import build_model
 
@@ -357,7 +355,6 @@ def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torc
 
 
 def _first_line(path: str, config: Config, findings: int = 0) -> str:
-    """The first line: the number of findings, or of checked sections."""
     if findings:
         return f"{path}: {many(findings, 'finding')} on this model, at the end."
     number, enabled = len(config.sections), len(config.enabled_sections)

@@ -122,7 +122,6 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 
 def _moved(value: Any, place: torch.device) -> Any:
-    """Copy a value with its tensors to a device, each as a leaf."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(place).requires_grad_(value.requires_grad)
     if isinstance(value, Mapping):
@@ -134,7 +133,6 @@ def _moved(value: Any, place: torch.device) -> Any:
 
 
 def _outputs(result: Any) -> list[torch.Tensor]:
-    """The tensors with which the backward begins."""
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return [loss]
@@ -142,7 +140,6 @@ def _outputs(result: Any) -> list[torch.Tensor]:
 
 
 def _said(value: Any) -> str:
-    """A short text for a batch: its shapes."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):

@@ -214,12 +214,10 @@ def _refused(
 
 
 def listed(names: Iterable[str]) -> str:
-    """Fold names of layers into a short list."""
     return ", ".join(folded(names, most=_MOST_NAMED))
 
 
 def by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
-    """Key -> its values."""
     found: dict[KeyT, list[ValueT]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)

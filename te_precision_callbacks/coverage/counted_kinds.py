@@ -68,11 +68,9 @@ class CountedKinds:
         self.changes += 1
 
     def find(self, wanted: Callable[[Kind], bool]) -> Kind | None:
-        """The first counted kind that fulfils a condition."""
         return next(filter(wanted, self._counted), None)
 
     def are_alike(self, *kinds: Kind) -> bool:
-        """Return whether kinds have equal products."""
         products = (
             Counter((one.layer, one.gemm, one.is_of_backward, one.sizes) for one in self._counted[kind].seen)
             for kind in kinds
@@ -140,7 +138,6 @@ class CountedStep(NamedTuple):
 
     @property
     def has_backward(self) -> bool:
-        """Return whether a backward of a call has run."""
         return any(
             backwards and self.kinds.has_backward(kind) is not False for kind, (_, backwards) in self.parts.items()
         )

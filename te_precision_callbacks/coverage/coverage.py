@@ -146,7 +146,6 @@ class Product:
 
     @property
     def is_low(self) -> bool:
-        """Return whether it runs in low precision."""
         return self.precision in LOW_PRECISION["quantized"]
 
 
@@ -255,7 +254,6 @@ class Coverage(tuple[Product, ...]):
 
     @property
     def in_high_precision(self) -> list[Product]:
-        """The products that run in high precision, largest first."""
         return sorted((product for product in self if product.macs and not product.is_low), key=lambda p: -p.macs)
 
     @property
@@ -322,7 +320,6 @@ class Coverage(tuple[Product, ...]):
 
 
 def left_out_in_words(coverage: Coverage) -> list[str]:
-    """The reasons of uncounted products, each with its layers."""
     found = coverage.not_counted
     texts = [f"{what} ({in_sentence(*layers, most=2)})" for what, layers in found.items()]
     return texts[:_MOST_CAUSES] + ([f"and {len(texts) - _MOST_CAUSES} more"] if len(texts) > _MOST_CAUSES else [])
@@ -351,7 +348,6 @@ def percent(share: float) -> str:
 
 
 def _causes(products: Iterable[Product]) -> list[str]:
-    """The layers of some products with their reasons, largest first."""
     layers: dict[str, dict[str, None]] = {}
     for product in products:
         why = product.reason.value if product.reason is Reason.NOT_TE else product.why

@@ -38,7 +38,6 @@ class Kept:
     schedules: tuple[Schedule, ...]
 
     def acts_in(self, iteration: int) -> bool:
-        """Return whether the feature acts in an iteration."""
         return any(schedule.at(iteration)[0] for schedule in self.schedules)
 
 
@@ -93,7 +92,6 @@ class Counted:
         return any(backwards for _, backwards in self.parts.values())
 
     def add(self, parts: Parts) -> None:
-        """Add a step with other calls."""
         keys = {*self.parts, *parts}
         pairs = {key: (self.parts.get(key, (0, 0)), parts.get(key, (0, 0))) for key in keys}
         self.parts = {key: (one[0] + other[0], one[1] + other[1]) for key, (one, other) in pairs.items()}
@@ -163,7 +161,6 @@ class CoverageHistory:
         self._kinds_changes = step.kinds.changes
 
     def _cut(self, iteration: int) -> None:
-        """Drop this iteration and later ones after a return to a checkpoint."""
         self._counted = [counted for counted in self._counted if counted.since < iteration]
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
@@ -220,7 +217,6 @@ class CoverageHistory:
         return Coverage(products, state=counted.state, steps=self._steps(number, last))
 
     def _steps(self, number: int, last: int) -> str:
-        """The steps of a part of the run as text; empty if all steps are alike."""
         if len(self._counted) < 2:
             return ""
         since, after = self._counted[number].since, self._counted[number + 1 : number + 2]
@@ -294,7 +290,6 @@ def in_precision(
 
 
 def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Reason, str]:
-    """The reason for the high precision of a GEMM of Transformer Engine."""
     if facts is not None and facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
         return Reason.RECOMPUTED, Reason.RECOMPUTED.value
     if entry.recipe == HIGH_PRECISION:

@@ -19,14 +19,12 @@ class Marks(Generic[MarkT]):
         self._marks: dict[int, tuple[StorageWeakRef, MarkT]] = {}
 
     def put(self, tensor: torch.Tensor, mark: MarkT) -> None:
-        """Mark a tensor; an earlier mark is replaced."""
         storage = _storage(tensor)
         if storage is not None:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._marks[storage._cdata] = reference, mark  # as long as there is one, no other storage has the number
 
     def get(self, tensor: torch.Tensor) -> MarkT | None:
-        """The mark of a tensor."""
         storage = _storage(tensor)
         found = None if storage is None else self._marks.get(storage._cdata)
         return None if found is None else found[1]

@@ -71,13 +71,11 @@ class MatrixProduct(NamedTuple):
 
     @property
     def macs(self) -> int:
-        """The number of multiply-adds."""
         sizes = [self[2:6]] if self.sequences is None else [each.sizes for each in self.sequences]
         return sum(map(math.prod, sizes))
 
 
 def is_product(operator: str) -> bool:
-    """Return whether an operator multiplies matrices in a way that is counted, or looks up rows of one."""
     return operator in _OPERATORS
 
 

@@ -90,7 +90,6 @@ class ModelCall:
 
     @property
     def kind(self) -> Kind:
-        """The kind of a call that has ended."""
         return Kind(self.form, self.path, self.nodes)
 
     @property
@@ -104,7 +103,6 @@ class ModelCall:
         return not self.may_have_backward and self.graph is not None and self.graph() is None
 
     def reach(self, number: int, values: Iterable[Any]) -> None:
-        """Note that the call has reached a module with these arguments."""
         path = self.path
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -147,7 +145,6 @@ class _CallSearch:
             self.in_vain = 0
 
     def find(self, kind: Kind) -> None:
-        """Note that a counted call is of this kind."""
         self.in_vain += kind not in self.sought
         self.sought.discard(kind)
 
@@ -182,7 +179,6 @@ class ModelCalls:
 
     @property
     def here(self) -> ModelCall | None:
-        """The call that runs in this thread."""
         return self.here_in_thread.call
 
     def begin(
@@ -226,7 +222,6 @@ class ModelCalls:
             self._forms[call.form].is_new = True
 
     def end(self, call: ModelCall, results: Any) -> None:
-        """Note that a call has ended without an exception."""
         call.nodes += made_in_thread()
         call.has_ended = True
         mark = _Mark(call)
@@ -350,7 +345,6 @@ def _form(value: Any, numbers: list[int], depth: int = 0) -> Hashable:
 
 
 def leaves(value: Any, depth: int = 0) -> list[Any]:
-    """The tensors in a result."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):

@@ -104,7 +104,6 @@ class ModelWatch:
         self.calls.begin_step(counts_outside=self.counting)
 
     def take_ran(self) -> dict[int, set[bool]]:
-        """Return and reset :attr:`ran`."""
         ran, self.ran = self.ran, {}
         return ran
 
@@ -185,7 +184,6 @@ class ModelWatch:
             self._replaced.replace(root, "training_step", TrainingStepOfOneModule(step, root))
 
     def _around_call(self, root: Any, upstream: Callable[..., Any], *, is_forward: bool) -> Callable[..., Any]:
-        """Surround a call of a model; watch its operators if it is counted."""
 
         @functools.wraps(upstream)
         def around(*arguments: Any, **keywords: Any) -> Any:
@@ -218,7 +216,6 @@ class ModelWatch:
             self.calls.end(call, result)
 
     def _around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Surround a backward; watch its operators if its call is counted."""
 
         @functools.wraps(upstream)
         def around(roots: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -268,7 +265,6 @@ class ModelWatch:
             self._report("counting the matrix products of", "a step", error)
 
     def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
-        """See :class:`~te_precision_callbacks.coverage.seeing.ModeListener`."""
         if by_values:
             self.operators.note_sizes_by_values()
         self.operators.nodes.bind(arguments)
@@ -276,7 +272,6 @@ class ModelWatch:
             self.operators.nodes.enter_outer(arguments)
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """See :class:`~te_precision_callbacks.coverage.seeing.ModeListener`."""
         if not self._is_muted and not self._in_gemm_layer():
             self.operators.look(operator, arguments, result)
 

@@ -41,8 +41,6 @@ class _OfThread(threading.local):
 
 
 class NodesOfProducts:
-    """The products of nodes."""
-
     def __init__(self) -> None:
         self._here = _OfThread()
 
@@ -127,7 +125,6 @@ def found_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[A
 
 
 def made_in_thread() -> int:
-    """The number of nodes that this thread has made."""
     return torch._C._autograd._get_sequence_nr()
 
 

@@ -68,12 +68,10 @@ class OperatorProducts:
         self._scores, self._probabilities = Marks[SeenProduct](), Marks[bool]()
 
     def read_weights(self) -> None:
-        """Read the current memory of the parameters."""
         self._weights.read(self._modules.values())
 
     @contextmanager
     def in_backward_of(self, call: ModelCall | None) -> Iterator[None]:
-        """Surround the backward of a call of the model."""
         self._backward_of = call
         try:
             yield
@@ -81,7 +79,6 @@ class OperatorProducts:
             self._backward_of = None
 
     def note_sizes_by_values(self) -> None:
-        """Note that sizes in the running call depend on values of tensors."""
         call = self.call_now()
         if call is not None:
             call.goes_by_values = True
@@ -98,7 +95,6 @@ class OperatorProducts:
         return of_node[0].call if of_node else None
 
     def look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """Note a call of an operator of torch."""
         of_backward = in_backward()
         if operator in REDUCING:
             if of_backward:

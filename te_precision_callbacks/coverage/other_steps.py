@@ -66,7 +66,6 @@ class OtherSteps:
 
     @functools.cached_property
     def coverage(self) -> Coverage:
-        """The products of these steps."""
         return Coverage(one.product for one in self.held if one.alike in self.holding)
 
     @property
@@ -129,5 +128,4 @@ def in_lines(found: Sequence[OtherSteps]) -> list[str]:
 
 
 def _firsts(since: int, until: int | None) -> tuple[int, ...]:
-    """The first iterations of a span and of the next one."""
     return (since,) if until is None else (since, until + 1)

@@ -26,7 +26,6 @@ _CONFIG = tuple[tuple[str, Any], ...]
 
 
 def leads(group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> bool:
-    """See :attr:`Ranks.leads`, without an instance."""
     return not (reduce and is_distributed(group)) or torch.distributed.get_rank(group) == 0
 
 
@@ -66,12 +65,10 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return torch.distributed.get_world_size(self._group) if self.several else 1
 
     @property
     def are_together(self) -> bool:
-        """Return whether the ranks exchange messages."""
         return self.messages is not None and self.messages.is_open
 
     @property
@@ -82,7 +79,6 @@ class Ranks:
     # ------------------------------------------------------------------ together, and apart
 
     def meet(self) -> None:
-        """Meet the other ranks when a model is attached."""
         if not self.several:
             return
         try:
@@ -157,7 +153,6 @@ class Ranks:
         return found
 
     def end(self) -> None:
-        """Close the messages of this rank."""
         if self.messages is not None:
             self.messages.close()
 
@@ -213,7 +208,6 @@ class Ranks:
         return self._exchange(f"comparing {kind}", merged, None)
 
     def any(self, kind: str, doing: str, *, own: bool) -> bool:
-        """Return whether something holds on any rank."""
         holds = (1.0,)
         return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", float(own)) == holds, own)
 

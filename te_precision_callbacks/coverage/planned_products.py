@@ -111,8 +111,6 @@ def plan_products(
 
 
 class _ProductPlanner:
-    """See :func:`plan_products` for the arguments."""
-
     def __init__(
         self,
         model: Model,
@@ -225,7 +223,6 @@ class _ProductPlanner:
             self._plan_layer(layer, "te_ops", quantizers, weights[0].dtype, sizes, len(layers), left_out)
 
     def _recipe_of(self, layers: Sequence[str]) -> Any:
-        """The recipe of a module with these layers."""
         return self._recipes.get(layers[0], self._recipe)
 
     def _plan_layer(
@@ -238,7 +235,6 @@ class _ProductPlanner:
         groups: int,
         left_out: Mapping[LayerGemm, str],
     ) -> None:
-        """Plan the GEMMs of a layer, one of ``groups`` that share the tokens."""
         in_force = self._recipe_of([layer])
         override = None if in_force is None else in_force.backward_override
         recipe = recipe_text(in_force)
@@ -305,7 +301,6 @@ class _ProductPlanner:
 
 
 def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -> tuple[str, ...]:
-    """The paths of modules of attention, without modules inside them."""
     found: list[str] = []
     for key, path in names.items():
         is_inner = any(path.startswith(f"{outer}.") for outer in found[-1:])

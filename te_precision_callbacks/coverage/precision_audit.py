@@ -162,7 +162,6 @@ class PrecisionAudit:
 
     @property
     def has_backward(self) -> bool:
-        """Return whether a backward ran in this iteration."""
         return self._had_backward
 
     def note_backward(self) -> None:
@@ -177,12 +176,10 @@ class PrecisionAudit:
 
     @property
     def changes(self) -> int:
-        """The number of changes of a layer's precision."""
         return self._history.changes
 
     @property
     def has_changed(self) -> bool:
-        """Return whether the precision of a layer changed after its first iteration."""
         self._write()
         return self._history.has_changed
 
@@ -310,7 +307,6 @@ def _in_a_region() -> bool:
 
 
 def _is_modified(operand: GemmOperand) -> bool:
-    """Return whether a feature has made an operand."""
     if not operand.on_debug_path:
         return False
     from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
@@ -416,7 +412,6 @@ def formats_of_layer(
 
 
 def of_fprop(formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
-    """The formats of the forward's GEMMs alone."""
     return {operand: made for operand, made in formats.items() if operand.gemm == "fprop"}
 
 
@@ -447,7 +442,6 @@ def gemms_left_out(
 
 
 def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
-    """For each layer of a module, whether its weight needs no gradient."""
     if "LayerNormMLP" in class_names(module):
         return [not module.fc1_weight.requires_grad, not module.fc2_weight.requires_grad]
     # A weight in several parameters is one to its GEMM; of GroupedLinear the first weight decides for all.

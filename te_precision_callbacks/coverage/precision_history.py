@@ -87,7 +87,6 @@ class _Entries:
         return self.since.tobytes(), self.facts.tobytes(), bytes(self.flags), tuple(self.met.values())
 
     def cut(self, iteration: int) -> None:
-        """Remove the entries of an iteration and of later ones."""
         number = bisect_left(self.since, iteration)
         del self.since[number:], self.facts[number:], self.flags[number:]
 
@@ -113,7 +112,6 @@ class PrecisionHistory:
 
     @property
     def last(self) -> int | None:
-        """The last iteration that ran; None if none ran."""
         return self._iterations.last
 
     def ran(self, iteration: int) -> None:
@@ -163,7 +161,6 @@ class PrecisionHistory:
             entries.facts[number], entries.flags[number] = entries.facts[-1], entries.flags[number] & _EXCLUDED
 
     def now(self, layer: str) -> LayerFacts:
-        """The facts about a layer in the last iteration."""
         entries = self._layers.get(layer)
         return _UNKNOWN if entries is None or not entries.since else self._facts[entries.facts[-1]]
 

@@ -36,7 +36,6 @@ def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Map
 
 
 def other_steps_of_run(run: RecordedRun) -> list[str]:
-    """Lines for steps with other products in low precision than the last step."""
     if run.gemms["until"].null_count == run.gemms.num_rows:
         return []  # as of most runs, of which thousands of products need not be gone through
     products = recorded_products(run.gemms, run.operands)

@@ -112,7 +112,6 @@ class SeenProduct:
 
 
 def kind_of(module: torch.nn.Module) -> str:
-    """The class of a module, for a reason."""
     kind = type(module)
     if kind.__name__ == UNFUSED:
         return UNFUSED_KERNEL

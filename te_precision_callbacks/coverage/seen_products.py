@@ -137,16 +137,13 @@ class ModelProducts:
         return parts
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collect the state of an optimizer after its step."""
         if self.counting and self._watch.calls.is_first:
             self._watch.state.note_step(optimizer)
 
     def take_ran(self) -> Mapping[int, set[bool]]:
-        """See :meth:`ModelWatch.take_ran`."""
         return self._watch.take_ran()
 
     def close(self) -> None:
-        """Stop counting, and restore torch."""
         self._watch.close()
         self.attentions, self.recomputed_outside, self._first_in_recipe = {}, set(), set()
         self._operations = frozenset()
@@ -156,7 +153,6 @@ class ModelProducts:
         return self._watch.operators.seen
 
     def muted(self) -> AbstractContextManager[None]:
-        """Ignore torch's operators inside of this context."""
         return self._watch.muted()
 
     # ------------------------------------------------------------------ what runs
@@ -194,7 +190,6 @@ class ModelProducts:
             self.recomputed_outside.add(event.layer)
 
     def _note_running(self, layer: str) -> None:
-        """Note the call of a forward that a checkpoint recomputes in its backward."""
         call = self._watch.operators.call_of_forward()
         seen = SeenProduct(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=call)
         self._watch.operators.nodes.note_running(seen)
@@ -222,11 +217,9 @@ class ModelProducts:
                 seen.mask_share = share
 
     def enter_attention(self, layer: str, kind: ForwardKind) -> None:
-        """Begin a forward of Transformer Engine's attention."""
         self._watch.operators.told.discard(layer)
 
     def note_attention(self, event: AttentionEvent) -> None:
-        """Count the products of fused attention."""
         self._watch.operators.told.add(event.layer)
         call = self._watch.operators.call_now()
         if not self.counting or event.kind is not ForwardKind.OBSERVED or (call is not None and not call.is_counted):

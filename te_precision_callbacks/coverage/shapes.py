@@ -152,7 +152,6 @@ def _in_words(layer: str, first: Refusal, found: Sequence[Refusal]) -> str:
 
 
 def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Failed | None:
-    """The innermost module of a traceback."""
     of_module = {id(named.module): named for named in modules}
     of_part = {id(part): named for named in modules for part in _parts(named.module)}
     place: _Failed | None = None

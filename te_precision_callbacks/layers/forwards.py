@@ -85,7 +85,6 @@ class ForwardClassifier:
         self.was_paused = self.was_paused or value
 
     def __call__(self, module: torch.nn.Module) -> ForwardKind:
-        """The kind of the forward that ``module`` begins."""
         if self.abandoned is not None and self.abandoned():
             return ForwardKind.UNTOUCHED
         if self.kept:
@@ -105,7 +104,6 @@ class ForwardClassifier:
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != NO_BACKWARD
 
 

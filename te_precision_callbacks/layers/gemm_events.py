@@ -99,7 +99,6 @@ class GemmEvent:
 
     @property
     def operands(self) -> tuple[GemmOperand, GemmOperand]:
-        """Both operands."""
         return self.a, self.b
 
     @functools.cached_property
@@ -190,7 +189,6 @@ Listener = Callable[[GemmEvent], None]
 
 
 def _matrix(data: Any) -> tuple[int, int]:
-    """Rows and columns of a GEMM operand."""
     shape = tuple(data.size()) if hasattr(data, "size") else ()
     rows = 1
     for extent in shape[:-1]:

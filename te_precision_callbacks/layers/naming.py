@@ -393,7 +393,6 @@ class ModuleTree:
         return self._has_grown or any(module._modules != before for module, before in self._turns.take())
 
     def changed(self) -> bool:
-        """Return whether a module was added, replaced, moved or removed."""
         self._has_grown = False
         return any(module._modules != before for module, before in self._children) or any(
             tuple(map(id, module._parameters.values())) != parameters or compiled_call(module) is not compiled
@@ -587,7 +586,6 @@ def is_wrapper(module: torch.nn.Module) -> bool:
 def _unwrapped(
     module: torch.nn.Module, opaque: Callable[[torch.nn.Module], bool], full_prefix: str
 ) -> tuple[torch.nn.Module, str]:
-    """The module inside the wrappers, and its path with PEFT's parts."""
     chain = [*_wrapped(module, lambda parent, name: is_wrapper_part(parent, name) and not opaque(parent))]
     for (_, parent), (name, _) in itertools.pairwise(chain):
         full_prefix = _joined(full_prefix, name) if _is_peft_part(parent, name) else full_prefix

@@ -60,5 +60,4 @@ class BeforeConversion:
 
 
 def listed(names: list[str]) -> str:
-    """Fold names of parameters into a list."""
     return ", ".join(folded(names, most=_MOST_NAMES))

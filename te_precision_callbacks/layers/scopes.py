@@ -33,7 +33,6 @@ class FoundScope(NamedTuple):
 
 
 def found_scope(module: torch.nn.Module) -> FoundScope:
-    """The scope of a Transformer Engine module on this rank."""
     parameters = [each for each in module._parameters.values() if each is not None]  # as parameters(recurse=False)
     stage, experts = _of_megatron(parameters)
     for mesh in {id(found): found for found in map(_mesh, parameters) if found is not None}.values():
@@ -90,7 +89,6 @@ def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
 
 
 def _mesh(parameter: torch.nn.Parameter) -> Any:
-    """The device mesh of a DTensor; None for any other parameter."""
     return getattr(parameter, "device_mesh", None)
 
 
