@@ -211,23 +211,6 @@ def test_an_operator_that_nobody_knows_is_named_and_not_taken_for_one_of_its_nam
     assert len(RAN) == 2 * 3
 
 
-@pytest.mark.parametrize("share", ["fp32 >= 50%", "fp8 >= 50%"])
-def test_a_contract_says_what_its_share_leaves_out(
-    share: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = Vendor()
-    with InspectSession(
-        None, model=model, log_dir=tmp_path, require={"share": [share], "by_step": 1}, on_broken="warn"
-    ) as session:
-        for _ in range(2):
-            step(model)
-            session.step()
-    told = [record.getMessage() for record in caplog.records if UNKNOWN in record.getMessage()]
-    about = [text for text in told if "require=" in text]
-    assert len(about) == 1
-    assert "theirs" in about[0]
-
-
 # ---------------------------------------------------------------------- layers of Transformer Engine
 
 
@@ -290,14 +273,10 @@ def test_a_mode_of_the_scripts_own_sees_what_it_sees_without_a_session(tmp_path:
 
 FAILING: dict[str, tuple[Any, str]] = {
     "sizes": (products_module, "products_of"),
-    "names": (products_module, "why_not_counted"),
-    "places": (OperatorProducts, "_seen_in"),
     "backward": (OperatorProducts, "_note_backward"),
-    "follow": (OperatorProducts, "_follow"),
     "begin": (ModelCalls, "begin"),
     "end": (ModelCalls, "end"),
     "begin backward": (ModelCalls, "begin_backward"),
-    "nodes": (NodesOfProducts, "note"),
     "binding": (NodesOfProducts, "bind"),
     "weights": (products_module.WeightMarks, "read"),
 }
