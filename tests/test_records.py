@@ -7,7 +7,6 @@ import fcntl
 import math
 import os
 import re
-import signal
 import threading
 import time
 from pathlib import Path
@@ -74,15 +73,6 @@ def log_once(folder: Path, value: float) -> list[str]:
     return [line.split(" - INFO - ")[-1].split("value=")[-1] for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("overwrite", "kept"), [("1", []), ("0", ["1.0"])])
-def test_what_upstreams_variable_says_of_a_log_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: str, kept: list[str]
-) -> None:
-    monkeypatch.setenv("NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE", overwrite)
-    log_once(tmp_path, 1.0)
-    assert log_once(tmp_path, 2.0) == [*kept, "2.0"]
-
-
 def test_a_log_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
     begins = f"Here another run begins, of process {os.getpid()}."
     log_once(tmp_path, 1.0)
@@ -92,9 +82,7 @@ def test_a_log_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
     assert log_once(tmp_path, 3.0) == ["1.0", begins, "", begins, "3.0"]
 
 
-@pytest.mark.processes
 def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also while a process forked from that run lives on."""
     path = tmp_path / "rank-0.log"
     with claim(path) as first, claim(path) as second:
         first.write(b"first")
@@ -104,47 +92,6 @@ def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog:
         "rank-0.log.1": "second",
     }
     assert caplog.messages == [f"Another process is writing {path}; this process writes rank-0.log.1 instead."]
-    worker = os.fork()
-    if worker == 0:
-        time.sleep(60)
-        os._exit(0)
-    try:
-        with claim(path) as third:
-            assert third.name == path
-    finally:
-        os.kill(worker, signal.SIGKILL)
-        os.waitpid(worker, 0)
-
-
-@pytest.mark.processes
-def test_a_run_that_was_killed_leaves_its_log_to_the_next_one(tmp_path: Path) -> None:
-    """Though a process that was forked from it, as a worker of a DataLoader, lives on."""
-    has_begun, begun = os.pipe()
-    trainer = os.fork()
-    if trainer == 0:
-        log = StatisticsLog()
-        log.start(run_info(tmp_path))
-        log.write(records(Row("a", "activation", None, "max", 1.0)))
-        writer_thread.FLUSH_SECONDS = 0.01
-        while not lines(tmp_path):
-            time.sleep(0.001)
-        worker = os.fork()
-        if worker == 0:
-            time.sleep(60)
-            os._exit(0)
-        os.write(begun, str(worker).encode())
-        time.sleep(60)
-        os._exit(0)
-    worker = int(os.read(has_begun, 20))
-    os.kill(trainer, signal.SIGKILL)
-    os.waitpid(trainer, 0)
-    try:
-        os.kill(worker, 0)
-        assert log_once(tmp_path, 2.0) == ["1.0", f"Here another run begins, of process {os.getpid()}.", "2.0"]
-    finally:
-        os.kill(worker, signal.SIGKILL)
-        os.close(begun)
-        os.close(has_begun)
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +225,6 @@ def test_a_log_keeps_to_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     older = path.with_name(f"{path.name}.old")
     assert {older, path} == set(path.parent.iterdir())
     assert older.stat().st_size + path.stat().st_size <= 20_000
-    assert older.stat().st_size > 9_900
     own, others = [], []
     for line in (older.read_text() + path.read_text()).splitlines():
         (own if "iteration=" in line else others).append(line)

@@ -46,8 +46,8 @@ from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
-from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
-from te_precision_callbacks.instrumentation.recipe_arguments import computing, ignored_arguments, uses_of
+from te_precision_callbacks.instrumentation.fused import choose, format_paths
+from te_precision_callbacks.instrumentation.recipe_arguments import ignored_arguments
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import (
@@ -146,10 +146,9 @@ def check_model(
             :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; or one of Transformer Engine's recipe objects.
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
         batch: the arguments of the model's forward, instead of ``tokens``: a tensor, a mapping of keywords, or a tuple
-        of
-            positional arguments. Tensors are copied to the model's device.
+            of positional arguments. Tensors are copied to the model's device.
         require: a contract, as for an integration. A clause that the plan breaks, or that cannot be checked, is a
-        finding.
+            finding.
         observe: the path of observed layers, as for an integration.
         unconverted: for a model converted by Accelerate, the skipped layers with reasons, from
             ``te_precision_callbacks.accelerate.unconverted_layers(model)``.
@@ -243,7 +242,7 @@ class _Check:
             ran = dry_run(self._model, self._modules, self._batch, self._recipe)
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
         products, *of_spans = (self._products(acting, first, ran) for first in spans.values())
-        self._findings += of_recipe(self._recipe, acting)
+        self._findings += of_recipe(self._recipe, self._modules, acting, None if ran is None else ran.recipes)
         self._findings += of_shapes(
             self._recipe,
             self._modules,
@@ -336,9 +335,7 @@ class _Check:
                     self._findings.append(PlanFinding("rule", text, found.layers))
 
     def _facts(self, coverage: Coverage) -> Facts:
-        found = computing(self._modules, self._operations)
-        roots = (root for _, root in named_roots(self._model) or ())
-        ignored = [] if self._recipe is None else ignored_arguments([self._recipe], uses_of(found, roots))
+        ignored = [] if self._recipe is None else ignored_arguments([self._recipe])
         return Facts.of_plan(coverage, recipe_text(self._recipe), ignored)
 
     def _plan(self) -> Plan:
@@ -395,7 +392,7 @@ class _Check:
             self._findings.append(PlanFinding("refused", str(error)))
             fused, not_fused = choose("auto", self._modules, plan)[0], {}
         if not_fused:
-            self._notes.append(f'observe="{self._observe}": {paths_in_words(len(fused), not_fused)}')
+            self._notes.append(f'observe="{self._observe}": {format_paths(len(fused), not_fused)}')
         return [key for key, changed in fused.items() if not changed]
 
 

@@ -1,6 +1,6 @@
 """Problems of a plan: recipes that features need, and shapes that GEMMs do not support.
 
-findings = [*of_recipe(recipe, acting), *of_shapes(recipe, modules, operations, coverage, tokens=4096)]
+findings = [*of_recipe(recipe, modules, acting), *of_shapes(recipe, modules, operations, coverage, tokens=4096)]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
+from te_precision_callbacks.check.module_refusals import refusals_of
 from te_precision_callbacks.config import Section
 from te_precision_callbacks.config.conditions import Share
 from te_precision_callbacks.config.contract import Contract
@@ -44,11 +45,9 @@ class PlanFinding:
 
     Attributes:
         kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers that
-        no
-            feature can act on; ``recipe``, a recipe that does not fit; ``shape``, unsupported sizes of a GEMM;
+            no feature can act on; ``recipe``, a recipe that does not fit; ``shape``, unsupported sizes of a GEMM;
             ``high_precision``, nothing runs in low precision; ``rule``, a finding of a rule; ``not_sized``, modules
-            that
-            need a batch; ``contract``, a contract that the plan breaks or cannot show.
+            that need a batch; ``contract``, a contract that the plan breaks or cannot show.
         text: the message, with the layers' names in short.
         layers: the affected layers.
     """
@@ -61,8 +60,20 @@ class PlanFinding:
         return notebooks.paragraph(f"{self.kind}: {self.text}")
 
 
-def of_recipe(recipe: Any, acting: Mapping[str, Sequence[Section]]) -> Iterator[PlanFinding]:
-    """Features that need another recipe. ``acting`` maps a layer to the sections that act on it."""
+def of_recipe(
+    recipe: Any,
+    modules: Sequence[NamedModule],
+    acting: Mapping[str, Sequence[Section]],
+    recipes: Mapping[str, Any] | None = None,
+) -> Iterator[PlanFinding]:
+    """Features that need another recipe, and modules that refuse theirs.
+
+    Args:
+        recipe: one of Transformer Engine's recipes, or None.
+        modules: the modules of Transformer Engine.
+        acting: layer -> the sections that act on it.
+        recipes: layer -> its own recipe, where a forward has been called.
+    """
     own = recipe_text(recipe)
     needing = (
         ((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer)
@@ -73,6 +84,14 @@ def of_recipe(recipe: Any, acting: Mapping[str, Sequence[Section]]) -> Iterator[
     )
     for (place, feature, needed), names in by_key(needing).items():
         text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
+        yield PlanFinding("recipe", text, tuple(names))
+    refused = (
+        (refusal, named.name)
+        for named in modules
+        for refusal in refusals_of(named.module, (recipes or {}).get(named.layers[0].name, recipe))
+    )
+    for refusal, names in by_key(refused).items():
+        text = f"Transformer Engine refuses {listed(names)}: {refusal.text}. {refusal.remedy}"
         yield PlanFinding("recipe", text, tuple(names))
 
 
@@ -93,8 +112,7 @@ def of_shapes(
         operations: its operations of ``te.ops``.
         coverage: the plan.
         tokens: the tokens of a step; None skips checks of tokens. They are also skipped for a layer that shares the
-        tokens
-            with others, since a router decides its share.
+            tokens with others, since a router decides its share.
         tokens_of: layer -> the tokens of each of its calls, instead of ``tokens``.
     """
     from transformer_engine.pytorch.utils import get_device_compute_capability

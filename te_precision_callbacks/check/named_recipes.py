@@ -30,8 +30,7 @@ def recipe_named(name: str) -> Any:
 
     Raises:
         RecipeError: there is no such recipe, Transformer Engine refuses it on this GPU, or an environment variable has
-        an
-            invalid value.
+            an invalid value.
     """
     if name not in CHOICES:
         raise RecipeError(f"There is no recipe {name!r}.{suggestion(name, CHOICES)}")

@@ -90,8 +90,7 @@ class ContractKeeper:
     """Checks a run's contract, with the same result on all ranks that reduce together.
 
     A change of precision on any rank travels with the statistics of a step. In a step without statistics the check
-    waits for
-    a step of the contract, or for the next multiple of :data:`ASKING`.
+    waits for a step of the contract, or for the next multiple of :data:`ASKING`.
 
     Args:
         contract: the contract.
@@ -134,8 +133,7 @@ class ContractKeeper:
 
         Returns:
             The message of a broken contract, or an empty string. None if the check was not due, if no step has had a
-            backward
-            yet, and if the ranks have lost each other.
+                backward yet, and if the ranks have lost each other.
 
         Raises:
             PrecisionContractError: the contract is broken and does not only warn; on all ranks.

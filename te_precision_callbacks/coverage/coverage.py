@@ -74,8 +74,8 @@ class Product:
     Attributes:
         layer: the path of the module, as in ``session.layers``; with the name of the weight if that is not ``weight``.
         family: ``te`` and ``te_ops`` for layers of Transformer Engine, ``torch`` for torch's linear and convolution
-        layers,
-            ``attention`` for the two products of attention, ``lookup`` for embeddings, ``functional`` for all others.
+            layers, ``attention`` for the two products of attention, ``lookup`` for embeddings, ``functional`` for all
+            others.
         gemm: ``fprop``, ``dgrad`` and ``wgrad`` of a product with a weight; ``qk`` and ``pv`` of attention; ``lookup``;
             ``other`` for a product without a weight.
         backward: whether it belongs to the backward, in which ``qk``, ``pv`` and ``other`` are two products each.
@@ -85,14 +85,12 @@ class Product:
         macs: the multiply-adds of a step.
         operands: tensor -> its format.
         runs: ``seen`` if it ran, ``planned`` if nothing ran, ``never`` if the step skipped it, ``uncounted`` if
-        something ran
-            that may multiply matrices and is not counted.
+            something ran that may multiply matrices and is not counted.
         not_run: the reason if the step skipped it, as in ``session.precision``, or if it is not counted.
         reason: the reason for high precision; None in low precision, and if it does not run.
         reason_ref: the details: the section with its file and line, the dimension, the variable.
         mask_share: for attention, the share of the multiply-adds that its mask keeps, such as (S + 1) / (2 S) of a
-        causal
-            mask over S tokens; 1 without a mask, None if unknown. ``macs`` includes all of them.
+            causal mask over S tokens; 1 without a mask, None if unknown. ``macs`` includes all of them.
     """
 
     layer: str
@@ -125,8 +123,7 @@ class Product:
     @functools.cached_property
     def precision(self) -> str:
         """The precision of the widest operand: ``fp8``, ``mxfp8``, ``nvfp4``, ``bf16``, ``fp32``, ...; for any other
-        format its
-        name in lower case, empty for a look-up.
+        format its name in lower case, empty for a look-up.
         """
         return _widest(tuple(self.operands.values()))
 

@@ -27,22 +27,17 @@ class GemmPrecision:
         layer: the layer.
         gemm: ``fprop``, ``dgrad`` or ``wgrad``.
         operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``. Several formats in a run are joined by arrows
-        in
-            the order of their first step. Empty for a GEMM that has not run.
+            in the order of their first step. Empty for a GEMM that has not run.
         seen: whether all of these formats were seen on the tensors passed to the GEMM, and no other format is
-        suspected.
-            Otherwise some are the formats of the quantizers.
+            suspected. Otherwise some are the formats of the quantizers.
         not_run: the reason if the GEMM has not run in training, one of :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
             :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; else empty. NO_BACKWARD is reported only for steps that observe
-            the
-            layer, if a backward has reached other parts of the model.
+            the layer, if a backward has reached other parts of the model.
         since: the first debug iteration with these facts; in ``session.precision``, the first one of the GEMM.
         until: the last debug iteration with these facts; None while they hold.
         recipe: the recipe of the layer: ``fp8_delayed_scaling``, ``fp8_current_scaling``, ``mxfp8``,
-        ``fp8_block_scaling``,
-            ``nvfp4``, the class of a custom recipe, or :data:`HIGH_PRECISION`. Several recipes are joined by arrows.
-            Empty
-            for a GEMM that has not run.
+            ``fp8_block_scaling``, ``nvfp4``, the class of a custom recipe, or :data:`HIGH_PRECISION`. Several recipes
+            are joined by arrows. Empty for a GEMM that has not run.
         excluded: whether the layer ran in high precision because its forward is inside ``te.autocast(enabled=False)``.
     """
 
@@ -82,8 +77,7 @@ class Precision(AnyIteration[GemmPrecision]):
 
     An iteration has all GEMMs known by then. A GEMM that did not run has the reason in ``not_run``. A layer without a
     forward in the iteration keeps its previous precision; so do the GEMMs of the backward in an iteration without one,
-    such
-    as a skipped batch.
+    such as a skipped batch.
     """
 
     def _repr_html_(self) -> str:

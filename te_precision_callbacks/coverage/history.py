@@ -122,8 +122,7 @@ class CoverageHistory:
         """Record the calls of a step, which hold until a step differs.
 
         A step without a backward, such as a skipped batch, counts as the step before it; before the first backward, as
-        the step
-        after it.
+        the step after it.
 
         Args:
             iteration: the step.

@@ -16,8 +16,7 @@ def causal_share(rows: int, columns: int, *, at_the_end: bool = False) -> float:
     Args:
         rows, columns: the lengths of the queries and of the keys.
         at_the_end: whether the last query sees all keys (aligned to the bottom right); else the first query sees only
-        the
-            first key.
+            the first key.
     """
     inside = min(rows, columns)
     triangle = inside * (inside + 1) // 2
@@ -36,7 +35,7 @@ def share_left(given: Mapping[str, Any], rows: int, columns: int) -> float | Non
 
     Args:
         given: the arguments ``attn_mask_type`` and ``window_size`` of its forward, and ``qkv_format`` or
-        ``qkv_layout``.
+            ``qkv_layout``.
         rows, columns: the lengths of the queries and of the keys.
     """
     if str(given.get("qkv_format") or given.get("qkv_layout") or "").startswith("t"):

@@ -5,8 +5,7 @@
 
 The full mathematical size counts. A causal mask is noted and removes no multiply-add. Recomputation in a fused backward
 of attention counts once. Operators of torch 2.13 (``aten/src/ATen/native/native_functions.yaml``,
-``torch/nn/attention``,
-``torch/_higher_order_ops/flex_attention.py``), flash-attn 2.8, and flash-attn 3 for Hopper
+``torch/nn/attention``, ``torch/_higher_order_ops/flex_attention.py``), flash-attn 2.8, and flash-attn 3 for Hopper
 (``flash_attn_interface.py``).
 """
 
@@ -84,8 +83,7 @@ def products_of(operator: str, arguments: Sequence[Any], result: Any) -> list[Ma
 
     Args:
         operator: its name with its namespace, without overload: ``aten::addmm``. Higher-order operators have the
-        namespace
-            ``higher_order``.
+            namespace ``higher_order``.
         arguments: its positional arguments.
         result: its result.
     """

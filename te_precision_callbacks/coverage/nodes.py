@@ -1,9 +1,8 @@
 """Maps autograd nodes to the products of the forward whose gradients they compute.
 
 Autograd numbers nodes by thread, and on a GPU the backward and its recomputation run in the device's thread. So
-products
-are stored with the node itself, in ``torch.autograd.graph.Node.metadata``. The number only finds the node in the thread
-that made it: autograd makes the node before it calls the kernel, and attaches it to the result after it.
+products are stored with the node itself, in ``torch.autograd.graph.Node.metadata``. The number only finds the node in
+the thread that made it: autograd makes the node before it calls the kernel, and attaches it to the result after it.
 
 Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_nr``.
 """

@@ -148,7 +148,7 @@ class OperatorProducts:
         Args:
             left: the reason if the operator is not counted.
             again: whether an activation checkpoint recomputes it. It is then not counted, but the backward may have its
-            nodes.
+                nodes.
         """
         call = self.call_of_forward()
         if call is None if again else call is not None and not call.is_counted:
@@ -275,8 +275,7 @@ class OperatorProducts:
         """The forward product of a backward product, for a node with several.
 
         In attention, the product with its role. Otherwise the product with the same weight or activation, or one of
-        fitting
-        sizes that lacks gradients.
+        fitting sizes that lacks gradients.
         """
         alike = [seen for seen in of_node if product.role in ("qk", "pv") and seen.role == product.role] or of_node
         if len(alike) == 1:

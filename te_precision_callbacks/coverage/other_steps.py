@@ -83,8 +83,7 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     """The steps with other products in low precision than the last step, with one entry for equal steps.
 
     Steps with an unknown precision are left out, and steps with the summary of the last one, for example because an
-    error
-    ended them halfway.
+    error ended them halfway.
 
     Args:
         products: each product, once for each span.

@@ -74,8 +74,7 @@ class PlannedProducts:
         not_counted: the paths of modules with a matrix and of an unknown class.
         not_reached: the paths of modules with a matrix, and the layers, that were not called.
         attention: the paths of modules of attention, whose products are not planned, without modules inside them. The
-        name
-            of the class, or of a base class, contains "Attention".
+            name of the class, or of a base class, contains "Attention".
     """
 
     coverage: Coverage

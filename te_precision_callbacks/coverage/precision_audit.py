@@ -421,8 +421,7 @@ def gemms_left_out(
     """The GEMMs that the backward of a forward with gradients skips, and why.
 
     Read from Transformer Engine 2.20.2 (``pytorch/module``): Linear and GroupedLinear compute dgrad if the input needs
-    it;
-    LayerNormLinear and LayerNormMLP do in every backward, for the norm and for fc1.
+    it; LayerNormLinear and LayerNormMLP do in every backward, for the norm and for fc1.
 
     Args:
         module: a module of Transformer Engine.

@@ -73,13 +73,9 @@ class _Entries:
         elif self.since and self.facts[-1] == facts and not (self.flags[-1] | flags) & _DOUBT:
             self.flags[-1] |= flags
         else:
-            try:
-                self.since.append(iteration)
-                self.facts.append(facts)
-                self.flags.append(flags)
-            except BaseException:  # a complete entry, or none
-                self.cut(iteration)
-                raise
+            self.since.append(iteration)
+            self.facts.append(facts)
+            self.flags.append(flags)
 
     @property
     def key(self) -> tuple[bytes, bytes, bytes, tuple[int, ...]]:

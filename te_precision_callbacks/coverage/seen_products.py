@@ -40,10 +40,8 @@ class ModelProducts:
     Attributes:
         attentions: id of a module of Transformer Engine's attention -> its path.
         recomputed_outside: the layers that a reentrant checkpoint recomputed without a recipe after a first forward
-        with
-            one. Such a checkpoint of torch does not restore autocast. If autocast surrounds the checkpointed part, as
-            in
-            Accelerate, the backward belongs to a forward in high precision.
+            with one. Such a checkpoint of torch does not restore autocast. If autocast surrounds the checkpointed part,
+            as in Accelerate, the backward belongs to a forward in high precision.
     """
 
     def __init__(

@@ -3,9 +3,8 @@ dimension.
 
 Transformer Engine raises deep inside, and names at most the operand. The frames of the traceback show the layer, so
 nothing is recorded in a healthy run. Read from Transformer Engine 2.20.2: the forwards (``self``, ``inp``,
-``m_splits``)
-and backwards (``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``) of ``pytorch/module/*.py``, and ``layout`` of
-``pytorch/cpp_extensions/gemm.py``.
+``m_splits``) and backwards (``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``) of ``pytorch/module/*.py``, and
+``layout`` of ``pytorch/cpp_extensions/gemm.py``.
 """
 
 from __future__ import annotations

@@ -30,14 +30,12 @@ class GemmOperand(NamedTuple):
     Attributes:
         tensor: ``activation``, ``weight`` or ``gradient``.
         given: the object that Transformer Engine's Python passed: a plain or quantized tensor, or the wrapper of its
-        debug
-            path.
+            debug path.
         columnwise: whether the GEMM reads columnwise data.
         high: the tensor before its quantization, if it exists and a listener requested it.
         first: whether no GEMM of the same forward, or of its backward, has read the tensor before.
         recomputed: whether ``high`` was recomputed because a fused kernel had quantized it. The kernel may not have
-        rounded
-            its values to this dtype, so the codes of ``high`` may differ.
+            rounded its values to this dtype, so the codes of ``high`` may differ.
     """
 
     tensor: OperandName
@@ -72,8 +70,7 @@ class GemmEvent:
         expert: the number of the expert in its module; None outside of grouped GEMMs.
         a, b: the operands, as the extension names them: it multiplies B by A.
         out: the result, high-precision or quantized, including the addend. None if a grouped GEMM wrote the results of
-        all
-            experts into one buffer that cannot be split.
+            all experts into one buffer that cannot be split.
         order: the number of the GEMM in the iteration, in order of execution.
         kind: the kind of its forward.
         recipe: the recipe of that forward, as spelled in names of statistics; empty in high precision.
@@ -128,8 +125,7 @@ class AttentionSizes(NamedTuple):
     @classmethod
     def of(cls, query: Any, key: Any, value: Any, form: str) -> AttentionSizes:
         """The sizes of operands in a format such as ``sbhd``, with one letter for each dimension. Packed sequences
-        (``thd``) count
-        as one, since their bounds are on the device.
+        (``thd``) count as one, since their bounds are on the device.
         """
         rows, columns = (dict(zip(form, tensor.size(), strict=True)) for tensor in (query, key))
         sequences = rows.get("b", 1) * rows["h"]

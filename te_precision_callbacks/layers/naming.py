@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_precision_callbacks.layers.scopes import FoundScope, Scope, found_scope, scope_of
-from te_precision_callbacks.layers.turns import Turns
 
 if TYPE_CHECKING:
     from te_precision_callbacks.base.vocabulary import LayerNames
@@ -77,16 +76,12 @@ class Layer:
         given: the full name from the script, passed to the constructor or assigned by ``infer_and_assign_layer_names``;
             empty without one.
         upstream: the name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` assigns for this model, and the
-        name
-            for the model inside its wrappers, if different.
+            name for the model inside its wrappers, if different.
         by_number: the path with numbers that distinguish layers of different ranks at one path, as in Megatron.
-        Children
-            of a ModuleList have their attribute ``layer_number``, from 0, instead of their index, since each pipeline
-            stage
-            has its list from index 0 on. Experts have the first and the last of their layer's ``local_expert_indices``
-            (``experts_2_3``), since each rank of expert parallelism has its own. If no number distinguishes a layer, a
-            scope
-            before the path does.
+            Children of a ModuleList have their attribute ``layer_number``, from 0, instead of their index, since each
+            pipeline stage has its list from index 0 on. Experts have the first and the last of their layer's
+            ``local_expert_indices`` (``experts_2_3``), since each rank of expert parallelism has its own. If no number
+            distinguishes a layer, a scope before the path does.
         scope: the prefix of the name that distinguishes the layer from others at its path; see
             :mod:`te_precision_callbacks.layers.scopes`. Empty if none is needed.
     """
@@ -132,11 +127,9 @@ def named_te_modules(
     """Find and name the Transformer Engine modules of a model, in the order of the module tree.
 
     The name is the path in the tree without the parts of wrappers (DDP, FSDP, torch.compile, checkpoint wrappers,
-    PEFT); for
-    a shared module, its first path. The modules of a list of models get ``chunk0.``, ``chunk1.`` and so on as prefix,
-    the
-    modules of a mapping its keys. If a root is itself a Transformer Engine module, its class is the prefix:
-    ``transformer_layer.layernorm_mlp``.
+    PEFT); for a shared module, its first path. The modules of a list of models get ``chunk0.``, ``chunk1.`` and so on
+    as prefix, the modules of a mapping its keys. If a root is itself a Transformer Engine module, its class is the
+    prefix: ``transformer_layer.layernorm_mlp``.
 
     Args:
         model: the model.
@@ -185,8 +178,7 @@ def named_te_modules(
 
 def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") -> dict[int, str]:
     """The name of every module of a model by its id, as in :func:`named_te_modules`; for a root without a prefix, its
-    class in
-    snake case.
+    class in snake case.
     """
     names: dict[int, str] = {}
     for prefix, root in named_roots(model) or ():
@@ -230,8 +222,7 @@ def named_operations(model: Model, *, by_number: bool = False, scope: Scope = ""
     """Find and name the operations of ``te.ops`` in a model that have GEMMs.
 
     The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` around it. Each group of a ``GroupedLinear``
-    is a
-    layer, ``.gemm_0`` and so on, as in :func:`named_te_modules`.
+    is a layer, ``.gemm_0`` and so on, as in :func:`named_te_modules`.
     """
     found = []
     for prefix, root in named_roots(model) or ():
@@ -279,10 +270,9 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
 
     Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: the root is ``model``, even if there are several; the children of a
     ModuleList have their attribute ``layer_number`` instead of their index; the last path of a shared module counts.
-    Scripts
-    call the function before or after they wrap the model in DDP and similar wrappers, so a module may have a second
-    name, in
-    the model without wrappers. If the script has called the function itself, only the name from that call is used.
+    Scripts call the function before or after they wrap the model in DDP and similar wrappers, so a module may have a
+    second name, in the model without wrappers. If the script has called the function itself, only the name from that
+    call is used.
     """
     roots = [root for _, root in named_roots(model) or ()]
     was_called = any(_has_upstreams_name(root) for root in roots)
@@ -374,26 +364,13 @@ class ModuleTree:
     def __init__(self, model: Model, *, parameters: bool = False) -> None:
         modules = list(dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules()))
         self._children = [(module, dict(module._modules)) for module in modules]
-        self._turns = Turns(self._children)
-        self._ids = frozenset(map(id, modules))
-        self._has_grown = False
         # Parameters by identity: tensors are compared element by element.
         self._parameters = [
             (module, tuple(map(id, module._parameters.values())), compiled_call(module))
             for module in (modules if parameters else ())
         ]
 
-    def note_registration(self, module: torch.nn.Module) -> None:
-        """Note that a module gets a child, for :meth:`seems_changed`."""
-        self._has_grown = self._has_grown or id(module) in self._ids
-
-    def seems_changed(self) -> bool:
-        """Return whether a module was added or replaced, according to registrations and to a few modules checked in
-        turn."""
-        return self._has_grown or any(module._modules != before for module, before in self._turns.take())
-
     def changed(self) -> bool:
-        self._has_grown = False
         return any(module._modules != before for module, before in self._children) or any(
             tuple(map(id, module._parameters.values())) != parameters or compiled_call(module) is not compiled
             for module, parameters, compiled in self._parameters
@@ -487,7 +464,7 @@ def _places(
         root, prefix, opaque: as in :func:`module_paths`.
         others: receives, for each further path of a module, its first path and that further path.
         through_adapters: whether a layer with PEFT's adapters, or with trained copies, has the path of PEFT's
-        replacement.
+            replacement.
     """
     seen: dict[int, str] = {}
     root, full_prefix = _unwrapped(root, opaque, prefix)

@@ -778,22 +778,6 @@ def test_models_that_follow_each_other_and_one_that_is_called_twice(tmp_path: Pa
     assert wgrad == 2 * TOKENS * WIDTH * WIDTH
 
 
-def test_what_a_model_keeps_is_that_of_all_micro_batches(tmp_path: Path) -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WORDS)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.norm(x))
-
-    model = Net()
-    coverage = counted(model, lambda: one_by_one(model, lambda _: torch.ones(TOKENS, WIDTH)), tmp_path)
-    rows = {row.subject: (row.tensors, row.bytes) for row in coverage.state}
-    assert rows["norm"] == (4, 0)
-    assert rows["logits"] == (4, 4 * 4 * TOKENS * WORDS)
-
-
 REASONS: dict[str, tuple[Any, Any, Reason, str]] = {
     "a feature": (
         CURRENT(),

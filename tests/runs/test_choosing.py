@@ -130,11 +130,9 @@ def test_plain_logs_have_no_runs_to_choose_from(tmp_path: Path) -> None:
         open_run(tmp_path, run="x")
 
 
-def test_the_command_that_a_session_names_can_be_pasted(ids: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    from te_precision_callbacks.session.delivery import tell_command
+def test_the_path_in_a_command_of_a_session_can_be_pasted(ids: list[str]) -> None:
+    from te_precision_callbacks.session.delivery import quoted_run
 
-    with caplog.at_level("INFO"):
-        tell_command(Path(FOLDER), ids[0])
-    words = shlex.split(caplog.messages[-1])
-    assert Path(words[2]).is_absolute()
-    assert open_run(words[2]).run_id == ids[0]
+    [path] = shlex.split(quoted_run(Path(FOLDER), ids[0]))
+    assert Path(path).is_absolute()
+    assert open_run(path).run_id == ids[0]

@@ -267,10 +267,10 @@ def test_a_run_that_ends_in_a_profile_writes_what_there_is(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("profile", "begins", "ran", "said"),
     [
-        ("7", 0, None, "asked for iteration 7, and none of them ran, so there is no trace. The run ended before iter"),
-        ("1-9", 0, "1-3", "asked for iterations 1 to 9, and 3 of these 9 ran: iterations 1 to 3. The run ended before"),
-        ("0-3", 2, "2-3", "asked for iterations 0 to 3, and 2 of these 4 ran: iterations 2 to 3. The run began with"),
-        ("0", 2, None, "asked for iteration 0, and none of them ran, so there is no trace. The run began with a later"),
+        ("7", 0, None, "asked for iteration 7, of which none ran: the run ended before iter"),
+        ("1-9", 0, "1-3", "asked for iterations 1 to 9, of which 3 ran: the run ended before"),
+        ("0-3", 2, "2-3", "asked for iterations 0 to 3, of which 2 ran: the run began with"),
+        ("0", 2, None, "asked for iteration 0, of which none ran: the run began with a later"),
         ("2-3", 0, "2-3", ""),
     ],
 )
