@@ -220,4 +220,4 @@ def test_products_of_a_first_step_that_an_error_has_ended(tmp_path: Path, caplog
     caplog.clear()
     half = trained(tmp_path / "half", fails_before="optimizer", require="fp8 >= 50%")
     assert not half.coverage()
-    assert "never judged: the run has ended in its first step, before the optimizer's." in caplog.text
+    assert "never checked: the run has ended in its first step, before the optimizer's." in caplog.text

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _AUTO, _DELAYED = "auto", "fp8_delayed_scaling"
 _RECIPES = (_DELAYED, "mxfp8", "none")
-"""What Accelerate sets up, or leaves out."""
+"""Recipes that Accelerate supports."""
 
 
 class ConversionError(PrecisionDebugError, RuntimeError):

@@ -15,7 +15,7 @@ from te_precision_callbacks.reference import is_installed, target
 AUTO, NONE = "auto", "none"
 
 CHOICES = (AUTO, NONE, *RECIPES)
-"""What :func:`recipe_named` takes."""
+"""Names for :func:`recipe_named`."""
 
 
 class RecipeError(PrecisionDebugError, ValueError):

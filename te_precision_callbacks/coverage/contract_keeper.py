@@ -34,20 +34,20 @@ logger = logging.getLogger(__name__)
 _MOST_OFFENDERS = 5
 
 _MOST_INCOMPLETE = 16
-"""So many steps with calls that were not counted are looked at again at the end of the run."""
+"""The most steps with uncounted calls that are checked again at the end of the run."""
 
 ASKING = 10
-"""Every so many steps the ranks ask one another whether precision has changed, if no statistics are due."""
+"""Interval, in steps, of the cross-rank check for changes, if no statistics are collected."""
 
 _COUNTERPARTS = {name: f"te.{name}" for name in ("Linear", "MultiheadAttention")}
 _WITHOUT_COUNTERPART = re.compile(r"(?:(?:Lazy)?Conv\w*d|(?:RNN|LSTM|GRU)(?:Cell)?|Bilinear)")
-"""Classes of torch that multiply matrices, and Transformer Engine 2.20 has no layer for."""
+"""Classes of torch that multiply matrices and have no counterpart in Transformer Engine 2.20."""
 
 _CLASS = {Reason.NOT_TE: re.compile(r"torch\.nn\.(\w+)"), Reason.NOT_CONVERTED: re.compile(r"[\d x]+ of (\w+):.*")}
-"""Reason -> how its reference names the class of torch."""
+"""Reason -> pattern of the class of torch in its reference."""
 
 _MULTIPLE = 16
-"""The sizes that Transformer Engine's FP8 takes; MXFP8 those of 32."""
+"""FP8 of Transformer Engine supports multiples of 16; MXFP8, multiples of 32."""
 
 
 def remedy(reason: Reason, ref: str, sizes: Iterable[int] = ()) -> str:
@@ -102,8 +102,8 @@ class ContractKeeper:
         self._on_broken = contract.on_broken or on_broken
         self._first: int | None = None
         self._changes = self._changed_at = 0
-        self._judged = self._judged_until = -1
-        self._said = ""
+        self._checked = self._checked_until = -1
+        self._message = ""
         self._unchecked = ""
         self._incomplete: dict[int, None] = {}
 
@@ -118,7 +118,7 @@ class ContractKeeper:
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
         self._changes = changes
-        ranks.note = iteration >= self._first and self._judged != changes
+        ranks.note = iteration >= self._first and self._checked != changes
 
     def end_step(
         self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
@@ -141,36 +141,36 @@ class ContractKeeper:
         first = iteration if self._first is None else self._first
         asks = iteration == first or (iteration > first and iteration % ASKING == 0)
         if not ranks.several:
-            ranks.note = iteration >= first and self._judged != changes
+            ranks.note = iteration >= first and self._checked != changes
         noted = ranks.noted(asks=asks)
-        # What was found after the numbers of a step were sent travels with the next ones; that step is judged then.
-        judges, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
+        # What was found after the numbers of a step were sent travels with the next ones; that step is checked then.
+        changed_at, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
         if not noted:
             return None
         if iteration == first or not ranks.several:
-            self._judged, own = changes, coverage_at(iteration)
+            self._checked, own = changes, coverage_at(iteration)
         else:
-            self._judged, own = self._changes, coverage_at(judges)
-        products = shared_products(own, ranks, "products to judge")
-        coverage = Coverage(products, state=shared_state(own.state, ranks, "types to judge"))
+            self._checked, own = self._changes, coverage_at(changed_at)
+        products = shared_products(own, ranks, "products to check")
+        coverage = Coverage(products, state=shared_state(own.state, ranks, "types to check"))
         if ranks.several and not ranks.are_together:
             return None
         if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
-            self._judged = -1  # there is nothing but forwards yet: a later step is judged
+            self._checked = -1  # there is nothing but forwards yet: a later step is checked
             return None
         if coverage.is_incomplete and not _is_broken_for_certain(self._contract, coverage):
-            self._judged = -1  # what was not counted may be in the next steps
+            self._checked = -1  # what was not counted may be in the next steps
             if len(self._incomplete) < _MOST_INCOMPLETE:
-                self._incomplete[judges if ranks.several else iteration] = None
+                self._incomplete[changed_at if ranks.several else iteration] = None
             return None
-        self._judged_until = self._judged
+        self._checked_until = self._checked
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
-        when = f"judged after step {iteration}"
+        when = f"checked after step {iteration}"
         raises = self._on_broken == "raise" and bool(broken) and ranks.still_together()
         self._unchecked = "" if broken else left_out(self._contract, coverage)
         if broken:
-            return self._tell(broken, coverage, when, raises=raises)
-        return self._say(self._unchecked, coverage, raises=False) if self._unchecked else ""
+            return self._report_broken(broken, coverage, when, raises=raises)
+        return self._report(self._unchecked, coverage, raises=False) if self._unchecked else ""
 
     def end_run(
         self,
@@ -206,27 +206,27 @@ class ContractKeeper:
             broken = [] if of_step.is_incomplete else broken_clauses(self._contract, of_step)
             self._unchecked = left_out(self._contract, of_step) or self._unchecked
             if broken:
-                return self._tell(broken, of_step, f"in step {step}, judged at its end", raises=raises)
-        if self._judged_until < changes or not coverage:
+                return self._report_broken(broken, of_step, f"in step {step}, checked at its end", raises=raises)
+        if self._checked_until < changes or not coverage:
             if not coverage and not coverage.state:
-                if self._judged_until >= 0:
+                if self._checked_until >= 0:
                     return None
-                message = f"The precision contract (require=) was never judged: {why_not}."
-                return self._say(message, coverage, raises=raises)
-            self._judged_until = changes
+                message = f"The precision contract (require=) was never checked: {why_not}."
+                return self._report(message, coverage, raises=raises)
+            self._checked_until = changes
             self._unchecked = left_out(self._contract, coverage) or self._unchecked
             state = _broken_state(self._contract, coverage.state, of_all=not ranks.several)
             broken = [*broken_clauses(self._contract, coverage), *state]
-            when = "judged at its end, without any step()"
+            when = "checked at its end, without any step()"
             if self._first is not None:
-                when = f"judged at its end, after step {iteration}"
+                when = f"checked at its end, after step {iteration}"
             if broken and not coverage.is_incomplete:
-                return self._tell(broken, coverage, when, raises=raises)
+                return self._report_broken(broken, coverage, when, raises=raises)
             if not self._unchecked:
                 return ""
-        return self._say(self._unchecked, coverage, raises=raises) if self._unchecked else None
+        return self._report(self._unchecked, coverage, raises=raises) if self._unchecked else None
 
-    def _tell(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
+    def _report_broken(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
         listed = "\n".join(f"- {text}" for text in broken)
         message = f"The run breaks its precision contract (require=), {when}:\n{listed}"
         offenders = _offenders(coverage)
@@ -234,14 +234,14 @@ class ContractKeeper:
             message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
         if coverage.is_estimate:
             message += f"\nNot counted: {'; '.join(left_out_in_words(coverage))}."
-        return self._say(message, coverage, raises=raises)
+        return self._report(message, coverage, raises=raises)
 
-    def _say(self, message: str, coverage: Coverage, *, raises: bool) -> str:
+    def _report(self, message: str, coverage: Coverage, *, raises: bool) -> str:
         if raises:
             raise PrecisionContractError(message, coverage)
-        if own_rank() == 0 and message != self._said:
+        if own_rank() == 0 and message != self._message:
             logger.warning("%s", message)
-        self._said = message
+        self._message = message
         return message
 
 

@@ -28,7 +28,7 @@ Family = Literal["te", "te_ops", "torch", "functional", "attention", "lookup"]
 Runs = Literal["seen", "planned", "never", "uncounted"]
 
 _LOW_NAMES = ("NVFP4", "MXFP8", "FP8 block", "FP8")
-"""The names of low precision, the narrowest first."""
+"""Names of low-precision formats, narrowest first."""
 
 _ORDER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32", "fp64")
 
@@ -61,10 +61,10 @@ REMEDIES: Mapping[Reason, str] = {
     Reason.ENVIRONMENT: "unset the variable",
     Reason.ATTENTION: "give the recipe fp8_dpa=True, on a GPU whose fused attention has FP8",
 }
-"""Reason -> what makes the product run in low precision."""
+"""Reason -> remedy."""
 
 _WITH_VALUE = (Reason.NOT_TE, Reason.NOT_CONVERTED)
-"""The reasons that say more than what exactly it is."""
+"""The reasons that precede their reference in messages."""
 
 
 @dataclass(frozen=True)
@@ -323,13 +323,13 @@ def left_out_in_words(coverage: Coverage) -> list[str]:
 
 
 NOTHING = Coverage()
-"""That of a run without products."""
+"""The coverage of a run without products."""
 
 MOST_WITHOUT_BACKWARD = 10
-"""So many steps without a backward, as of batches that a script skips, count as steps before the first one."""
+"""The most steps without a backward, such as skipped batches, that count as steps before the first one."""
 
 ESTIMATED = "estimated: "
-"""The beginning of the text on calls that were not counted, and may be in later steps."""
+"""Prefix of the reason for uncounted calls that may be counted in later steps."""
 
 _NO_BACKWARD = "no product of a backward has been seen, so these are those of a forward alone"
 

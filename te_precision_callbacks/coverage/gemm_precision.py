@@ -16,7 +16,7 @@ NO_GRADIENT = "neither input nor parameters need a gradient"
 NO_BACKWARD = "no backward has reached it"
 
 HIGH_PRECISION = "none"
-"""What is given as the recipe of a GEMM whose layer ran without one."""
+"""The recipe of a GEMM in a layer without one."""
 
 
 @dataclass(frozen=True)

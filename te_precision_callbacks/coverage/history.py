@@ -20,7 +20,7 @@ from te_precision_callbacks.statistics.schedule import Schedule
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 
 MOST_SPANS = 64
-"""So many parts of a run with different calls are kept; the steps after them are one part, with their mean."""
+"""The most parts of a run with different calls; the steps after them are one part, with their mean."""
 
 _EXCLUDED = "runs inside te.autocast(enabled=False)"
 

@@ -27,7 +27,7 @@ from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 ResultT = TypeVar("ResultT")
 
 made_in_thread: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""How many nodes of autograd this thread has made: asked around each layer, so it is no function of Python."""
+"""The number of autograd nodes of this thread. Not a Python function, since it is called around each layer."""
 
 
 class ModelWatch:

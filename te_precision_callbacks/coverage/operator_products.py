@@ -51,13 +51,13 @@ class OperatorProducts:
 
     Attributes:
         seen: the products in their order.
-        told: the layers with a product in their present forward.
+        with_product: the layers with a product in their present forward.
         nodes: the products of autograd nodes.
     """
 
     def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState, calls: ModelCalls) -> None:
         self.seen: list[SeenProduct] = []
-        self.told: set[str] = set()
+        self.with_product: set[str] = set()
         self.nodes = NodesOfProducts()
         self.calls = calls
         self._modules = modules
@@ -166,7 +166,7 @@ class OperatorProducts:
             if one is None:
                 continue
             one.call = call
-            self.told.add(one.layer)
+            self.with_product.add(one.layer)
             if not again:
                 self.seen.append(one)
             self.nodes.note(one, arguments, result)

@@ -20,10 +20,10 @@ _MOST_LINES = 3
 _MOST_INTERVALS = 4
 
 _MOST_CHANGES = 256
-"""So many of the last iterations in which a product became another are looked at."""
+"""The most iterations with changes of products that are compared, counted from the last one."""
 
 _Span = tuple[int, int | None]
-"""The first and the last iteration for which something holds; None while it still holds."""
+"""The first and the last iteration; None while it is open."""
 
 
 class ProductSpan(NamedTuple):

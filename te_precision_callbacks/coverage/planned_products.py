@@ -45,7 +45,7 @@ from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation, module_names, named_roots
 
 NOT_REACHED = "the forward does not reach it"
-"""Why a product of a step whose products are known is not among them."""
+"""The reason for a missing product in a step that was called."""
 
 
 @dataclass

@@ -46,7 +46,7 @@ from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 
 MODIFIED = " (modified)"
-"""What is added to the format of a tensor that a feature has made."""
+"""Suffix of the format of a tensor that a feature has made."""
 
 _DTYPES = {
     torch.float32: "FP32",

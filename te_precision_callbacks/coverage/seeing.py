@@ -111,7 +111,7 @@ def is_seen_by(watcher: ModeListener) -> bool:
 
 
 modes_are_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many modes look at the operators of this thread: asked before each GEMM, so it is no function of Python."""
+"""The number of dispatch modes of this thread. Not a Python function, since it is called before each GEMM."""
 
 
 @contextmanager

@@ -27,7 +27,7 @@ OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
 """The names of the operands of a product of the forward, and of dgrad and wgrad."""
 
 _OF_BACKWARD = ("gradient", "saved")
-"""Those of a product of the backward without a weight."""
+"""The names of the operands of a product of the backward without a weight."""
 
 
 UNFUSED = "UnfusedDotProductAttention"
@@ -38,7 +38,7 @@ UNFUSED_KERNEL = "Transformer Engine's unfused attention"
 FUSED = "Transformer Engine's fused attention"
 OTHER_KERNEL = "another kernel of Transformer Engine's attention, counted by its sizes"
 ANY_KERNEL = Reason.ATTENTION.value
-"""Of a plan without the GPU, where it is not known which of its kernels Transformer Engine takes in high precision."""
+"""Attention of a plan in high precision, for an unknown kernel."""
 
 
 @dataclass(slots=True, eq=False)

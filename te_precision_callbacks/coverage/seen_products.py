@@ -25,7 +25,7 @@ from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionS
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
 
 _CALL = "te_precision_call"
-"""The key under which a forward of Transformer Engine keeps the call that it belongs to."""
+"""The key of the model call in the data that a forward of Transformer Engine keeps."""
 
 
 class ModelProducts:
@@ -215,10 +215,10 @@ class ModelProducts:
                 seen.mask_share = share
 
     def enter_attention(self, layer: str, kind: ForwardKind) -> None:
-        self._watch.operators.told.discard(layer)
+        self._watch.operators.with_product.discard(layer)
 
     def note_attention(self, event: AttentionEvent) -> None:
-        self._watch.operators.told.add(event.layer)
+        self._watch.operators.with_product.add(event.layer)
         call = self._watch.operators.call_now()
         if not self.counting or event.kind is not ForwardKind.OBSERVED or (call is not None and not call.is_counted):
             return
@@ -253,7 +253,7 @@ class ModelProducts:
         tensors = given["query_layer"], given["key_layer"], given["value_layer"]
         sizes = AttentionSizes.of(*tensors, given["qkv_format"])
         share = share_left(given, sizes.rows, sizes.columns)
-        if layer in self._watch.operators.told:
+        if layer in self._watch.operators.with_product:
             for seen in itertools.takewhile(lambda seen: seen.layer == layer, reversed(self._seen)):
                 seen.mask_share = share
             return

@@ -21,7 +21,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-"""Code of torch 2.13 to 2.15 by which a frame is known."""
+"""Code objects of torch 2.13 to 2.15 that identify frames."""
 
 
 def outside_of_dynamo(function: FunctionT) -> FunctionT:

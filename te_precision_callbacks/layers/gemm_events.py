@@ -21,7 +21,7 @@ from te_precision_callbacks.base.vocabulary import GemmName, OperandName
 from te_precision_callbacks.layers.forwards import ForwardKind
 
 OUTSIDE = "outside"
-"""The layer of a GEMM that no layer of the model runs, such as that of a user's own autograd function."""
+"""The layer of a GEMM outside of the model's layers, such as a GEMM in a custom autograd function."""
 
 
 class GemmOperand(NamedTuple):
@@ -177,11 +177,11 @@ class AttentionListener(Protocol):
 
 
 BeforeSum = Callable[[str, GemmName, Any, dict[Any, Any]], Any]
-"""Is called before a GEMM adds to its result, with the layer, the GEMM, what is in the result, and what is kept of the
-forward; the event has what it returns."""
+"""Listener called before a GEMM adds to its result, with the layer, the GEMM, the addend, and the data kept for the
+forward; its return value is in the event."""
 
 Listener = Callable[[GemmEvent], None]
-"""Is called behind each GEMM; what it raises is reported, and does not reach training."""
+"""Listener called after each GEMM. Its exceptions are reported and do not reach training."""
 
 
 def _matrix(data: Any) -> tuple[int, int]:

@@ -28,10 +28,10 @@ Model = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Modu
 """A model; or several, such as a list of a model's chunks, or a mapping of a generator and a discriminator."""
 
 WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
-"""Attributes under which FSDP, torch.compile, torch's checkpoint wrapper and Lightning Fabric keep what they wrap."""
+"""Attributes of the wrapped module in FSDP, torch.compile, torch's checkpoint wrapper and Lightning Fabric."""
 
 MODULE_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
-"""Classes that keep the module that they wrap under the ordinary name ``module``."""
+"""Classes with the wrapped module in the attribute ``module``."""
 
 PEFT_WRAPPERS = {"PeftModel": "base_model", "PeftMixedModel": "base_model", "BaseTuner": "model"}
 """Class of PEFT 0.21 -> the attribute that holds the wrapped model."""
@@ -54,7 +54,7 @@ _OLD_SPELLINGS = (
 """Module attributes of TE 2.20, and their names in TE's documentation."""
 
 _ATTENTION = "DotProductAttention"
-"""Transformer Engine's attention, whose parts, one for each way to compute it, have its name."""
+"""Transformer Engine's attention. Its parts, one for each backend, have its name."""
 
 _NUMBERED_EXPERTS = re.compile(r"\bexperts_\d+_\d+\b")
 """The experts of a rank in :attr:`Layer.by_number`; a selector without numbers means the experts of all ranks."""
@@ -378,7 +378,7 @@ class ModuleTree:
 
 
 SURROUNDS = "te_precision_surrounds"
-"""The attribute of a function that a session has put around the call of a module: what was called before, or None."""
+"""Attribute of a wrapper around the call of a module: the wrapped function, or None."""
 
 
 def compiled_call(module: torch.nn.Module) -> Any:

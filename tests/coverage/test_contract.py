@@ -102,7 +102,7 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
     assert isinstance(caught.value.__cause__, PrecisionContractError)
     assert caught.value.__cause__.coverage.share("fp8") == 0.5
     lines = str(caught.value).splitlines()
-    assert lines[0] == "2: The run breaks its precision contract (require=), judged after step 2:"
+    assert lines[0] == "2: The run breaks its precision contract (require=), checked after step 2:"
     assert lines[1] == "- fp8 >= 95%: it is 50.0 %."
     assert lines[3] == (
         "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. To change that, use te.Linear"
@@ -137,7 +137,7 @@ def test_what_is_broken(require: Any, told: str, tmp_path: Path) -> None:
 def test_the_step_at_which_it_is_judged(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError, match=r"^0: .* after step 0"):
         run(tmp_path, {"share": "fp8 >= 95%", "by_step": 1})
-    with pytest.raises(PrecisionContractError, match=r"judged after step 4"):
+    with pytest.raises(PrecisionContractError, match=r"checked after step 4"):
         run(tmp_path, {"share": "fp8 >= 95%", "by_step": 5})
 
 
@@ -152,7 +152,7 @@ def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
         run(tmp_path, "fp8 >= 95%", steps=2)
     lines = str(caught.value).splitlines()
     assert lines[:2] == [
-        "The run breaks its precision contract (require=), judged at its end, after step 1:",
+        "The run breaks its precision contract (require=), checked at its end, after step 1:",
         "- fp8 >= 95%: it is 50.0 %.",
     ]
     assert caught.value.coverage.share("fp8") == 0.5
@@ -166,7 +166,7 @@ def test_a_run_that_ends_before_and_holds(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_loop_calls_no_step_is_judged_at_its_end(tmp_path: Path) -> None:
-    with pytest.raises(PrecisionContractError, match=r"judged at its end, without any step\(\):\n.*it is 50.0 %"):
+    with pytest.raises(PrecisionContractError, match=r"checked at its end, without any step\(\):\n.*it is 50.0 %"):
         run(tmp_path, "fp8 >= 95%", calls_step=False)
 
 
@@ -180,7 +180,7 @@ def test_a_judgement_at_the_end_hides_no_error(tmp_path: Path, caplog: pytest.Lo
             net(torch.ones(16, 32, requires_grad=True)).sum().backward()
             session.step()
         raise KeyError("the loop's own")
-    assert sum("judged at its end, after step 1" in record.getMessage() for record in caplog.records) == 1
+    assert sum("checked at its end, after step 1" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("how", ["no model", "no training", "ended by the script"])
@@ -192,7 +192,7 @@ def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
     }[how]
     net = Net()
     session = InspectSession(CONFIG, log_dir=tmp_path, require="fp8 >= 95%")
-    with pytest.raises(PrecisionContractError, match=rf"was never judged: {why}"), session:
+    with pytest.raises(PrecisionContractError, match=rf"was never checked: {why}"), session:
         if how != "no model":
             session.attach(net)
         if how == "no training":
@@ -227,7 +227,7 @@ def test_each_output_says_first_what_is_broken(
 ) -> None:
     monkeypatch.delenv("TE_PRECISION_QUIET")
     run(tmp_path, "fp8 >= 95%", steps=3, on_broken="warn")
-    broken = "The run breaks its precision contract (require=), judged after step 2: fp8 >= 95%: it is 50.0 %"
+    broken = "The run breaks its precision contract (require=), checked after step 2: fp8 >= 95%: it is 50.0 %"
     for first, second in (
         [line.removeprefix("te-precision: ") for line in capsys.readouterr().err.splitlines()[:2]],
         (tmp_path / "precision_summary.txt").read_text().splitlines()[2:4],

@@ -835,25 +835,6 @@ def test_a_recipe_with_a_backward_in_high_precision(
     assert told == {"fprop": ("fp8", None, ""), "dgrad": override, "wgrad": override}
 
 
-def test_the_precision_of_any_iteration(tmp_path: Path) -> None:
-    """A schedule keeps a GEMM in high precision in one iteration."""
-    model, config = Layers(CURRENT()), {"kept": feature("DisableFP8Layer", ["layers.0.self_attention.proj"])}
-    case = gpt()
-    with InspectSession(config, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
-        case.loss(model).backward()
-        session.step()
-        model.recipe = None
-        for _ in range(2):
-            case.loss(model).backward()
-            session.step()
-        assert 0 < session.coverage(at=0).share("fp8") < in_fp8(GPT)
-        assert session.coverage(at=1).share("fp8") == 0
-        assert session.coverage() == session.coverage(at=2) == session.coverage(at=1)
-        with pytest.raises(LookupError, match="has not run"):
-            session.coverage(at=3)
-    assert session.coverage(at=0).share("fp8") > 0, "it stays readable"
-
-
 def test_it_is_seen_once_and_torch_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
     look = OperatorProducts.look

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from rich.console import Console
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.vocabulary import Observe
@@ -79,23 +79,6 @@ def test_a_change_during_the_run_is_shown(tmp_path: Path) -> None:
     formats = {"activation": "FP32 -> FP8 E4M3", "weight": "FP32 -> FP8 E4M3"}
     recipe = "none -> fp8_delayed_scaling"
     assert session.precision[0] == GemmPrecision("linear", "fprop", formats, seen=True, recipe=recipe)
-
-
-@pytest.mark.filterwarnings("ignore:Recipe type changed")
-def test_a_layer_without_features_is_looked_at_again_when_autocast_changes(tmp_path: Path) -> None:
-    """A warm-up in high precision, then FP8, then another recipe of it: each is seen in the step after it began."""
-    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    with InspectSession(statistics(layers=["0"]), model=net, log_dir=tmp_path) as session:
-        current = Float8CurrentScaling(fp8_format=Format.E4M3)
-        for recipe in (None, None, DelayedScaling(), DelayedScaling(), current, current):
-            with te.autocast(enabled=recipe is not None, recipe=recipe):
-                out = net(torch.randn(16, 32))
-            out.sum().backward()
-            session.step()
-    shown = {entry.gemm: entry for entry in session.precision if entry.layer == "1"}
-    assert shown["fprop"].operands["activation"] == "FP32 -> FP8 E4M3"
-    assert shown["dgrad"].operands["gradient"] == "FP32 -> FP8 E5M2 -> FP8 E4M3"
-    assert not shown["fprop"].seen
 
 
 def toggled(folder: Path, regions: str, *, says_when: bool, config: Any = None) -> InspectSession:

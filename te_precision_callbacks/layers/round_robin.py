@@ -8,13 +8,13 @@ from typing import Generic, TypeVar
 Thing = TypeVar("Thing")
 
 AT_ONCE = 8
-"""How many modules a step looks at if nothing is due in it."""
+"""The number of modules checked in a step without collection."""
 
 MANY = 4_000
-"""Of more modules than this a step looks at a quarter as many: each look then waits for memory that is in no cache."""
+"""Above this number of modules, a step checks a quarter as many, since they are no longer in the CPU's cache."""
 
 
-class Turns(Generic[Thing]):
+class RoundRobin(Generic[Thing]):
     """Returns a few of many objects at a time, round robin.
 
     Args:
