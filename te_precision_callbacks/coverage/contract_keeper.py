@@ -108,13 +108,8 @@ class ContractKeeper:
         self._incomplete: dict[int, None] = {}
 
     def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
-        """Announce to the other ranks whether there is something to check.
-
-        Args:
-            changes: the number of changes of this rank's products or precision so far.
-            iteration: the step.
-            ranks: the ranks that check together.
-        """
+        """Announce to the other ranks whether there is something to check. ``changes`` is this rank's number of changes
+        so far."""
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
         self._changes = changes
@@ -125,15 +120,10 @@ class ContractKeeper:
     ) -> str | None:
         """Check the contract if it is due: at the contract's step, and after a change of precision on any rank.
 
-        Args:
-            coverage_at: returns this rank's products in a step.
-            changes: the number of changes so far, including later ones than in :meth:`begin_step`.
-            iteration: the step.
-            ranks: the ranks that check together.
+        ``changes`` may include later changes than in :meth:`begin_step`.
 
         Returns:
-            The message of a broken contract, or an empty string. None if the check was not due, if no step has had a
-                backward yet, and if the ranks have lost each other.
+            The message of a broken contract, or an empty string. None if the check was not due or not possible.
 
         Raises:
             PrecisionContractError: the contract is broken and does not only warn; on all ranks.
@@ -194,11 +184,8 @@ class ContractKeeper:
             why_not: the reason if there is nothing to check.
             raises: False if another exception ends the run.
 
-        Returns:
-            As :meth:`end_step`; None if everything was checked before.
-
         Raises:
-            PrecisionContractError: as :meth:`end_step`; also if the contract was never checked.
+            PrecisionContractError: the contract is broken, or was never checked.
         """
         raises = raises and self._on_broken == "raise"
         for step in self._incomplete:  # later steps may have shown what these ran
@@ -303,15 +290,7 @@ def _broken_state(contract: Contract, state: Iterable[StateRow], *, of_all: bool
 
 
 def require_layers(contract: Contract, names: Iterable[str]) -> None:
-    """Reject a contract with a pattern that matches no layer.
-
-    Args:
-        contract: the contract.
-        names: the names of all layers and modules, on all ranks.
-
-    Raises:
-        ConfigError: a pattern matches no layer.
-    """
+    """Raise a ConfigError if a pattern of the contract matches no layer. ``names`` has the names of all ranks."""
     known = list(names)
     for pattern in contract.layers:
         if not any(re.search(pattern, name) for name in known):

@@ -122,12 +122,7 @@ class CoverageHistory:
         """Record the calls of a step, which hold until a step differs.
 
         A step without a backward, such as a skipped batch, counts as the step before it; before the first backward, as
-        the step after it.
-
-        Args:
-            iteration: the step.
-            step: its calls.
-            facts: returns the facts about layers.
+        the step after it. ``facts`` returns the facts about layers.
         """
         self._cut(iteration)
         last = self._counted[-1] if self._counted else None
@@ -174,7 +169,7 @@ class CoverageHistory:
         return list(self._counted)
 
     def by_span(self, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[ProductSpan]:
-        """Each product, once for each span of steps in which it is unchanged.
+        """Each product, once for each span of steps without a change of it.
 
         Args:
             precision: the precision of the layers' GEMMs over the run, from ``PrecisionAudit.spans``.
@@ -200,14 +195,7 @@ class CoverageHistory:
     def at(
         self, iteration: int, last: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]
     ) -> Coverage:
-        """The products of an iteration.
-
-        Args:
-            iteration: an iteration that has run.
-            last: the last iteration.
-            precision: the precision of the layers' GEMMs in the iteration.
-            unconverted: layers that a trainer left without Transformer Engine, and why.
-        """
+        """The products of an iteration that has run, given the last one and the precision of GEMMs in it."""
         if not self._counted:
             return NOTHING
         number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
@@ -255,14 +243,7 @@ def in_precision(
     precision: Sequence[GemmPrecision],
     unconverted: Mapping[str, str],
 ) -> Iterator[Product]:
-    """Yield products with the formats of an iteration, and the reasons for high precision.
-
-    Args:
-        products: the products.
-        layers: the facts about layers of Transformer Engine.
-        precision: the precision of the layers' GEMMs.
-        unconverted: layers that a trainer left without Transformer Engine, and why.
-    """
+    """Yield products with the formats of an iteration, and the reasons for high precision."""
     entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
     seen = set()
     for product in products:

@@ -73,12 +73,7 @@ class ModelWatch:
         self._replaced = Replaced(yields=True)
 
     def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
-        """Watch a model, after :meth:`close`. The first step is counted.
-
-        Args:
-            model: the model.
-            modules: id -> path and module.
-        """
+        """Watch a model, after :meth:`close`. The first step is counted. ``modules`` maps ids to paths and modules."""
         self._modules = modules
         self.calls = ModelCalls()
         self.operators = OperatorProducts(modules, self.state, self.calls)

@@ -48,13 +48,7 @@ class NodesOfProducts:
         self._here.outer = made_in_thread() - 1 if _has_node(arguments) else -1
 
     def note(self, seen: object, arguments: Iterable[Any], result: Any) -> None:
-        """Note a product of the forward that has just run.
-
-        Args:
-            seen: the product.
-            arguments: the arguments of its operator.
-            result: the result of its operator.
-        """
+        """Note a product of the forward that has just run, with the arguments and the result of its operator."""
         self.note_running(seen)
         number = made_in_thread() - 1
         if _has_node(arguments) or self._here.outer == number:

@@ -84,9 +84,6 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
 
     Steps with an unknown precision are left out, and steps with the summary of the last one, for example because an
     error ended them halfway.
-
-    Args:
-        products: each product, once for each span.
     """
     spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
     for one in products:

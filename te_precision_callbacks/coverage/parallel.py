@@ -178,12 +178,7 @@ class Ranks:
         return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why, of), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
-        """The sums of numbers over all ranks; unchanged without other ranks.
-
-        Args:
-            numbers: the numbers of this rank, as many as on the others.
-            kind: a name, equal on all ranks.
-        """
+        """The sums of numbers over all ranks; unchanged without other ranks. ``kind`` is a name, equal on all ranks."""
 
         def added(messages: Messages) -> list[float]:
             found = np.array(numbers, np.float64)
@@ -193,12 +188,7 @@ class Ranks:
         return self._exchange(f"exchanging {kind}", added, list(numbers))
 
     def largest(self, numbers: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.float64] | None:
-        """The maximum of each number over all ranks; None without other ranks, or if a rank is lost.
-
-        Args:
-            numbers: the numbers of this rank, as many as on the others.
-            kind: a name, equal on all ranks.
-        """
+        """The maximum of each number over all ranks; None without other ranks, or if a rank is lost."""
 
         def merged(messages: Messages) -> npt.NDArray[np.float64] | None:
             found = numbers.copy()
@@ -252,11 +242,7 @@ class Ranks:
 
     def stop_together(self, *, own: bool) -> bool:
         """Return whether all ranks stop now. The request of a rank is sent with the next values; all receive it in one
-        step.
-
-        Args:
-            own: whether this rank requests it.
-        """
+        step."""
         if not self.several:
             return own
         if self.messages is None or not self.messages.is_open:
@@ -266,10 +252,6 @@ class Ranks:
 
     def require_alike(self, config: FlatConfig, iteration: int) -> None:
         """Require equal configs and first iterations on all ranks. Otherwise all ranks raise.
-
-        Args:
-            config: this rank's config.
-            iteration: this rank's first debug iteration.
 
         Raises:
             ConfigError: the configs differ.

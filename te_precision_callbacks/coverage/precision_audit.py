@@ -236,9 +236,7 @@ class PrecisionAudit:
     def plan(self, formats: Mapping[LayerOperand, Format], *, excluded: bool = False) -> None:
         """Note formats that quantizers make, of operands of GEMMs that run unseen.
 
-        Args:
-            formats: the formats.
-            excluded: whether layers in high precision ran inside ``te.autocast(enabled=False)``.
+        ``excluded``: whether layers in high precision ran inside ``te.autocast(enabled=False)``.
         """
         for operand, made in formats.items():
             notes = self._now[operand.layer]
@@ -366,11 +364,8 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
 
 
 def quantizers_of_layers(forward: Sequence[Any], backward: Sequence[Any], layers: int) -> Iterator[Mapping[str, Any]]:
-    """Tensor -> its quantizer, for each layer of a module; empty before the module has quantizers.
-
-    Args:
-        forward, backward: the module's quantizers, in Transformer Engine's order.
-        layers: the number of its layers, one for each set of GEMMs.
+    """Tensor -> its quantizer, for each layer of a module, given its quantizers in Transformer Engine's order; empty
+    before the module has quantizers.
     """
     # Of each set of GEMMs input, weight and output, and the gradients of output and input; as FP8FwdTensorIdx and
     # FP8BwdTensorIdx have it (pytorch/constants.py), and GroupedLinear's offsets.

@@ -125,12 +125,9 @@ class PrecisionHistory:
         *,
         excluded: bool = False,
     ) -> None:
-        """Record facts about some GEMMs of a layer from an iteration on; facts about its other GEMMs continue.
+        """Record facts about some GEMMs of a layer from the last iteration on; facts about its other GEMMs continue.
 
         Args:
-            layer: the layer.
-            iteration: the last iteration that ran.
-            facts: GEMM -> its operands.
             seen: the GEMMs with seen operands.
             excluded: whether the forward ran inside ``te.autocast(enabled=False)``.
         """

@@ -19,12 +19,8 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 
 
 def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Mapping[str, Any], Product]]:
-    """The products of rows of a run. With several scopes, the names of layers include the scope.
-
-    Args:
-        gemms: rows of ``run.gemms``.
-        operands: rows of ``run.operands``.
-    """
+    """The products of rows of ``run.gemms`` and ``run.operands``. With several scopes, the names of layers include the
+    scope."""
     formats: dict[int, dict[str, str]] = defaultdict(dict)
     for row in operands.to_pylist():
         formats[row["gemm_id"]][row["tensor"]] = row["format"] or ""

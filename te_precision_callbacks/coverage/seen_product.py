@@ -119,11 +119,7 @@ def kind_of(module: torch.nn.Module) -> str:
 
 
 def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
-    """The products of a step, each with the sum of its calls.
-
-    Args:
-        seen: products, and their numbers of runs in the step.
-    """
+    """The products of a step, each with the sum of its calls, given products and their numbers of runs."""
     found: dict[tuple[str, ProductName, bool], list[tuple[SeenProduct, float]]] = {}
     for one, times in seen:
         found.setdefault((one.layer, one.gemm, one.is_of_backward), []).append((one, times))

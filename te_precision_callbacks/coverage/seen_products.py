@@ -299,13 +299,8 @@ class ModelProducts:
                 self._seen.append(seen)
 
     def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
-        """Note layers of Transformer Engine that ran without an event of a GEMM.
-
-        Args:
-            layers: the layers.
-            what: the kernel, and the reason.
-            backward: whether it was the backward.
-        """
+        """Note layers of Transformer Engine that ran without an event of a GEMM; ``what`` names the kernel and the
+        reason."""
         call = self._watch.operators.call_now()
         if self.counting and (call is None or call.is_counted):
             for layer in layers:
