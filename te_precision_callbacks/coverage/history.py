@@ -24,6 +24,8 @@ MOST_SPANS = 64
 
 _EXCLUDED = "runs inside te.autocast(enabled=False)"
 
+_OF_TE = ("te", "te_ops")
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -181,8 +183,7 @@ class CoverageHistory:
         for counted in self.spans():
             known = {(product.layer, product.gemm) for product in counted.products}
             for order, product in enumerate(counted.products):
-                of_te = product.family in ("te", "te_ops")
-                entries = spans.get((product.layer, product.gemm), []) if of_te else []
+                entries = spans.get((product.layer, product.gemm), []) if product.family in _OF_TE else []
                 yield from _in_spans(product, order, counted, entries, unconverted)
             for (layer, gemm), entries in spans.items():
                 last = entries[-1]
@@ -220,9 +221,9 @@ def _in_spans(
     unconverted: Mapping[str, str],
 ) -> Iterator[ProductSpan]:
     """A counted product, once for each precision of its GEMM in ``entries``."""
+    facts = counted.layers.get(product.layer)
     if not entries:
-        (found,) = in_precision([product], counted.layers, [], unconverted)
-        yield ProductSpan(found, order, None, counted.since, counted.until)
+        yield ProductSpan(_in_precision(product, None, facts, unconverted), order, None, counted.since, counted.until)
     for place, entry in enumerate(entries):
         since, until = entry.since, entry.until
         if not place and since <= counted.since + 1:
@@ -233,8 +234,7 @@ def _in_spans(
         ends = [end for end in (until, counted.until) if end is not None]
         since, until = max(since, counted.since), min(ends, default=None)
         if until is None or until >= since:
-            (found,) = in_precision([product], counted.layers, [entry], unconverted)
-            yield ProductSpan(found, order, entry, since, until)
+            yield ProductSpan(_in_precision(product, entry, facts, unconverted), order, entry, since, until)
 
 
 def in_precision(
@@ -245,28 +245,33 @@ def in_precision(
 ) -> Iterator[Product]:
     """Yield products with the formats of an iteration, and the reasons for high precision."""
     entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
-    seen = set()
     for product in products:
-        if product.family not in ("te", "te_ops"):
-            why = unconverted.get(product.layer)
-            if why is not None and product.reason is Reason.NOT_TE:
-                product = replace(product, reason=Reason.NOT_CONVERTED, reason_ref=why)
-            yield product if not product.is_low else replace(product, reason=None, reason_ref="")
-            continue
-        entry = entries.get((product.layer, product.gemm))
-        seen.add((product.layer, product.gemm))
-        if entry is None or (product.is_low and product.reason is None and product.operands == entry.operands):
-            yield product
-        elif entry.not_run:
-            yield replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
-        elif is_low(entry.operands):
-            yield replace(product, operands=entry.operands)
-        else:
-            reason, ref = _reason(entry, layers.get(entry.layer))
-            yield replace(product, operands=entry.operands, reason=reason, reason_ref=ref)
-    for entry in precision:
-        if entry.not_run and (entry.layer, entry.gemm) not in seen:
+        entry = entries.pop((product.layer, product.gemm), None) if product.family in _OF_TE else None
+        yield _in_precision(product, entry, layers.get(product.layer), unconverted)
+    for entry in entries.values():
+        if entry.not_run:
             yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)
+
+
+def _in_precision(
+    product: Product,
+    entry: GemmPrecision | None,
+    facts: HighPrecisionFacts | None,
+    unconverted: Mapping[str, str],
+) -> Product:
+    """A product with the formats of its GEMM, and the reason for high precision."""
+    if product.family not in _OF_TE:
+        if product.is_low:
+            return replace(product, reason=None, reason_ref="")
+        if product.layer in unconverted and product.reason is Reason.NOT_TE:
+            return replace(product, reason=Reason.NOT_CONVERTED, reason_ref=unconverted[product.layer])
+        return product
+    if entry is None or (product.is_low and product.reason is None and product.operands == entry.operands):
+        return product
+    if entry.not_run:
+        return replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
+    reason, ref = (product.reason, product.reason_ref) if is_low(entry.operands) else _reason(entry, facts)
+    return replace(product, operands=entry.operands, reason=reason, reason_ref=ref)
 
 
 def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Reason, str]:
