@@ -36,12 +36,6 @@ def alike() -> torch.nn.Module:
     return torch.nn.Sequential(te.Linear(32, 32, name="one"), te.Linear(32, 32, name="one"))
 
 
-def blocks() -> torch.nn.Module:
-    """Layers that nvidia-dlfw-inspect numbers from 1."""
-    made = (te.TransformerLayer(32, 64, 4, layer_number=number) for number in (1, 2))
-    return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(made)})
-
-
 def delayed() -> torch.nn.Module:
     return torch.nn.Sequential(te.Linear(32, 32, delay_wgrad_compute=True), te.Linear(32, 32))
 
@@ -81,7 +75,6 @@ CASES = {
     "steps beside a list of spans": Case({"s": feature("LogTensorStats", ["all"], **TWO_WAYS)}, two, ATTACH),
     "no layer": Case({"s": WATCHED}, plain, ATTACH),
     "one name twice": Case({"s": WATCHED}, alike, "session/model.py:_plan"),
-    "names of nvidia-dlfw-inspect": Case(selected(layer_numbers=[1]), blocks, "session/model.py:_plan"),
     "a GEMM among tensors": Case({"s": GEMM}, two, "config/checking.py:_without_gemms"),
     "a key beside one that decides": Case(
         selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_what_is_ignored"
