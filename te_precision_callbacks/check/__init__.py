@@ -1,4 +1,4 @@
-"""Checks a config before a run, and plans what a model's matrix products will run in.
+"""Checks a config before a run, and plans the precision of a model's matrix products.
 
 Usage::
 
@@ -7,7 +7,7 @@ Usage::
 
     checked = check_model(model, load_config("config.yaml"), recipe="mxfp8", tokens=4096)
     checked.coverage.share("fp8")     # as session.coverage(), of a step that has not run
-    checked.findings                  # what does not fit
+    checked.findings                  # problems of the plan
 """
 
 from __future__ import annotations

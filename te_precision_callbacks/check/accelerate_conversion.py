@@ -1,8 +1,8 @@
-"""Converts a model as Accelerate does for FP8, without an Accelerator, so that what it will train in can be planned.
+"""Converts a model as Accelerate does for FP8, without an Accelerator, to plan it.
 
 converted = convert_by_accelerate(model)     # in place; a model on the meta device stays there
-converted.left_out                           # layer -> why Accelerate left it out
-converted.notes                              # what Accelerate warns of, and what may not be meant
+converted.left_out                           # layer -> the reason why Accelerate left it out
+converted.notes                              # warnings of Accelerate, and possible mistakes
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _AUTO, _DELAYED = "auto", "fp8_delayed_scaling"
 _RECIPES = (_DELAYED, "mxfp8", "none")
-"""What Accelerate sets up, or leaves out."""
+"""Recipes that Accelerate supports."""
 
 
 class ConversionError(PrecisionDebugError, RuntimeError):
@@ -28,7 +28,7 @@ class ConversionError(PrecisionDebugError, RuntimeError):
 
 
 class Conversion(str, enum.Enum):
-    """Who converts a model before it is planned."""
+    """The converter of a model before it is planned."""
 
     ACCELERATE = "accelerate"
     """Accelerate, with ``mixed_precision: fp8`` and Transformer Engine as its backend."""
@@ -36,12 +36,12 @@ class Conversion(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has done.
+    """The result of a conversion.
 
     Attributes:
-        by: whose conversion.
-        left_out: layer -> why it was left out.
-        notes: what there is to say of it.
+        by: the converter.
+        left_out: layer -> the reason why it was left out.
+        notes: warnings and possible mistakes.
     """
 
     by: Conversion
@@ -50,7 +50,7 @@ class Converted:
 
 
 def recipe_of_accelerate(name: str) -> tuple[str, tuple[str, ...]]:
-    """The recipe that Accelerate takes for a name of ``--recipe``, and a note if Accelerate has none such."""
+    """The recipe of Accelerate for a value of ``--recipe``, and a note if Accelerate does not have it."""
     if name in (_AUTO, *_RECIPES):
         return (_DELAYED if name == _AUTO else name), ()
     return name, (
@@ -66,7 +66,7 @@ _FREEZE_AGAIN = (
 
 
 def convert_by_accelerate(model: torch.nn.Module) -> Converted:
-    """Convert a model in place, where it is.
+    """Convert a model in place.
 
     Raises:
         MissingExtraError: Accelerate is not installed.

@@ -1,4 +1,4 @@
-"""Plans a config on a model without running it: what each matrix product will run in, and what does not fit.
+"""Plans a config on a model without running it: the precision of each matrix product, and problems.
 
 checked = check_model(model, load_config("config.yaml"), recipe="fp8_current_scaling", tokens=4096)
 print(checked.coverage)                            # FP8 in 91.4 % of the multiply-adds (fprop 94.2, ...); ...
@@ -66,8 +66,8 @@ class ActingFeature(NamedTuple):
     Attributes:
         feature: its name, as in the config.
         section: the section of the config.
-        on: the tensors or GEMMs that it is for; empty for all.
-        steps: the steps in which it acts, such as ``every step``.
+        on: its tensors or GEMMs; empty for all.
+        steps: its steps, such as ``every step``.
     """
 
     feature: str
@@ -86,18 +86,16 @@ class CheckedModel:
     Attributes:
         coverage: the planned matrix products of a step, with ``runs="planned"``.
         recipe: the recipe, as in :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; empty for none.
-        tokens: the tokens of a step on this rank; None if they were not given: multiply-adds are then for one token, or
-            for the batch.
+        tokens: the tokens of a step on this rank; without them, multiply-adds are for one token, or for the batch.
         layers: the number of layers of Transformer Engine that a config can select.
         features: layer -> the features that act on it.
-        findings: what does not fit.
-        notes: what may not be meant, and is no error.
-        not_counted: modules with a weight of which no product could be planned.
+        findings: problems.
+        notes: possible mistakes that are not errors.
+        not_counted: modules with a weight and without a planned product.
         not_reached: with a batch, the modules with a weight and the layers that the forward does not call.
-        memory: what the layers keep and save; None unless it was asked for.
-        attention: without a batch, the modules of attention, whose two products are not planned.
-        spans: where features change precision in spans of steps alone, those in which other GEMMs run in high precision
-            than in ``coverage`` -> the products in them.
+        memory: the planned memory, if requested.
+        attention: without a batch, the modules of attention, which are not planned.
+        spans: steps with another set of GEMMs in high precision than ``coverage`` -> their products.
     """
 
     coverage: Coverage
@@ -131,8 +129,8 @@ def check_model(
 ) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
 
-    With a batch the forward and backward are called once for the sizes of all products, on the model's device; layers
-    of Transformer Engine quantize nothing in it. On ``meta`` nothing is computed.
+    With a batch, forward and backward are called once for the sizes of all products, on the model's device; layers of
+    Transformer Engine quantize nothing in it. On ``meta`` nothing is computed.
 
     Args:
         model: the model, on any device, also on ``meta``.
@@ -140,22 +138,22 @@ def check_model(
         recipe: ``auto``, Transformer Engine's default recipe for the GPU; ``none``; one of
             :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; or one of Transformer Engine's recipe objects.
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
-        batch: what the model's forward is called with, in place of ``tokens``: a tensor, a mapping of keywords, or a
-            tuple of positional arguments. Tensors are copied to the model's device.
-        require: a contract, as the integrations take it. A clause that the plan does not hold, or that cannot be
-            checked, is a finding. A plan has no types of state.
-        observe: the path that layers take while features look at their tensors, as the front doors take it.
-        unconverted: of a model that Accelerate has converted, the layers that it left out and why, as
-            ``te_precision_callbacks.accelerate.unconverted_layers(model)`` has them.
+        batch: the arguments of the model's forward, instead of ``tokens``: a tensor, a mapping of keywords, or a tuple
+            of positional arguments. Tensors are copied to the model's device.
+        require: a contract, as for an integration. A clause that the plan breaks, or that cannot be checked, is a
+            finding.
+        observe: the path of observed layers, as for an integration.
+        unconverted: for a model converted by Accelerate, the skipped layers with reasons, from
+            ``te_precision_callbacks.accelerate.unconverted_layers(model)``.
         allow_unmatched: a section that matches no layer is a note and not a finding.
-        memory: plan memory too, for which ``tokens`` are those of one forward.
-        cached_weights: in it, quantized weights are kept over micro-batches, with ``is_first_microbatch``.
+        memory: whether to plan memory too; ``tokens`` then refers to one forward.
+        cached_weights: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
 
     Raises:
-        ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
+        ConfigError: ``require`` is not a contract, or has a pattern that matches no layer.
         RecipeError: as in :func:`~te_precision_callbacks.check.named_recipes.recipe_named`.
-        OptionError: ``tokens`` is not positive, or there is a batch as well; ``observe`` is no such path.
-        BatchError: the forward or backward does not run with ``batch``.
+        OptionError: ``tokens`` is not positive, or given with a batch; ``observe`` is not a valid path.
+        BatchError: the forward or backward fails with ``batch``.
     """
     if tokens is not None and batch is not None:
         raise OptionError("tokens= and batch= were given, but a batch has the tokens of each layer. Give one of them.")
@@ -188,10 +186,10 @@ def check_model(
 
 
 class _Check:
-    """Arguments are those of :func:`check_model`.
+    """See :func:`check_model` for the arguments.
 
     Args:
-        is_wanted: whether low precision is.
+        is_wanted: whether low precision is expected.
     """
 
     def __init__(
@@ -275,7 +273,6 @@ class _Check:
         )
 
     def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
-        """The products of a step, with the features that act in it."""
         sections = {
             name: replace(section, effects={feature: one.at(iteration) for feature, one in section.effects.items()})
             for name, section in self._sections.items()
@@ -292,7 +289,6 @@ class _Check:
         )
 
     def _planned_memory(self, coverage: Coverage, ran: Ran | None) -> Memory | None:
-        """What layers keep and save, in the precision that is planned for them."""
         if not self._memory:
             return None
         low: dict[str, bool] = {}
@@ -323,7 +319,6 @@ class _Check:
         return replace(planned, notes=(*planned.notes, note))
 
     def _judge(self, coverage: Coverage) -> None:
-        """Judge the plan by the rules on precision."""
         if self._is_wanted:
             for found in Diagnosis().know(self._facts(coverage), 0):
                 text = f"{found.subject}: {found.seen}. {found.remedy} ({found.rule})."
@@ -369,7 +364,7 @@ class _Check:
         return plan
 
     def _without_layers(self, layers: Sequence[Layer]) -> str:
-        """That there is no layer to observe, and for a model of transformers how to plan one; empty if there are."""
+        """A note if there is no layer to observe, with the option that converts a model of transformers; else empty."""
         if layers:
             return ""
         text = without_layers("without precision debugging")
@@ -393,13 +388,12 @@ class _Check:
 
 
 def _is_of_transformers(model: Model) -> bool:
-    """Whether one of transformers' models is in it, also inside of a wrapper such as PEFT's."""
+    """Return whether a model contains a model of transformers, also inside of a wrapper such as PEFT's."""
     modules = (module for _, root in named_roots(model) or () for module in root.modules())
     return any("PreTrainedModel" in class_names(module) for module in modules)
 
 
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
-    """The features of a layer's sections, one for each schedule."""
     for section in sections:
         for name, options in section.features.get(NAMESPACE, {}).items():
             if not options.get("enabled"):

@@ -1,4 +1,4 @@
-"""``te-precision check``: a config's errors, and what a model will run in.
+"""``te-precision check``: errors of a config, and the planned precision of a model.
 
 Usage::
 
@@ -132,10 +132,9 @@ def check_command(
     table: TableFile = None,
     as_json: Json = False,
 ) -> None:
-    """Check a config, and plan on a model what each of its matrix products will run in, without running it.
+    """Check a config, and plan the precision of a model's matrix products, without running it.
 
-    The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that is planned for where
-    there is none.
+    The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the planned GPU if there is none.
     """
     given = {
         "--convert": convert,
@@ -219,7 +218,7 @@ def check_command(
 
 
 def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
-    """The config, and what loading it warns of; its errors are printed, and end the command."""
+    """The config, and warnings from loading it. Errors are printed, and end the command."""
     from te_precision_callbacks.config import ConfigError, load_config
 
     if not Path(path).expanduser().is_file():
@@ -255,10 +254,10 @@ def _checked(
     cached_weights: bool,
     capability: tuple[int, int] | None,
 ) -> tuple[CheckedModel, str, Converted | None]:
-    """The plan, the device that the model was made on, and what was converted in it.
+    """The plan, the device that the model was made on, and the result of a conversion.
 
     Args:
-        capability: the compute capability of the GPU that is planned for; None for that of the environment.
+        capability: the compute capability of the planned GPU; None for the environment's.
     """
     from te_precision_callbacks import reference
 
@@ -310,8 +309,7 @@ def _checked(
 
 
 def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
-    """What the reference backend emulates for a GPU: the latest of its compute capabilities that the GPU has; None
-    where the environment has chosen one."""
+    """The compute capability that the reference backend emulates for a GPU; None if the environment has chosen one."""
     from te_precision_callbacks.reference import target
 
     if capability is None or os.environ.get(target.ENVIRONMENT_VARIABLE):
@@ -321,7 +319,6 @@ def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
 
 @without_collections()
 def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Path | None) -> StepSpeed:
-    """What is expected of the planned step."""
     from te_precision_callbacks.layers.folding import folded
     from te_precision_callbacks.speed.errors import SpeedError
     from te_precision_callbacks.speed.estimate import Step
@@ -343,7 +340,6 @@ def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Pat
 
 
 def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torch.nn.Module, str, Converted | None]:
-    """The model, the device that it was made on, and what was converted in it."""
     from te_precision_callbacks.check.accelerate_conversion import ConversionError, convert_by_accelerate
     from te_precision_callbacks.check.factory import build_model
 
@@ -359,7 +355,6 @@ def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torc
 
 
 def _first_line(path: str, config: Config, findings: int = 0) -> str:
-    """Whether there are findings; without one, what was checked."""
     if findings:
         return f"{path}: {many(findings, 'finding')} on this model, at the end."
     number, enabled = len(config.sections), len(config.enabled_sections)

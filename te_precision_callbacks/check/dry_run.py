@@ -1,7 +1,7 @@
-"""Calls a model's forward and backward once, for the sizes of its matrix products alone.
+"""Calls a model's forward and backward once, only for the sizes of its matrix products.
 
 ran = dry_run(model, modules, batch, recipe)
-ran.products           # as the first step of a session counts them; of Transformer Engine's layers without formats
+ran.products           # as the first step of a session counts them; without formats of Transformer Engine's layers
 ran.recipes["proj"]    # the recipe in force when a layer of Transformer Engine was called
 
 A model on the meta device runs there, where tensors have shapes and no values. Nothing of the model changes.
@@ -27,13 +27,13 @@ from te_precision_callbacks.layers.naming import Model, NamedModule, module_name
 
 
 class NotOnMetaError(BatchError):
-    """A forward has failed on the meta device, which may be the device's fault."""
+    """A forward failed on the meta device, which may be the device's fault."""
 
 
 def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: Any) -> Ran:
     """Call a model with a batch, inside of ``te.autocast`` with a recipe, and run the backward of its loss.
 
-    The loss is the ``loss`` of the result, or the sum of all that it holds and that needs a gradient.
+    The loss is the ``loss`` of the result, or the sum of everything in it that needs a gradient.
 
     Args:
         model: one module.
@@ -42,8 +42,8 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
         recipe: one of Transformer Engine's recipes; None for high precision.
 
     Raises:
-        BatchError: the model is not one module, the batch is none, or the forward or backward raises with it.
-        NotOnMetaError: so on the meta device.
+        BatchError: the model is not one module, the batch has another type, or the forward or backward raises.
+        NotOnMetaError: the same on the meta device.
     """
     import transformer_engine.pytorch as te
 
@@ -89,10 +89,10 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
 
 
 class _Masks(TorchFunctionMode):
-    """Notes the masks of torch's attention, which takes it apart on the meta device, where no operator shows them.
+    """Notes the masks of torch's attention, which has no operator on the meta device.
 
     Args:
-        products: what is counted.
+        products: receives the masks.
     """
 
     def __init__(self, products: ModelProducts) -> None:
@@ -122,7 +122,6 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 
 def _moved(value: Any, place: torch.device) -> Any:
-    """A value with its tensors on a device, each as a leaf."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(place).requires_grad_(value.requires_grad)
     if isinstance(value, Mapping):
@@ -134,7 +133,6 @@ def _moved(value: Any, place: torch.device) -> Any:
 
 
 def _outputs(result: Any) -> list[torch.Tensor]:
-    """What the backward begins with."""
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return [loss]
@@ -142,7 +140,6 @@ def _outputs(result: Any) -> list[torch.Tensor]:
 
 
 def _said(value: Any) -> str:
-    """A batch in short: its shapes."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
@@ -154,7 +151,7 @@ def _said(value: Any) -> str:
 
 @contextlib.contextmanager
 def _left_as_it_is(model: Model) -> Iterator[None]:
-    """Put back gradients, buffers, and the state of random numbers."""
+    """Restore gradients, buffers, and the state of random numbers."""
     roots = [root for _, root in named_roots(model) or ()]
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     buffers = [(buffer, buffer.clone()) for root in roots for buffer in root.buffers() if not buffer.is_meta]

@@ -102,7 +102,6 @@ def require_batch(batch: object, said: str = "") -> None:
 
 @contextlib.contextmanager
 def meta_device() -> Iterator[None]:
-    """Make all new tensors on the meta device."""
     with torch.device("meta"), _OnMeta():
         yield
 
@@ -177,7 +176,6 @@ def _module(made: object, spec: str) -> torch.nn.Module:
 
 
 def _failed_factory(what: str, error: BaseException, wanted: _Wanted) -> str:
-    """A message with the exception, the line that raised it, and the remedy."""
     text, place = failed(what, error), _place(error)
     if isinstance(error, TypeError) and "argument" in str(error) and not place:
         return f"{text} {wanted.spelling}"

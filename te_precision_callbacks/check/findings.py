@@ -1,4 +1,4 @@
-"""What a plan does not fit: the recipe that features and modules need, and the shapes that GEMMs accept.
+"""Problems of a plan: recipes that features need, and shapes that GEMMs do not support.
 
 findings = [*of_recipe(recipe, modules, acting), *of_shapes(recipe, modules, operations, coverage, tokens=4096)]
 """
@@ -40,16 +40,15 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True)
 class PlanFinding:
-    """Something that does not fit.
+    """A problem of a plan.
 
     Attributes:
-        kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers on
-            which no feature can act; ``recipe``, what a recipe or a feature refuses; ``shape``, sizes with which a GEMM
-            does not run; ``high_precision``, nothing runs in low precision; ``rule``, what one of the rules finds
-            in the plan; ``not_sized``, modules whose products need a batch; ``contract``, what a contract demands and
-            the plan does not hold, or cannot show.
-        text: the finding in words, with the layers' names in short.
-        layers: the layers, if it is about some.
+        kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers that
+            no feature can act on; ``recipe``, a recipe that does not fit; ``shape``, unsupported sizes of a GEMM;
+            ``high_precision``, nothing runs in low precision; ``rule``, a finding of a rule; ``not_sized``, modules
+            that need a batch; ``contract``, a contract that the plan breaks or cannot show.
+        text: the message, with the layers' names in short.
+        layers: the affected layers.
     """
 
     kind: FindingKind
@@ -101,16 +100,16 @@ def of_shapes(
     tokens: int | None = None,
     tokens_of: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[PlanFinding]:
-    """The sizes and the dtype with which GEMMs in low precision do not run.
+    """Sizes and dtypes that GEMMs in low precision do not support.
 
     Args:
         recipe: one of Transformer Engine's recipes, or None.
         modules: the modules of Transformer Engine.
         operations: its operations of ``te.ops``.
-        coverage: what is planned.
-        tokens: the tokens of a step; None leaves out what depends on them. So does a layer that shares the tokens with
-            others, whose share a router decides.
-        tokens_of: layer -> the tokens of each of its calls, in place of ``tokens``.
+        coverage: the plan.
+        tokens: the tokens of a step; None skips checks of tokens. They are also skipped for a layer that shares the
+            tokens with others, since a router decides its share.
+        tokens_of: layer -> the tokens of each of its calls, instead of ``tokens``.
     """
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
@@ -143,7 +142,7 @@ def of_shapes(
 
 
 def not_sized(modules: Sequence[str]) -> PlanFinding:
-    """Modules that hold a matrix, of classes whose products are known only from a call with a batch."""
+    """Modules with a matrix that need a batch to be planned."""
     text = (
         f"The matrix products of {listed(modules)} cannot be sized without a batch, so no share includes them. Give"
         " what the model is called with: --batch, or batch=."
@@ -158,9 +157,9 @@ def unsized_shares(
 
     Args:
         contract: the contract.
-        coverage: what is planned.
-        not_counted: the modules whose products are not planned.
-        attention: the modules of attention whose products are not planned; they have no fprop, dgrad and wgrad.
+        coverage: the plan.
+        not_counted: modules that are not planned.
+        attention: modules of attention that are not planned; they have no fprop, dgrad and wgrad.
     """
     found: list[PlanFinding] = []
     checkable: list[Share] = []
@@ -176,11 +175,11 @@ def unsized_shares(
 
 
 class _LayerFacts(NamedTuple):
-    """The facts about a layer that decide which shapes it accepts.
+    """The facts about a layer that decide its supported shapes.
 
     Attributes:
         asserts: whether it checks its operands before fprop.
-        shares_tokens: whether it gets a share of the tokens only.
+        shares_tokens: whether it gets only a share of the tokens.
     """
 
     in_features: int
@@ -214,7 +213,7 @@ def _layers(modules: Sequence[NamedModule], operations: Sequence[NamedOperation]
 def _refused(
     recipe: str, capability: tuple[int, int], layer: _LayerFacts, tokens: int | None, gemms: tuple[GemmName, ...]
 ) -> tuple[str, ...]:
-    """Why GEMMs of a layer do not run; layers of a model are alike."""
+    """Messages about GEMMs of a layer that do not run; cached, since layers of a model are alike."""
     sizes = {
         "tokens": _ANY_MULTIPLE if tokens is None or layer.shares_tokens else tokens,
         "in_features": layer.in_features,
@@ -229,12 +228,10 @@ def _refused(
 
 
 def listed(names: Iterable[str]) -> str:
-    """A few names of layers."""
     return ", ".join(folded(names, most=_MOST_NAMED))
 
 
 def by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
-    """Key -> its values."""
     found: dict[KeyT, list[ValueT]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)

@@ -15,11 +15,11 @@ from te_precision_callbacks.reference import is_installed, target
 AUTO, NONE = "auto", "none"
 
 CHOICES = (AUTO, NONE, *RECIPES)
-"""What :func:`recipe_named` takes."""
+"""Names for :func:`recipe_named`."""
 
 
 class RecipeError(PrecisionDebugError, ValueError):
-    """A recipe that does not exist, or that the GPU does not have."""
+    """A recipe that does not exist, or that the GPU does not support."""
 
 
 def recipe_named(name: str) -> Any:
@@ -29,8 +29,8 @@ def recipe_named(name: str) -> Any:
         name: one of :data:`CHOICES`: ``auto`` is Transformer Engine's default recipe for the GPU, ``none`` is None.
 
     Raises:
-        RecipeError: there is no such recipe, Transformer Engine refuses it on this GPU, or an environment variable sets
-            what it does not take.
+        RecipeError: there is no such recipe, Transformer Engine refuses it on this GPU, or an environment variable has
+            an invalid value.
     """
     if name not in CHOICES:
         raise RecipeError(f"There is no recipe {name!r}.{suggestion(name, CHOICES)}")

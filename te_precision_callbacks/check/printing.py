@@ -71,7 +71,6 @@ def show(
 
 
 def _conditions(checked: CheckedModel, batch: str | None) -> str:
-    """The recipe, the GPU, and the tokens or the batch of the plan."""
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
     capability = "{}.{}".format(*get_device_compute_capability())

@@ -34,12 +34,10 @@ class PlannedLayers:
 
     @property
     def family(self) -> str:
-        """The family of the layers, as :attr:`Product.family`."""
         return next(iter(self.gemms.values())).family
 
     @property
     def names(self) -> list[str]:
-        """The layers' names in short."""
         return folded(self.layers)
 
     @property
@@ -55,7 +53,6 @@ class PlannedLayers:
 
 
 def rows(checked: CheckedModel) -> list[PlannedLayers]:
-    """The rows of a plan, in the order of the model."""
     by_layer: dict[str, list[Product]] = {}
     for product in checked.coverage:
         by_layer.setdefault(product.layer, []).append(product)

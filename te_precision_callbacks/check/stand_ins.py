@@ -97,7 +97,7 @@ def _method(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[.
 
 
 class _StandIns:
-    """Arguments are those of :func:`stand_ins`."""
+    """See :func:`stand_ins` for the arguments."""
 
     def __init__(self, model: Model, modules: Sequence[NamedModule], products: ModelProducts) -> None:
         self.ran = Ran()
@@ -108,7 +108,6 @@ class _StandIns:
     # ------------------------------------------------------------------ layers
 
     def module(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
-        """Replaces the forward of a module with GEMMs."""
         inp, layers = given["inp"], self._named.get(id(module), ())
         _require_columns(inp, layer_features(module)[0][0], layers[0] if layers else type(module).__name__)
         own = self._own(inp, call_own, lambda: _results(module, inp))
@@ -123,7 +122,6 @@ class _StandIns:
         return (result, *results[1:]) if isinstance(own, tuple) else result
 
     def operation(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
-        """Replaces the forward of one operation of ``te.ops``."""
         inp = given["input"]
         if given.get("extra_inputs"):
             raise NotImplementedError(f"te.ops.{type(module).__name__} with several inputs cannot be planned")
@@ -192,7 +190,6 @@ class _StandIns:
     # ------------------------------------------------------------------ attention
 
     def attention(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
-        """Replaces the forward of ``DotProductAttention``."""
         form = given["qkv_format"] or module.qkv_format
         query, key, value = _operands(given)
         layer = self._products.attentions.get(id(module), "")
@@ -212,7 +209,7 @@ class _StandIns:
 
 
 def _counts() -> bool:
-    """Whether a forward is one of training, and not recomputed by an activation checkpoint."""
+    """Return whether a forward is one of training, and not recomputed by an activation checkpoint."""
     return not in_backward() and not in_evaluation()
 
 
@@ -239,7 +236,6 @@ def _rows(module: Any, inp: torch.Tensor) -> int:
 
 
 def _results(module: Any, inp: torch.Tensor) -> Any:
-    """Empty results of a module's forward."""
     is_mlp, lengths = hasattr(module, "fc1_weight"), list(inp.shape[:-1])
     if module.sequence_parallel and not is_mlp:
         gathers = module.parallel_mode == "column"

@@ -1,1 +1,1 @@
-"""What ran in which precision, and why: products, their multiply-adds, the precision of each GEMM, contracts."""
+"""Matrix products of a model: multiply-adds, the precision of each GEMM with its reason, and contracts."""

@@ -1,7 +1,5 @@
-"""Holds a run to its contract: judges what the model's products ran in, after the first steps and at each change.
-
-A run that ends before its first judgement, or with a change that was not judged yet, is judged at its end.
-"""
+"""Checks a run against its contract: after the first steps, at each change of precision, and at the end of a short
+run."""
 
 from __future__ import annotations
 
@@ -36,28 +34,28 @@ logger = logging.getLogger(__name__)
 _MOST_OFFENDERS = 5
 
 _MOST_INCOMPLETE = 16
-"""So many steps with calls that were not counted are looked at again at the end of the run."""
+"""The most steps with uncounted calls that are checked again at the end of the run."""
 
 ASKING = 10
-"""Every so many steps the ranks ask one another whether precision has changed, if no statistics are due."""
+"""Interval, in steps, of the cross-rank check for changes, if no statistics are collected."""
 
 _COUNTERPARTS = {name: f"te.{name}" for name in ("Linear", "MultiheadAttention")}
 _WITHOUT_COUNTERPART = re.compile(r"(?:(?:Lazy)?Conv\w*d|(?:RNN|LSTM|GRU)(?:Cell)?|Bilinear)")
-"""Classes of torch that multiply matrices, and Transformer Engine 2.20 has no layer for."""
+"""Classes of torch that multiply matrices and have no counterpart in Transformer Engine 2.20."""
 
 _CLASS = {Reason.NOT_TE: re.compile(r"torch\.nn\.(\w+)"), Reason.NOT_CONVERTED: re.compile(r"[\d x]+ of (\w+):.*")}
-"""Reason -> how its reference names the class of torch."""
+"""Reason -> pattern of the class of torch in its reference."""
 
 _MULTIPLE = 16
-"""The sizes that Transformer Engine's FP8 takes; MXFP8 those of 32."""
+"""FP8 of Transformer Engine supports multiples of 16; MXFP8, multiples of 32."""
 
 
 def remedy(reason: Reason, ref: str, sizes: Iterable[int] = ()) -> str:
-    """What makes a product run in low precision; empty where that is not known.
+    """Return a remedy for a product in high precision; empty if none is known.
 
     Args:
         reason, ref: as in :class:`te_precision_callbacks.coverage.coverage.Product`.
-        sizes: of the weight, if there is one.
+        sizes: the sizes of the weight, if there is one.
     """
     leave = "leave it out of what the contract demands"
     named = _CLASS[reason].fullmatch(ref) if reason in _CLASS else None
@@ -76,11 +74,11 @@ def remedy(reason: Reason, ref: str, sizes: Iterable[int] = ()) -> str:
 
 
 class PrecisionContractError(PrecisionDebugError, RuntimeError):
-    """The run does not hold what ``require=`` demands.
+    """The run breaks the contract of ``require=``.
 
     Args:
         message: the full message.
-        coverage: the products that were judged, of all ranks, each with the multiply-adds of all.
+        coverage: the checked products of all ranks.
     """
 
     def __init__(self, message: str, coverage: Coverage = NOTHING) -> None:
@@ -89,14 +87,14 @@ class PrecisionContractError(PrecisionDebugError, RuntimeError):
 
 
 class ContractKeeper:
-    """Judges a run's contract; on all ranks that reduce together alike.
+    """Checks a run's contract, with the same result on all ranks that reduce together.
 
-    Whether precision has changed on any rank travels with the statistics of a step. In a step in which none are due it
-    waits, unless the contract names the step, for the next one of :data:`ASKING`.
+    A change of precision on any rank travels with the statistics of a step. In a step without statistics the check
+    waits for a step of the contract, or for the next multiple of :data:`ASKING`.
 
     Args:
-        contract: what is demanded.
-        on_broken: what happens if it is broken and the contract does not say it.
+        contract: the contract.
+        on_broken: the reaction to a broken contract, unless the contract has its own.
     """
 
     def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
@@ -104,75 +102,65 @@ class ContractKeeper:
         self._on_broken = contract.on_broken or on_broken
         self._first: int | None = None
         self._changes = self._changed_at = 0
-        self._judged = self._judged_until = -1
-        self._said = ""
+        self._checked = self._checked_until = -1
+        self._message = ""
         self._unchecked = ""
         self._incomplete: dict[int, None] = {}
 
     def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
-        """Note for the other ranks whether there is something to judge.
-
-        Args:
-            changes: how often this rank's products, or their precision, have changed so far.
-            iteration: the step.
-            ranks: those that judge together.
-        """
+        """Announce to the other ranks whether there is something to check. ``changes`` is this rank's number of changes
+        so far."""
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
         self._changes = changes
-        ranks.note = iteration >= self._first and self._judged != changes
+        ranks.note = iteration >= self._first and self._checked != changes
 
     def end_step(
         self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
     ) -> str | None:
-        """Judge, if it is time: at the step that the contract names, and where precision has changed on any rank since.
+        """Check the contract if it is due: at the contract's step, and after a change of precision on any rank.
 
-        Args:
-            coverage_at: gives this rank's products in a step.
-            changes: as of :meth:`begin_step`, with those that were found since.
-            iteration: the step.
-            ranks: those that judge together.
+        ``changes`` may include later changes than in :meth:`begin_step`.
 
         Returns:
-            What is broken, in words; empty if nothing is; None if it was not the time, if no step has had a backward
-            yet, and if ranks that judge together are apart.
+            The message of a broken contract, or an empty string. None if the check was not due or not possible.
 
         Raises:
-            PrecisionContractError: the contract is broken, and is not only to be warned of; on all ranks.
+            PrecisionContractError: the contract is broken and does not only warn; on all ranks.
         """
         first = iteration if self._first is None else self._first
         asks = iteration == first or (iteration > first and iteration % ASKING == 0)
         if not ranks.several:
-            ranks.note = iteration >= first and self._judged != changes
+            ranks.note = iteration >= first and self._checked != changes
         noted = ranks.noted(asks=asks)
-        # What was found after the numbers of a step were sent travels with the next ones; that step is judged then.
-        judges, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
+        # What was found after the numbers of a step were sent travels with the next ones; that step is checked then.
+        changed_at, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
         if not noted:
             return None
         if iteration == first or not ranks.several:
-            self._judged, own = changes, coverage_at(iteration)
+            self._checked, own = changes, coverage_at(iteration)
         else:
-            self._judged, own = self._changes, coverage_at(judges)
-        products = shared_products(own, ranks, "products to judge")
-        coverage = Coverage(products, state=shared_state(own.state, ranks, "types to judge"))
+            self._checked, own = self._changes, coverage_at(changed_at)
+        products = shared_products(own, ranks, "products to check")
+        coverage = Coverage(products, state=shared_state(own.state, ranks, "types to check"))
         if ranks.several and not ranks.are_together:
             return None
         if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
-            self._judged = -1  # there is nothing but forwards yet: a later step is judged
+            self._checked = -1  # there is nothing but forwards yet: a later step is checked
             return None
         if coverage.is_incomplete and not _is_broken_for_certain(self._contract, coverage):
-            self._judged = -1  # what was not counted may be in the next steps
+            self._checked = -1  # what was not counted may be in the next steps
             if len(self._incomplete) < _MOST_INCOMPLETE:
-                self._incomplete[judges if ranks.several else iteration] = None
+                self._incomplete[changed_at if ranks.several else iteration] = None
             return None
-        self._judged_until = self._judged
+        self._checked_until = self._checked
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
-        when = f"judged after step {iteration}"
+        when = f"checked after step {iteration}"
         raises = self._on_broken == "raise" and bool(broken) and ranks.still_together()
         self._unchecked = "" if broken else left_out(self._contract, coverage)
         if broken:
-            return self._tell(broken, coverage, when, raises=raises)
-        return self._say(self._unchecked, coverage, raises=False) if self._unchecked else ""
+            return self._report_broken(broken, coverage, when, raises=raises)
+        return self._report(self._unchecked, coverage, raises=False) if self._unchecked else ""
 
     def end_run(
         self,
@@ -185,22 +173,19 @@ class ContractKeeper:
         why_not: str,
         raises: bool,
     ) -> str | None:
-        """Judge at the end of the run what has not been judged yet, on each rank for itself.
+        """Check the steps that were not checked yet, on each rank alone.
 
         Args:
-            coverage_at: gives this rank's products in a step.
-            coverage: those of the last step, with those that it knows of other ranks.
-            changes: as of :meth:`begin_step`.
+            coverage_at: returns this rank's products in a step.
+            coverage: the products of the last step, with known products of other ranks.
+            changes: the number of changes so far.
             iteration: the last step.
-            ranks: those that judge together.
-            why_not: why there is nothing to judge, where there is nothing.
-            raises: False if something else ends the run, which must not be hidden.
-
-        Returns:
-            As :meth:`end_step`; None if all was judged before.
+            ranks: the ranks that check together.
+            why_not: the reason if there is nothing to check.
+            raises: False if another exception ends the run.
 
         Raises:
-            PrecisionContractError: as :meth:`end_step`; also if the contract was never judged.
+            PrecisionContractError: the contract is broken, or was never checked.
         """
         raises = raises and self._on_broken == "raise"
         for step in self._incomplete:  # later steps may have shown what these ran
@@ -208,27 +193,27 @@ class ContractKeeper:
             broken = [] if of_step.is_incomplete else broken_clauses(self._contract, of_step)
             self._unchecked = left_out(self._contract, of_step) or self._unchecked
             if broken:
-                return self._tell(broken, of_step, f"in step {step}, judged at its end", raises=raises)
-        if self._judged_until < changes or not coverage:
+                return self._report_broken(broken, of_step, f"in step {step}, checked at its end", raises=raises)
+        if self._checked_until < changes or not coverage:
             if not coverage and not coverage.state:
-                if self._judged_until >= 0:
+                if self._checked_until >= 0:
                     return None
-                message = f"The precision contract (require=) was never judged: {why_not}."
-                return self._say(message, coverage, raises=raises)
-            self._judged_until = changes
+                message = f"The precision contract (require=) was never checked: {why_not}."
+                return self._report(message, coverage, raises=raises)
+            self._checked_until = changes
             self._unchecked = left_out(self._contract, coverage) or self._unchecked
             state = _broken_state(self._contract, coverage.state, of_all=not ranks.several)
             broken = [*broken_clauses(self._contract, coverage), *state]
-            when = "judged at its end, without any step()"
+            when = "checked at its end, without any step()"
             if self._first is not None:
-                when = f"judged at its end, after step {iteration}"
+                when = f"checked at its end, after step {iteration}"
             if broken and not coverage.is_incomplete:
-                return self._tell(broken, coverage, when, raises=raises)
+                return self._report_broken(broken, coverage, when, raises=raises)
             if not self._unchecked:
                 return ""
-        return self._say(self._unchecked, coverage, raises=raises) if self._unchecked else None
+        return self._report(self._unchecked, coverage, raises=raises) if self._unchecked else None
 
-    def _tell(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
+    def _report_broken(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
         listed = "\n".join(f"- {text}" for text in broken)
         message = f"The run breaks its precision contract (require=), {when}:\n{listed}"
         offenders = _offenders(coverage)
@@ -236,19 +221,19 @@ class ContractKeeper:
             message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
         if coverage.is_estimate:
             message += f"\nNot counted: {'; '.join(left_out_in_words(coverage))}."
-        return self._say(message, coverage, raises=raises)
+        return self._report(message, coverage, raises=raises)
 
-    def _say(self, message: str, coverage: Coverage, *, raises: bool) -> str:
+    def _report(self, message: str, coverage: Coverage, *, raises: bool) -> str:
         if raises:
             raise PrecisionContractError(message, coverage)
-        if own_rank() == 0 and message != self._said:
+        if own_rank() == 0 and message != self._message:
             logger.warning("%s", message)
-        self._said = message
+        self._message = message
         return message
 
 
 def left_out(contract: Contract, coverage: Coverage) -> str:
-    """Why the shares of a contract cannot be checked, in a sentence; empty if they can."""
+    """A sentence with the reason if the shares of a contract cannot be checked; empty if they can."""
     texts = left_out_in_words(coverage)
     if not contract.shares or not texts:
         return ""
@@ -258,12 +243,12 @@ def left_out(contract: Contract, coverage: Coverage) -> str:
 
 
 def broken_clauses(contract: Contract, coverage: Coverage) -> list[str]:
-    """What products, seen or planned, do not hold of a contract, in sentences; but for what is kept in which type."""
+    """The clauses of a contract that products break, as sentences, except clauses about state."""
     return [*_broken_shares(contract, coverage), *_broken_layers(contract, coverage)]
 
 
 def _is_broken_for_certain(contract: Contract, coverage: Coverage) -> bool:
-    """Whether a contract is broken whatever the products are that were not counted."""
+    """Return whether products break a contract, whatever the uncounted products are."""
     whole = tuple(share for share in contract.shares if share.number >= 1 and share.comparison in (">", ">="))
     return any(_broken_shares(dataclasses.replace(contract, shares=whole), coverage)) or any(
         _broken_layers(contract, coverage)
@@ -305,15 +290,7 @@ def _broken_state(contract: Contract, state: Iterable[StateRow], *, of_all: bool
 
 
 def require_layers(contract: Contract, names: Iterable[str]) -> None:
-    """Refuse a contract with a pattern that matches no layer of a model.
-
-    Args:
-        contract: the contract.
-        names: of all layers and modules, on all ranks.
-
-    Raises:
-        ConfigError: there is such a pattern.
-    """
+    """Raise a ConfigError if a pattern of the contract matches no layer. ``names`` has the names of all ranks."""
     known = list(names)
     for pattern in contract.layers:
         if not any(re.search(pattern, name) for name in known):
@@ -327,7 +304,7 @@ _HALVES = {"forward": False, "backward": True}
 
 
 def _offenders(coverage: Coverage) -> list[str]:
-    """The layers with the most multiply-adds outside of low precision, each with its share, the reason and a remedy."""
+    """The layers with the most multiply-adds in high precision, each with its share, reason and remedy."""
     whole = coverage.macs()
     sizes = {product.layer: (product.k, product.m) for product in coverage if product.gemm == "fprop"}
     of_layer: dict[tuple[str, str, Reason | None, str], list[Product]] = {}

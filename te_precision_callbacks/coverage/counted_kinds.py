@@ -1,4 +1,4 @@
-"""The products of the kinds of calls that were counted, and those of a step as a sum over its calls."""
+"""Products of the counted kinds of calls, and products of a step as a sum over its calls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from te_precision_callbacks.coverage.seen_product import SeenProduct, summed
 
 
 class _Counted(NamedTuple):
-    """The calls of a kind that were counted: one, or several where sizes depend on the values of tensors.
+    """The counted calls of a kind: one, or several if sizes depend on the values of tensors.
 
     Attributes:
         seen: their products.
-        calls, backwards: the number of calls, and of those with a backward.
-        may_lack_backward: whether calls of the kind may have a backward that was not counted.
+        calls, backwards: the number of calls, and of calls with a backward.
+        may_lack_backward: whether a backward of the kind may exist and was not counted.
     """
 
     seen: Sequence[SeenProduct]
@@ -26,7 +26,7 @@ class _Counted(NamedTuple):
     may_lack_backward: bool
 
     def in_step(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
-        """The products, each with the number of times that it runs in a step with so many calls."""
+        """The products, each with its number of runs in a step with these numbers of calls."""
         for one in self.seen:
             counted = self.backwards if one.is_of_backward else self.calls
             yield one, (backwards if one.is_of_backward else forwards) / max(counted, 1)
@@ -39,7 +39,7 @@ class CountedKinds:
         root: the path of the model.
 
     Attributes:
-        changes: how often a kind was counted.
+        changes: the number of times that a kind was counted.
     """
 
     def __init__(self, root: str) -> None:
@@ -63,16 +63,14 @@ class CountedKinds:
         return before is None
 
     def put_failed(self, kind: Kind, seen: Sequence[SeenProduct]) -> None:
-        """Keep what was counted of a step in which counting has failed; the form of the kind is the reason."""
+        """Keep the products of a step in which counting failed; the form of the kind is the reason."""
         self._counted[kind] = _Counted([one for each in seen for one in each.alone()], 1, 1, False)
         self.changes += 1
 
     def find(self, wanted: Callable[[Kind], bool]) -> Kind | None:
-        """The first counted kind that fulfils a condition."""
         return next(filter(wanted, self._counted), None)
 
     def are_alike(self, *kinds: Kind) -> bool:
-        """Whether kinds have equal products."""
         products = (
             Counter((one.layer, one.gemm, one.is_of_backward, one.sizes) for one in self._counted[kind].seen)
             for kind in kinds
@@ -80,12 +78,12 @@ class CountedKinds:
         return len({frozenset(counts.items()) for counts in products}) == 1
 
     def has_backward(self, kind: Kind) -> bool | None:
-        """Whether products of a backward were counted of a kind; None where the kind was not counted."""
+        """Return whether a kind has products of a backward; None if it was not counted."""
         counted = self._counted.get(kind)
         return None if counted is None else any(one.is_of_backward for one in counted.seen)
 
     def products(self, parts: Parts, steps: int = 1) -> tuple[Product, ...]:
-        """The products of a step with these calls; of several steps the mean. What is not counted comes last."""
+        """The products of a step with these calls, or their mean over several steps. Uncounted ones come last."""
         weighted: list[tuple[SeenProduct, float]] = []
         unknown = lacking = 0
         texts: dict[str, None] = {}
@@ -126,12 +124,12 @@ class CountedKinds:
 
 
 class CountedStep(NamedTuple):
-    """What a step ran.
+    """The calls and the state of a step.
 
     Attributes:
         parts: its calls by kind.
         kinds: the products of kinds.
-        state: what is kept in which type, in the first step; else None.
+        state: the rows of state in the first step; else None.
     """
 
     parts: Parts
@@ -140,7 +138,6 @@ class CountedStep(NamedTuple):
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward of a call has run."""
         return any(
             backwards and self.kinds.has_backward(kind) is not False for kind, (_, backwards) in self.parts.items()
         )

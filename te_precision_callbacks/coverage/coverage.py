@@ -1,4 +1,4 @@
-"""Which of a model's matrix products run in low precision, and why the others do not.
+"""The share of a model's matrix products in low precision, and the reasons for the others.
 
 coverage = session.coverage()
 coverage.share("fp8")                          # 0.914, of all multiply-adds
@@ -27,13 +27,13 @@ Family = Literal["te", "te_ops", "torch", "functional", "attention", "lookup"]
 Runs = Literal["seen", "planned", "never", "uncounted"]
 
 _LOW_NAMES = ("NVFP4", "MXFP8", "FP8 block", "FP8")
-"""The names of low precision, the narrowest first."""
+"""Names of low-precision formats, narrowest first."""
 
 _ORDER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32", "fp64")
 
 
 class Reason(enum.Enum):
-    """Why a product does not run in low precision."""
+    """Reasons for high precision."""
 
     SECTION = "a feature of the config"
     NOT_TE = "not a TE layer"
@@ -60,10 +60,10 @@ REMEDIES: Mapping[Reason, str] = {
     Reason.ENVIRONMENT: "unset the variable",
     Reason.ATTENTION: "give the recipe fp8_dpa=True, on a GPU whose fused attention has FP8",
 }
-"""Reason -> what makes the product run in low precision."""
+"""Reason -> remedy."""
 
 _WITH_VALUE = (Reason.NOT_TE, Reason.NOT_CONVERTED)
-"""The reasons that say more than what exactly it is."""
+"""The reasons that precede their reference in messages."""
 
 
 @dataclass(frozen=True)
@@ -71,26 +71,25 @@ class Product:
     """A matrix product of a layer, in a step.
 
     Attributes:
-        layer: the path of the module, as in ``session.layers``; followed by the name of the weight where a module has
-            several, or keeps it under another name than ``weight``.
-        family: ``te`` and ``te_ops`` for layers of Transformer Engine, ``torch`` for torch's own linear and convolution
-            layers, ``attention`` for the two products of attention, ``lookup`` for embeddings, and ``functional`` for
-            all others.
+        layer: the path of the module, as in ``session.layers``; with the name of the weight if that is not ``weight``.
+        family: ``te`` and ``te_ops`` for layers of Transformer Engine, ``torch`` for torch's linear and convolution
+            layers, ``attention`` for the two products of attention, ``lookup`` for embeddings, ``functional`` for all
+            others.
         gemm: ``fprop``, ``dgrad`` and ``wgrad`` of a product with a weight; ``qk`` and ``pv`` of attention; ``lookup``;
             ``other`` for a product without a weight.
-        backward: whether it belongs to the backward. Of ``qk``, ``pv`` and ``other`` these are two products each.
-        n, m, k: the result has n rows of m elements, each a sum of k products; of its first call in the step.
+        backward: whether it belongs to the backward, in which ``qk``, ``pv`` and ``other`` are two products each.
+        n, m, k: the result has n rows of m elements, each a sum of k products; of the largest call in the step.
         batch: the number of products of a call.
-        calls: the calls in a step, over its micro-batches. What an activation checkpoint computes again is not counted.
+        calls: the calls in a step, over its micro-batches, without recomputation by activation checkpoints.
         macs: the multiply-adds of a step.
         operands: tensor -> its format.
-        runs: ``seen`` if it has run, ``planned`` if nothing has run, ``never`` if the step left it out; ``uncounted``
-            for what has run and may have multiplied matrices, of which no multiply-adds are counted.
-        not_run: why the step left it out, as in ``session.precision``; what is not counted, and why.
-        reason: why it does not run in low precision; None if it does, or does not run.
-        reason_ref: what exactly: the section with its file and line, the dimension, the variable.
-        mask_share: of attention, the share of the multiply-adds that its mask leaves, such as (S + 1) / (2 S) of a
-            causal mask over S tokens; 1 without a mask, None where that is not known. ``macs`` has all of them.
+        runs: ``seen`` if it ran, ``planned`` if nothing ran, ``never`` if the step skipped it, ``uncounted`` if
+            something ran that may multiply matrices and is not counted.
+        not_run: the reason if the step skipped it, as in ``session.precision``, or if it is not counted.
+        reason: the reason for high precision; None in low precision, and if it does not run.
+        reason_ref: the details: the section with its file and line, the dimension, the variable.
+        mask_share: for attention, the share of the multiply-adds that its mask keeps, such as (S + 1) / (2 S) of a
+            causal mask over S tokens; 1 without a mask, None if unknown. ``macs`` includes all of them.
     """
 
     layer: str
@@ -112,28 +111,29 @@ class Product:
 
     @classmethod
     def left_out(cls, layer: str, family: Family, gemm: ProductName, why: str) -> Product:
-        """A product that the step has left out."""
+        """A product that the step skipped."""
         return cls(layer, family, gemm, gemm != "fprop", 0, 0, 0, 1, 0, 0, {}, "never", why)
 
     @classmethod
     def uncounted(cls, layer: str, family: Family, what: str, *, backward: bool = False) -> Product:
-        """What has run in a layer and is not counted: what, and why."""
+        """An operator or kernel that ran in a layer and is not counted, with the reason."""
         return cls(layer, family, "other", backward, 0, 0, 0, 1, 0, 0, {}, "uncounted", what)
 
     @functools.cached_property
     def precision(self) -> str:
-        """The precision that it computes in, which is that of its widest operand: ``fp8``, ``mxfp8``, ``nvfp4``,
-        ``bf16``, ``fp32``, ...; of any other format that format in lower case, empty for a look-up."""
+        """The precision of the widest operand: ``fp8``, ``mxfp8``, ``nvfp4``, ``bf16``, ``fp32``, ...; for any other
+        format its name in lower case, empty for a look-up.
+        """
         return _widest(tuple(self.operands.values()))
 
     @property
     def format_name(self) -> str:
-        """The precision as a line names it: ``FP8``, ``FP8 block``, ``MXFP8``, ``NVFP4``, ``BF16``, ..."""
+        """The precision for messages: ``FP8``, ``FP8 block``, ``MXFP8``, ``NVFP4``, ``BF16``, ..."""
         return _format_name(tuple(self.operands.values()))
 
     @property
     def why(self) -> str:
-        """Why it does not run in low precision, or at all, in words; empty if it runs in low precision."""
+        """A text with the reason for high precision, or for not running; empty in low precision."""
         if self.not_run:
             return self.not_run
         if self.reason is None or self.reason_ref in ("", self.reason.value):
@@ -142,12 +142,11 @@ class Product:
 
     @property
     def is_low(self) -> bool:
-        """Whether it runs in low precision."""
         return self.precision in LOW_PRECISION["quantized"]
 
 
 def is_low(operands: Mapping[str, str]) -> bool:
-    """Whether a product of these operands, tensor -> format, runs in low precision."""
+    """Return whether a product with these operands (tensor -> format) runs in low precision."""
     return _widest(tuple(operands.values())) in LOW_PRECISION["quantized"]
 
 
@@ -174,11 +173,11 @@ def precision_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class StateRow:
-    """The tensors of one subject and type that a model and its optimizers keep, apart from the operands of products.
+    """Tensors of one subject and dtype that a model and its optimizers keep.
 
     Attributes:
         subject: one of :data:`te_precision_callbacks.base.vocabulary.SUBJECTS`.
-        dtype: their type, as torch names it: ``float32``; of quantized parameters the format: ``FP8 E4M3``.
+        dtype: the dtype as torch names it, ``float32``, or the format of quantized parameters, ``FP8 E4M3``.
         tensors: their number; for ``reduce``, in a step.
         bytes: the memory of all of them; for ``reduce``, of the reduced buffers.
     """
@@ -190,13 +189,13 @@ class StateRow:
 
 
 class Coverage(tuple[Product, ...]):
-    """All matrix products of a model in a step, in the order in which they ran first.
+    """All matrix products of a model in a step, in the order of their first run.
 
-    Its text is one line that says how much runs in low precision, and what does not.
+    ``str(coverage)`` is a one-line summary.
 
     Attributes:
-        state: what the model and its optimizers keep, and in which types, after the first step.
-        steps: the steps that it holds for, where others had other products: ``steps 4 to 19``; else empty.
+        state: the dtypes of the state of the model and its optimizers, after the first step.
+        steps: the steps with these products, if other steps had others, such as ``steps 4 to 19``; else empty.
     """
 
     state: tuple[StateRow, ...]
@@ -213,12 +212,12 @@ class Coverage(tuple[Product, ...]):
         return (tuple(self),), {"state": self.state, "steps": self.steps}
 
     def macs(self, precision: str | None = None, *, gemm: str | None = None, backward: bool | None = None) -> int:
-        """The multiply-adds of a step, of all products or of some.
+        """The multiply-adds of a step.
 
         Args:
             precision: one of :data:`PRECISIONS`.
             gemm: as ``Product.gemm``.
-            backward: those of the backward, or of the forward.
+            backward: True for the backward only, False for the forward only.
 
         Raises:
             KeyError: there is no such precision.
@@ -239,34 +238,33 @@ class Coverage(tuple[Product, ...]):
         return sums
 
     def share(self, precision: str, *, gemm: str | None = None, backward: bool | None = None) -> float:
-        """The share of the multiply-adds in a precision, from 0 to 1; nan where there are none. Arguments and errors
-        are those of :meth:`macs`."""
+        """The share of the multiply-adds in a precision, from 0 to 1; nan without products. The arguments are as in
+        :meth:`macs`."""
         whole = self.macs(gemm=gemm, backward=backward)
         return self.macs(precision, gemm=gemm, backward=backward) / whole if whole else float("nan")
 
     @property
     def has_backward(self) -> bool:
-        """Whether products of a backward have run, counted or not."""
+        """Return whether products of a backward ran, counted or not."""
         return any(product.backward and product.runs != "never" for product in self)
 
     @property
     def in_high_precision(self) -> list[Product]:
-        """The products that run, and not in low precision; the largest first."""
         return sorted((product for product in self if product.macs and not product.is_low), key=lambda p: -p.macs)
 
     @property
     def is_estimate(self) -> bool:
-        """Whether the shares are an estimate, since something has run and is not counted."""
+        """Return whether the shares are an estimate, because something uncounted ran."""
         return any(product.runs == "uncounted" for product in self)
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether calls were not counted that may be counted in later steps."""
+        """Return whether uncounted calls may be counted in later steps."""
         return any(product.not_run.startswith(ESTIMATED) for product in self if product.runs == "uncounted")
 
     @property
     def not_counted(self) -> dict[str, list[str]]:
-        """What has run and is not counted, and why -> the layers; the shares leave it out."""
+        """Reason -> layers with uncounted operators or kernels, which no share includes."""
         found: dict[str, list[str]] = {}
         for product in self:
             if product.runs == "uncounted" and product.layer not in found.setdefault(product.not_run, []):
@@ -302,20 +300,19 @@ class Coverage(tuple[Product, ...]):
 
 
 def left_out_in_words(coverage: Coverage) -> list[str]:
-    """What is not counted, each with its layers."""
     found = coverage.not_counted
     texts = [f"{what} ({in_sentence(*layers, most=2)})" for what, layers in found.items()]
     return texts[:_MOST_CAUSES] + ([f"and {len(texts) - _MOST_CAUSES} more"] if len(texts) > _MOST_CAUSES else [])
 
 
 NOTHING = Coverage()
-"""That of a run without products."""
+"""The coverage of a run without products."""
 
 MOST_WITHOUT_BACKWARD = 10
-"""So many steps without a backward, as of batches that a script skips, count as steps before the first one."""
+"""The most steps without a backward, such as skipped batches, that count as steps before the first one."""
 
 ESTIMATED = "estimated: "
-"""The beginning of the text on calls that were not counted, and may be in later steps."""
+"""Prefix of the reason for uncounted calls that may be counted in later steps."""
 
 _NO_BACKWARD = "no product of a backward has been seen, so these are those of a forward alone"
 
@@ -331,7 +328,6 @@ def percent(share: float) -> str:
 
 
 def _causes(products: Iterable[Product]) -> list[str]:
-    """The layers of some products with their reason, the largest first."""
     layers: dict[str, dict[str, None]] = {}
     for product in products:
         why = product.reason.value if product.reason is Reason.NOT_TE else product.why

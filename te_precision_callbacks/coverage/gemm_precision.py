@@ -1,4 +1,4 @@
-"""The precision in which each GEMM of a run really ran."""
+"""The observed precision of each GEMM of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_GRADIENT = "neither input nor parameters need a gradient"
 NO_BACKWARD = "no backward has reached it"
 
 HIGH_PRECISION = "none"
-"""What is given as the recipe of a GEMM whose layer ran without one."""
+"""The recipe of a GEMM in a layer without one."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,19 @@ class GemmPrecision:
     Attributes:
         layer: the layer.
         gemm: ``fprop``, ``dgrad`` or ``wgrad``.
-        operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``. If the format changed during the run: all
-            formats, joined by an arrow in the order of their first appearance. Empty for a GEMM that has not run.
-        seen: whether all of these formats were seen on tensors when they were handed to the GEMM, and no other format
-            is suspected. False: some are the formats of the quantizers.
-        not_run: why the GEMM has not run in training so far, one of :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
-            :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; empty if it has run. NO_BACKWARD is reported of the steps in
-            which the layer is asked, since it can be seen only there, if a backward has reached other parts of the
-            model.
-        since: the first debug iteration in which this held; in ``session.precision`` the first one of the GEMM.
-        until: the last debug iteration in which this held; None while it still holds.
-        recipe: the recipe under which the layer ran: one of ``fp8_delayed_scaling``, ``fp8_current_scaling``,
-            ``mxfp8``, ``fp8_block_scaling`` and ``nvfp4``, the class of a user's own recipe, or :data:`HIGH_PRECISION`
-            outside of FP8. If it changed during the run: all, joined by an arrow. Empty for a GEMM that has not run.
-        excluded: whether the layer ran in high precision since a region of ``te.autocast(enabled=False)`` was around
-            its forward.
+        operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``. Several formats in a run are joined by arrows
+            in the order of their first step. Empty for a GEMM that has not run.
+        seen: whether all of these formats were seen on the tensors passed to the GEMM, and no other format is
+            suspected. Otherwise some are the formats of the quantizers.
+        not_run: the reason if the GEMM has not run in training, one of :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
+            :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; else empty. NO_BACKWARD is reported only for steps that observe
+            the layer, if a backward has reached other parts of the model.
+        since: the first debug iteration with these facts; in ``session.precision``, the first one of the GEMM.
+        until: the last debug iteration with these facts; None while they hold.
+        recipe: the recipe of the layer: ``fp8_delayed_scaling``, ``fp8_current_scaling``, ``mxfp8``,
+            ``fp8_block_scaling``, ``nvfp4``, the class of a custom recipe, or :data:`HIGH_PRECISION`. Several recipes
+            are joined by arrows. Empty for a GEMM that has not run.
+        excluded: whether the layer ran in high precision because its forward is inside ``te.autocast(enabled=False)``.
     """
 
     layer: str
@@ -54,7 +52,8 @@ class GemmPrecision:
 
 
 def in_short(operands: Mapping[str, str]) -> str:
-    """``FP8 E5M2 * E4M3``; one format where both operands have it, and those of an operand that changed in brackets."""
+    """``FP8 E5M2 * E4M3``; a single format if both operands have it; brackets around the formats of an operand that
+    changed."""
     return _formats_in_short(tuple(operands.values()))
 
 
@@ -70,12 +69,12 @@ def _formats_in_short(formats: tuple[str, ...]) -> str:
 
 
 class Precision(AnyIteration[GemmPrecision]):
-    """The precision in which each GEMM of a run ran; calling the object gives the precision of one iteration.
+    """The observed precision of each GEMM of a run; calling the object returns the precision in one iteration.
 
     session.precision              # all formats that each GEMM had
-    session.precision(at=120)      # those of iteration 120, with the span of iterations in which they held
+    session.precision(at=120)      # the formats in iteration 120, with first and last iteration
 
-    Of an iteration these are all GEMMs that were known by then. A GEMM that did not run in the iteration has the reason
-    in ``not_run``. A layer that no forward reached in the iteration keeps its previous precision; so do the GEMMs of
-    the backward in an iteration without any, such as a batch that the script skips.
+    An iteration has all GEMMs known by then. A GEMM that did not run has the reason in ``not_run``. A layer without a
+    forward in the iteration keeps its previous precision; so do the GEMMs of the backward in an iteration without one,
+    such as a skipped batch.
     """

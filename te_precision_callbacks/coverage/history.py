@@ -1,4 +1,4 @@
-"""The matrix products of a run's model: those of each step by the calls in it, in the precision of the step."""
+"""The matrix products of a run's model by step: the products of its calls, in the precision of the step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from te_precision_callbacks.statistics.schedule import Schedule
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 
 MOST_SPANS = 64
-"""So many parts of a run with different calls are kept; the steps after them are one part, with their mean."""
+"""The most parts of a run with different calls; the steps after them are one part, with their mean."""
 
 _EXCLUDED = "runs inside te.autocast(enabled=False)"
+
+_OF_TE = ("te", "te_ops")
 
 
 @dataclass(frozen=True)
@@ -30,26 +32,25 @@ class Kept:
     """A feature that keeps a GEMM in high precision.
 
     Attributes:
-        feature: its name, with the place of its section, and its steps if these are not all.
-        schedules: the steps in which it does.
+        feature: its name, with the place of its section, and its steps unless it acts in all.
+        schedules: its steps.
     """
 
     feature: str
     schedules: tuple[Schedule, ...]
 
     def acts_in(self, iteration: int) -> bool:
-        """Whether it does in an iteration."""
         return any(schedule.at(iteration)[0] for schedule in self.schedules)
 
 
 @dataclass(frozen=True)
 class HighPrecisionFacts:
-    """The facts about a layer of Transformer Engine that say why a GEMM of it is not in low precision.
+    """Facts about a layer of Transformer Engine that explain high precision.
 
     Attributes:
         kept: GEMM -> the features that keep it in high precision.
-        backward_override: that of its recipe; empty if there is none.
-        recomputed_outside: whether a checkpoint has computed its forward again outside of its autocast.
+        backward_override: the override of its recipe, or empty.
+        recomputed_outside: whether a checkpoint recomputed its forward outside of its autocast.
     """
 
     kept: Mapping[str, tuple[Kept, ...]]
@@ -59,16 +60,16 @@ class HighPrecisionFacts:
 
 @dataclass
 class Counted:
-    """The products of steps that ran alike, and the facts about layers then.
+    """The products of consecutive steps with equal calls, and the facts about layers.
 
     Attributes:
-        since: the iteration of the first of these steps.
-        kinds: has the products of the calls.
-        parts: the calls of a step by kind; of several steps that differ their sum.
+        since: the first of these steps.
+        kinds: the products of calls.
+        parts: the calls of a step by kind; for differing steps, their sum.
         layers: the facts about layers of Transformer Engine.
-        state: what the model and its optimizers keep.
-        steps: the number of steps that ``parts`` is the sum of.
-        until: the last iteration for which that holds; None while it holds.
+        state: the rows of state.
+        steps: the number of steps in the sum.
+        until: the last of these steps; None while it is open.
     """
 
     since: int
@@ -82,7 +83,7 @@ class Counted:
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """The products, as they were counted; of steps that differ their mean."""
+        """The products of a step; for differing steps, their mean."""
         version = self.kinds.changes, self.steps
         if self._products is None or self._products[0] != version:
             self._products = version, self.kinds.products(self.parts, self.steps)
@@ -93,7 +94,6 @@ class Counted:
         return any(backwards for _, backwards in self.parts.values())
 
     def add(self, parts: Parts) -> None:
-        """Add a step that ran in another way."""
         keys = {*self.parts, *parts}
         pairs = {key: (self.parts.get(key, (0, 0)), parts.get(key, (0, 0))) for key in keys}
         self.parts = {key: (one[0] + other[0], one[1] + other[1]) for key, (one, other) in pairs.items()}
@@ -101,11 +101,11 @@ class Counted:
 
 
 class CoverageHistory:
-    """The matrix products of a run's model, and of those that followed it.
+    """The matrix products of a run's models.
 
     Attributes:
-        of_other_ranks: the products of layers that other ranks alone have, as they ran there in their first step.
-        changes: how often this rank's became others than any before.
+        of_other_ranks: the products of layers that only other ranks have, in their first step.
+        changes: the number of times that this rank's products became new ones.
     """
 
     def __init__(self) -> None:
@@ -121,15 +121,10 @@ class CoverageHistory:
         step: CountedStep,
         facts: Callable[[], Mapping[str, HighPrecisionFacts]],
     ) -> None:
-        """Note what a step ran; it holds until another step differs from it.
+        """Record the calls of a step, which hold until a step differs.
 
-        A step without a backward, as of a batch that is skipped, says nothing about the backward, so it counts as the
-        one before it; before the first backward, as the one after it.
-
-        Args:
-            iteration: the step.
-            step: its calls.
-            facts: gives the facts about layers.
+        A step without a backward, such as a skipped batch, counts as the step before it; before the first backward, as
+        the step after it. ``facts`` returns the facts about layers.
         """
         self._cut(iteration)
         last = self._counted[-1] if self._counted else None
@@ -162,29 +157,24 @@ class CoverageHistory:
         self._kinds_changes = step.kinds.changes
 
     def _cut(self, iteration: int) -> None:
-        """Drop what was noted of this iteration and later ones, before a return to a checkpoint."""
         self._counted = [counted for counted in self._counted if counted.since < iteration]
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
-        """Keep the products of layers that other ranks alone have.
-
-        Args:
-            products: those of all ranks.
-        """
+        """Keep the products of layers that only other ranks have, given the products of all ranks."""
         own = {product.layer for counted in self._counted for product in counted.products}
         self.of_other_ranks = tuple(product for product in products if product.layer not in own)
 
     def spans(self) -> list[Counted]:
-        """All that was put, with the iterations for which it holds."""
+        """All recorded parts of the run, with their first and last iterations."""
         for counted, following in itertools.pairwise(self._counted):
             counted.until = following.since - 1
         return list(self._counted)
 
     def by_span(self, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[ProductSpan]:
-        """Each product as often as it was another.
+        """Each product, once for each span of steps without a change of it.
 
         Args:
-            precision: that of the layers' GEMMs in all iterations, as ``PrecisionAudit.spans`` gives it.
+            precision: the precision of the layers' GEMMs over the run, from ``PrecisionAudit.spans``.
             unconverted: layers that a trainer left without Transformer Engine, and why.
         """
         spans: dict[tuple[str, str], list[GemmPrecision]] = defaultdict(list)
@@ -193,8 +183,7 @@ class CoverageHistory:
         for counted in self.spans():
             known = {(product.layer, product.gemm) for product in counted.products}
             for order, product in enumerate(counted.products):
-                of_te = product.family in ("te", "te_ops")
-                entries = spans.get((product.layer, product.gemm), []) if of_te else []
+                entries = spans.get((product.layer, product.gemm), []) if product.family in _OF_TE else []
                 yield from _in_spans(product, order, counted, entries, unconverted)
             for (layer, gemm), entries in spans.items():
                 last = entries[-1]
@@ -207,14 +196,7 @@ class CoverageHistory:
     def at(
         self, iteration: int, last: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]
     ) -> Coverage:
-        """The products of an iteration.
-
-        Args:
-            iteration: one that has run.
-            last: the last one that has run.
-            precision: that of the layers' GEMMs in it.
-            unconverted: layers that a trainer left without Transformer Engine, and why.
-        """
+        """The products of an iteration that has run, given the last one and the precision of GEMMs in it."""
         if not self._counted:
             return NOTHING
         number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
@@ -223,7 +205,6 @@ class CoverageHistory:
         return Coverage(products, state=counted.state, steps=self._steps(number, last))
 
     def _steps(self, number: int, last: int) -> str:
-        """The steps of a part of the run in words; empty if all steps ran alike."""
         if len(self._counted) < 2:
             return ""
         since, after = self._counted[number].since, self._counted[number + 1 : number + 2]
@@ -239,14 +220,10 @@ def _in_spans(
     entries: Sequence[GemmPrecision],
     unconverted: Mapping[str, str],
 ) -> Iterator[ProductSpan]:
-    """A product as it was counted, as often as its precision was another.
-
-    Args:
-        entries: those of its GEMM.
-    """
+    """A counted product, once for each precision of its GEMM in ``entries``."""
+    facts = counted.layers.get(product.layer)
     if not entries:
-        (found,) = in_precision([product], counted.layers, [], unconverted)
-        yield ProductSpan(found, order, None, counted.since, counted.until)
+        yield ProductSpan(_in_precision(product, None, facts, unconverted), order, None, counted.since, counted.until)
     for place, entry in enumerate(entries):
         since, until = entry.since, entry.until
         if not place and since <= counted.since + 1:
@@ -257,8 +234,7 @@ def _in_spans(
         ends = [end for end in (until, counted.until) if end is not None]
         since, until = max(since, counted.since), min(ends, default=None)
         if until is None or until >= since:
-            (found,) = in_precision([product], counted.layers, [entry], unconverted)
-            yield ProductSpan(found, order, entry, since, until)
+            yield ProductSpan(_in_precision(product, entry, facts, unconverted), order, entry, since, until)
 
 
 def in_precision(
@@ -267,41 +243,38 @@ def in_precision(
     precision: Sequence[GemmPrecision],
     unconverted: Mapping[str, str],
 ) -> Iterator[Product]:
-    """The products in the precision of an iteration, each with the reason why it is not in low precision.
-
-    Args:
-        products: the products.
-        layers: the facts about layers of Transformer Engine.
-        precision: that of the layers' GEMMs.
-        unconverted: layers that a trainer left without Transformer Engine, and why.
-    """
+    """Yield products with the formats of an iteration, and the reasons for high precision."""
     entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
-    seen = set()
     for product in products:
-        if product.family not in ("te", "te_ops"):
-            why = unconverted.get(product.layer)
-            if why is not None and product.reason is Reason.NOT_TE:
-                product = replace(product, reason=Reason.NOT_CONVERTED, reason_ref=why)
-            yield product if not product.is_low else replace(product, reason=None, reason_ref="")
-            continue
-        entry = entries.get((product.layer, product.gemm))
-        seen.add((product.layer, product.gemm))
-        if entry is None or (product.is_low and product.reason is None and product.operands == entry.operands):
-            yield product
-        elif entry.not_run:
-            yield replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
-        elif is_low(entry.operands):
-            yield replace(product, operands=entry.operands)
-        else:
-            reason, ref = _reason(entry, layers.get(entry.layer))
-            yield replace(product, operands=entry.operands, reason=reason, reason_ref=ref)
-    for entry in precision:
-        if entry.not_run and (entry.layer, entry.gemm) not in seen:
+        entry = entries.pop((product.layer, product.gemm), None) if product.family in _OF_TE else None
+        yield _in_precision(product, entry, layers.get(product.layer), unconverted)
+    for entry in entries.values():
+        if entry.not_run:
             yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)
 
 
+def _in_precision(
+    product: Product,
+    entry: GemmPrecision | None,
+    facts: HighPrecisionFacts | None,
+    unconverted: Mapping[str, str],
+) -> Product:
+    """A product with the formats of its GEMM, and the reason for high precision."""
+    if product.family not in _OF_TE:
+        if product.is_low:
+            return replace(product, reason=None, reason_ref="")
+        if product.layer in unconverted and product.reason is Reason.NOT_TE:
+            return replace(product, reason=Reason.NOT_CONVERTED, reason_ref=unconverted[product.layer])
+        return product
+    if entry is None or (product.is_low and product.reason is None and product.operands == entry.operands):
+        return product
+    if entry.not_run:
+        return replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
+    reason, ref = (product.reason, product.reason_ref) if is_low(entry.operands) else _reason(entry, facts)
+    return replace(product, operands=entry.operands, reason=reason, reason_ref=ref)
+
+
 def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Reason, str]:
-    """Why a GEMM of Transformer Engine runs in high precision."""
     if facts is not None and facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
         return Reason.RECOMPUTED, Reason.RECOMPUTED.value
     if entry.recipe == HIGH_PRECISION:
@@ -320,7 +293,7 @@ def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Rea
 
 
 def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[Kept, ...]]:
-    """GEMM -> the features of a layer's sections that keep it in high precision."""
+    """GEMM -> the features in a layer's sections that keep it in high precision."""
     kept: dict[str, tuple[Kept, ...]] = {}
     for section in sections:
         for feature, effect in section.effects.items():

@@ -48,7 +48,6 @@ class KeptState:
         self.close()
 
     def close(self) -> None:
-        """Stop watching, and forget everything."""
         self._parameters: tuple[torch.nn.Parameter, ...] = ()
         self._rows: dict[tuple[str, str, int], int] = {}
         self._reduced: list[tuple[ModelCall | None, str, int]] = []
@@ -71,7 +70,6 @@ class KeptState:
 
     @property
     def saw_reduction(self) -> bool:
-        """Whether gradients were reduced."""
         return bool(self._reduced)
 
     def rows(self) -> tuple[StateRow, ...]:
@@ -87,7 +85,6 @@ class KeptState:
         return tuple(StateRow(*key, count, sizes[key]) for key, count in tensors.items())
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collect the state of an optimizer after its step."""
         try:
             own = set(map(id, self._parameters))
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -108,7 +105,6 @@ class KeptState:
 
 
 def _type(tensor: torch.Tensor) -> str:
-    """The dtype as torch names it, or the format of a quantized tensor."""
     if name_of_format(tensor) is not None:
         return format_of(tensor, columnwise=False)
     return str(tensor.dtype).removeprefix("torch.")

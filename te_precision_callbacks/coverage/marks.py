@@ -1,4 +1,4 @@
-"""Marks on tensors that hold for all views of the same memory, and end with it."""
+"""Marks on the memory of tensors. All views share a mark, which ends with the memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ MarkT = TypeVar("MarkT")
 
 
 class Marks(Generic[MarkT]):
-    """Marks on the storages of tensors. Keeps no memory alive, and never takes new memory for old."""
+    """Marks on the storages of tensors. Keeps no memory alive, and never mistakes new memory for old."""
 
     def __init__(self) -> None:
         self._marks: dict[int, tuple[StorageWeakRef, MarkT]] = {}
 
     def put(self, tensor: torch.Tensor, mark: MarkT) -> None:
-        """Mark a tensor; an earlier mark is replaced."""
         storage = _storage(tensor)
         if storage is not None:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._marks[storage._cdata] = reference, mark  # as long as there is one, no other storage has the number
 
     def get(self, tensor: torch.Tensor) -> MarkT | None:
-        """The mark of a tensor."""
         storage = _storage(tensor)
         found = None if storage is None else self._marks.get(storage._cdata)
         return None if found is None else found[1]
@@ -40,7 +38,7 @@ class Weight:
         module: the path of its module.
         name: its name in that module.
         trains: whether it needs a gradient.
-        owner: that module.
+        owner: its module.
     """
 
     module: str
@@ -50,7 +48,7 @@ class Weight:
 
 
 class WeightMarks:
-    """The parameters of a model by their memory; also those that several modules keep in one storage."""
+    """Finds the parameters of a model by their memory, also if several modules share a storage."""
 
     def __init__(self) -> None:
         self._of_place: dict[tuple[int, int], list[Weight]] = {}
@@ -58,7 +56,7 @@ class WeightMarks:
         self._copies = Marks[Weight]()
 
     def read(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-        """Read where the parameters of modules are now; each module with its path."""
+        """Read the current memory of the parameters of modules, given with their paths."""
         of_place: dict[tuple[int, int], list[Weight]] = {}
         of_storage: dict[int, list[Weight]] = {}
         for path, module in modules:
@@ -74,13 +72,12 @@ class WeightMarks:
     def find(
         self, tensor: torch.Tensor, inside: tuple[str, torch.nn.Module] | None = None, *, embedding: bool = False
     ) -> Weight | None:
-        """The parameter that a tensor is, or is a view or a cast copy of.
+        """Find the parameter that a tensor is, views, or is a cast copy of.
 
         Args:
             tensor: the tensor.
-            inside: the path of the module that runs, and the module: of a parameter that several modules have, its own
-                is meant.
-            embedding: else whether that of an embedding is meant, which multiplies nothing.
+            inside: the running module and its path, which is preferred if several modules share the parameter.
+            embedding: whether to prefer an embedding, which multiplies nothing.
         """
         place = _place(tensor)
         if place is None:
@@ -95,7 +92,7 @@ class WeightMarks:
         return self._copies.get(tensor)
 
     def follow(self, source: torch.Tensor, copy: torch.Tensor) -> None:
-        """Note that a tensor is a cast copy of another one, which may be a parameter."""
+        """Note a cast copy of a tensor, which may be a parameter."""
         weight = self.find(source)
         if weight is not None:
             self._copies.put(copy, weight)

@@ -1,4 +1,4 @@
-"""The share of attention's multiply-adds that its mask leaves.
+"""The share of attention's multiply-adds that a mask keeps.
 
 causal_share(1024, 1024)                        # 0.50049: (S + 1) / (2 S)
 share_left({"attn_mask_type": "causal"}, 1024, 1024)
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def causal_share(rows: int, columns: int, *, at_the_end: bool = False) -> float:
-    """The share of the scores that a causal mask leaves.
+    """The share of the scores that a causal mask keeps.
 
     Args:
         rows, columns: the lengths of the queries and of the keys.
-        at_the_end: whether the last query sees all keys (the mask is aligned to the bottom right); otherwise the first
-            query sees the first key.
+        at_the_end: whether the last query sees all keys (aligned to the bottom right); else the first query sees only
+            the first key.
     """
     inside = min(rows, columns)
     triangle = inside * (inside + 1) // 2
@@ -25,10 +25,10 @@ def causal_share(rows: int, columns: int, *, at_the_end: bool = False) -> float:
 
 
 def share_left(given: Mapping[str, Any], rows: int, columns: int) -> float | None:
-    """The share that the mask of Transformer Engine's attention leaves.
+    """The share that the mask of Transformer Engine's attention keeps.
 
-    None where that is not known: a mask of the user's own, padding, a sliding window, or sequences that are packed into
-    one. Of ``padding_causal`` it is that of sequences without padding.
+    None if unknown: a custom mask, padding, a sliding window, or packed sequences. ``padding_causal`` counts as without
+    padding.
 
     Read from Transformer Engine 2.20.2, ``pytorch/attention/dot_product_attention``: ``AttnMaskTypes`` and
     ``utils.check_set_window_size``.

@@ -3,10 +3,10 @@
     for product in products_of("aten::addmm", (bias, activation, weight), result):
         product.n, product.m, product.k, product.macs
 
-The full mathematical size counts. A causal mask is noted and removes no multiply-add, and what a fused backward of
-attention recomputes counts once. The operators are those of torch 2.13 (``aten/src/ATen/native/native_functions.yaml``,
+The full mathematical size counts. A causal mask is noted and removes no multiply-add. Recomputation in a fused backward
+of attention counts once. Operators of torch 2.13 (``aten/src/ATen/native/native_functions.yaml``,
 ``torch/nn/attention``, ``torch/_higher_order_ops/flex_attention.py``), flash-attn 2.8, and flash-attn 3 for Hopper
-(``flash_attn_interface.py`` of each).
+(``flash_attn_interface.py``).
 """
 
 from __future__ import annotations
@@ -70,39 +70,31 @@ class MatrixProduct(NamedTuple):
 
     @property
     def macs(self) -> int:
-        """The number of multiply-adds."""
         sizes = [self[2:6]] if self.sequences is None else [each.sizes for each in self.sequences]
         return sum(map(math.prod, sizes))
 
 
 def is_product(operator: str) -> bool:
-    """Whether an operator multiplies matrices in a way that is counted, or looks up rows of one."""
     return operator in _OPERATORS
 
 
 def products_of(operator: str, arguments: Sequence[Any], result: Any) -> list[MatrixProduct]:
-    """The matrix products of a call of an operator.
+    """The matrix products of a call of an operator; empty for an operator that is not counted.
 
     Args:
-        operator: its name with its namespace, without overload: ``aten::addmm``. For a higher-order operator the
-            namespace is ``higher_order``.
+        operator: its name with its namespace, without overload: ``aten::addmm``. Higher-order operators have the
+            namespace ``higher_order``.
         arguments: its positional arguments.
-        result: what it has returned.
-
-    Returns:
-        Nothing for an operator whose products are not counted.
+        result: its result.
     """
     find = _OPERATORS.get(operator)
     return [] if find is None else list(find(arguments, result))
 
 
 def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
-    """Why an operator that may multiply matrices is not counted; empty for one that is, or that multiplies none.
+    """The reason if an operator may multiply matrices and is not counted; else empty.
 
-    Args:
-        operator: as in :func:`products_of`.
-        arguments: its positional arguments. An operator outside of torch that is not known may multiply matrices if it
-            gets two of them with floating-point numbers.
+    An unknown operator outside of torch may multiply if it receives two floating-point matrices.
     """
     if operator in _OPERATORS:
         return ""
@@ -124,7 +116,7 @@ _Find = Callable[[Sequence[Any], Any], Iterator[MatrixProduct]]
 
 
 def _matrices(a: int, b: int) -> _Find:
-    """``[..., n, k] @ [..., k, m]``, or a vector in place of either; the arguments of these numbers."""
+    """``[..., n, k] @ [..., k, m]``, or a vector in place of either, given by two argument numbers."""
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
         left, right = arguments[a], arguments[b]
@@ -184,17 +176,17 @@ def _attention(
     mask: int | None = None,
     window: int | None = None,
 ) -> _Find:
-    """Fused attention: of a backward the first argument is the gradient, followed by query, key and value.
+    """Fused attention. The first argument of a backward is the gradient, followed by query, key and value.
 
     Args:
-        backward: whether it is one.
-        heads_first: whether operands are [batch, heads, length, size], or [..., length, heads, size].
-        bounds: the number of the argument with the bounds of several sequences of queries, followed by that of keys.
-        first: the number of the argument with the queries; by default the first one, behind the gradient.
-        causal: of a forward the number of the argument that says whether its mask is causal.
-        mask: of a forward with ``causal`` the number of the argument with another mask, which may be a keyword: -1.
-        window: of a forward with ``causal`` the number of the argument with the left end of a sliding window, followed
-            by its right end; negative ends have no limit.
+        backward: whether the operator is a backward.
+        heads_first: operands are [batch, heads, length, size]; else [..., length, heads, size].
+        bounds: argument number of the bounds of packed query sequences; the bounds of the keys follow.
+        first: argument number of the queries, by default 0, or 1 after a gradient.
+        causal: in a forward, argument number of the flag for a causal mask.
+        mask: in a forward with ``causal``, argument number of another mask; -1 for a keyword.
+        window: in a forward with ``causal``, argument number of the left end of a sliding window, followed by its right
+            end; negative ends are unlimited.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
     start = int(backward) if first is None else first
@@ -274,7 +266,7 @@ def _gradients_of_attention(
     batch: int,
     lengths: _Lengths = None,
 ) -> Iterator[MatrixProduct]:
-    """The products of a backward: those of the probabilities, and of each operand."""
+    """The products of a backward: two for the probabilities, and one for each of query and key."""
     gradient, query, key, value = tensors
     yield _packed(MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv"), lengths, _N, _M)
     yield _packed(MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv"), lengths, _K, _N)

@@ -45,8 +45,7 @@ class Kind(NamedTuple):
     Attributes:
         form: a hash of the model, its mode, its frozen parameters, and everything in the input that decides sizes.
         path: a hash of the modules that the call reaches, with the shapes of their inputs.
-        nodes: the number of autograd nodes outside of Transformer Engine's modules, whose nodes depend on the
-            precision.
+        nodes: the number of autograd nodes, without those of Transformer Engine, which depend on the precision.
     """
 
     form: int | str
@@ -66,7 +65,7 @@ class ModelCall:
     """A call of a model, with its backward.
 
     Attributes:
-        form, path, nodes: as of :class:`Kind`.
+        form, path, nodes: see :class:`Kind`.
         is_counted: whether its products are counted.
         forwards: the number of calls of the step that this counted one represents.
         has_backward: whether its backward has begun.
@@ -91,21 +90,19 @@ class ModelCall:
 
     @property
     def kind(self) -> Kind:
-        """The kind of a call that has ended."""
         return Kind(self.form, self.path, self.nodes)
 
     @property
     def may_have_backward(self) -> bool:
-        """Whether its backward has run, or cannot be recognized."""
+        """Return whether its backward has run, or cannot be recognized."""
         return self.has_backward or not self.is_known
 
     @property
     def is_thrown_away(self) -> bool:
-        """Whether its graph was freed without a backward."""
+        """Return whether its graph was freed without a backward."""
         return not self.may_have_backward and self.graph is not None and self.graph() is None
 
     def reach(self, number: int, values: Iterable[Any]) -> None:
-        """Note that the call has reached a module with these arguments."""
         path = self.path
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -120,7 +117,7 @@ class _RunningCall(threading.local):
 
 
 class _CallSearch:
-    """The search for calls to count, among those of one form.
+    """The search for calls to count, for one form.
 
     Attributes:
         is_new: whether no call has been counted, or the last one proved nothing.
@@ -148,7 +145,6 @@ class _CallSearch:
             self.in_vain = 0
 
     def find(self, kind: Kind) -> None:
-        """Note that a counted call is of this kind."""
         self.in_vain += kind not in self.sought
         self.sought.discard(kind)
 
@@ -183,7 +179,6 @@ class ModelCalls:
 
     @property
     def here(self) -> ModelCall | None:
-        """The call that runs in this thread."""
         return self.here_in_thread.call
 
     def begin(
@@ -227,7 +222,6 @@ class ModelCalls:
             self._forms[call.form].is_new = True
 
     def end(self, call: ModelCall, results: Any) -> None:
-        """Note that a call has ended without an exception."""
         call.nodes += made_in_thread()
         call.has_ended = True
         mark = _Mark(call)
@@ -249,7 +243,7 @@ class ModelCalls:
         return False
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
-        """Return a call whose backward begins, a counted one if possible; None if there is none."""
+        """Begin a backward; returns its call, a counted one if possible, or None."""
         here = self.here  # a backward inside of a call, as in a training step that optimizes by itself
         waiting = list(_calls_in(roots)) if here is None else [here]
         known = set(map(id, waiting))
@@ -266,7 +260,7 @@ class ModelCalls:
 
     @property
     def has_wishes(self) -> bool:
-        """Whether calls of the next step are to be counted, of forms that were met."""
+        """Return whether calls of the next step are to be counted, of forms that were met."""
         return self._left > 0 and any(form.is_wanted for form in self._forms.values())
 
     def end_step(self) -> list[ModelCall]:
@@ -305,18 +299,18 @@ class ModelCalls:
         return self.outside.kind
 
     def differ_in_integers(self, kind: Kind, other: Kind) -> bool:
-        """Whether two kinds differ only in the integers of the input."""
+        """Return whether two kinds differ only in the integers of the input."""
         base = self._base.get(kind.form)
         return base is not None and base == self._base.get(other.form) and kind != other and kind[1:] == other[1:]
 
     def note_alike(self, kind: Kind, *, alike: bool) -> None:
-        """Note whether a kind has the products of another one that differs only in integers."""
+        """Note whether a kind has the same products as a kind with other integers."""
         base = self._base[kind.form]
         self._alike[base] = self._alike.get(base, 0) + (1 if alike else -MOST_COUNTED)
 
 
 def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
-    """The calls to which tensors, or edges of the graph, belong."""
+    """The calls that tensors, or edges of the graph, belong to."""
     for mark, products in found_in_graph(roots):
         call = mark.call if isinstance(mark, _Mark) else products[0].call
         if call is not None:
@@ -351,7 +345,6 @@ def _form(value: Any, numbers: list[int], depth: int = 0) -> Hashable:
 
 
 def leaves(value: Any, depth: int = 0) -> list[Any]:
-    """The tensors in a result."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""Follows the calls of a model and their backwards. In those that are counted a dispatch mode sees torch's operators.
+"""Watches the calls of a model and their backwards. In counted calls a dispatch mode sees torch's operators.
 
-Of calls of one kind one is counted, and represents the others, also in later steps. The mode changes no number.
+One call of each kind is counted, and represents the others, also in later steps. The mode changes no number.
 
-Read from torch 2.13: ``Module._compiled_call_impl``, which a call of a module runs instead of its own where it is set;
-``torch.autograd._engine_run_backward``, which each backward calls.
+Read from torch 2.13: ``Module._compiled_call_impl``, which replaces a module's call if it is set, and
+``torch.autograd._engine_run_backward``, which runs each backward.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 ResultT = TypeVar("ResultT")
 
 made_in_thread: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""How many nodes of autograd this thread has made: asked around each layer, so it is no function of Python."""
+"""The number of autograd nodes of this thread. Not a Python function, since it is called around each layer."""
 
 
 class ModelWatch:
-    """Follows the calls of a model, and sees the operators of torch in those that are counted, until :meth:`close`.
+    """Watches the calls of a model, and the operators of torch in counted ones, until :meth:`close`.
 
     Args:
         report: receives failures.
         is_paused: whether the integration evaluates.
-        in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, of which there are events.
-        count: called before a call that is counted, in a step that was not: the GEMMs of layers are to be seen.
+        in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, which have events.
+        count: called before a counted call in a step without one, to have the GEMMs of layers seen.
 
     Attributes:
         active: whether the model is watched.
         counting: whether products are counted in this step.
-        failure: why nothing of torch is counted any more; empty without a failure.
-        state: what is kept in which type.
+        failure: the reason why counting stopped; empty without a failure.
+        state: dtypes of the state.
         calls: the calls of the model.
         operators: the products of the step.
-        ran: id of a module of Transformer Engine -> whether it has trained in low precision since :meth:`take_ran`; of
-            several forwards each.
+        ran: id of a module of Transformer Engine -> whether its forwards in training since :meth:`take_ran` were in low
+            precision.
     """
 
     def __init__(
@@ -73,12 +73,7 @@ class ModelWatch:
         self._replaced = Replaced(yields=True)
 
     def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
-        """Watch a model, after :meth:`close`; the first step is counted.
-
-        Args:
-            model: the model.
-            modules: id -> path and module.
-        """
+        """Watch a model, after :meth:`close`. The first step is counted. ``modules`` maps ids to paths and modules."""
         self._modules = modules
         self.calls = ModelCalls()
         self.operators = OperatorProducts(modules, self.state, self.calls)
@@ -95,7 +90,7 @@ class ModelWatch:
         self._replaced.replace(engine, "_engine_run_backward", self._around_backward(engine._engine_run_backward))
 
     def end_step(self) -> None:
-        """Forget the products of the step; the next one is counted if calls of it are wanted."""
+        """Forget the products of the step; count the next one if calls of it are wanted."""
         if self.counting:
             self.operators = OperatorProducts(self._modules, self.state, self.calls)
         if self.counting and not self.calls.is_first:
@@ -104,12 +99,11 @@ class ModelWatch:
         self.calls.begin_step(counts_outside=self.counting)
 
     def take_ran(self) -> dict[int, set[bool]]:
-        """:attr:`ran`, which then begins anew."""
         ran, self.ran = self.ran, {}
         return ran
 
     def close(self) -> None:
-        """Follow the model no longer, leave torch as it was, and forget what was seen."""
+        """Stop watching the model, restore torch, and forget everything."""
         self.active = self.counting = False
         self.state.close()
         self._replaced.put_back()
@@ -120,7 +114,7 @@ class ModelWatch:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Look at no operator of torch."""
+        """Ignore torch's operators inside of this context."""
         self._is_muted = True
         try:
             yield
@@ -128,7 +122,7 @@ class ModelWatch:
             self._is_muted = False
 
     def _follow_part(self, number: int, module: Any) -> None:
-        """Have calls of the model note that they reach a module."""
+        """Replace the call of a module by one that notes the module in calls of the model."""
         own = module._compiled_call_impl
         upstream = module._call_impl if own is None else own
         here = self.calls.here_in_thread
@@ -175,7 +169,7 @@ class ModelWatch:
         self._parts.clear()
 
     def _surround_calls(self, root: Any) -> None:
-        """Look at a model while it is called; at Lightning's modules while they take a training step."""
+        """Surround the calls of a model; of a LightningModule also its training steps."""
         own = root._compiled_call_impl
         around = CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, is_forward=True))
         setattr(around, SURROUNDS, own)
@@ -185,7 +179,6 @@ class ModelWatch:
             self._replaced.replace(root, "training_step", TrainingStepOfOneModule(step, root))
 
     def _around_call(self, root: Any, upstream: Callable[..., Any], *, is_forward: bool) -> Callable[..., Any]:
-        """Around a call of a model: look at it if it is to be counted."""
 
         @functools.wraps(upstream)
         def around(*arguments: Any, **keywords: Any) -> Any:
@@ -218,7 +211,6 @@ class ModelWatch:
             self.calls.end(call, result)
 
     def _around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Around a backward: look at it if it is that of a call that is counted."""
 
         @functools.wraps(upstream)
         def around(roots: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -254,7 +246,7 @@ class ModelWatch:
 
     @outside_of_dynamo
     def _guarded(self, do: Callable[[], ResultT]) -> ResultT | None:
-        """What does not reach training if it fails, and is left out after a failure."""
+        """Run a function and keep its failure from training; skipped after a failure."""
         try:
             return None if self.failure else do()
         except Exception as error:
@@ -262,13 +254,12 @@ class ModelWatch:
             return None
 
     def fail(self, error: Exception) -> None:
-        """Look at nothing of torch any more in this step, and report why."""
+        """Stop watching operators in this step, and report the error."""
         first, self.failure = not self.failure, f"all products of torch: {type(error).__name__}: {error}"
         if first:
             self._report("counting the matrix products of", "a step", error)
 
     def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
-        """As of :class:`~te_precision_callbacks.coverage.seeing.ModeListener`."""
         if by_values:
             self.operators.note_sizes_by_values()
         self.operators.nodes.bind(arguments)
@@ -276,13 +267,12 @@ class ModelWatch:
             self.operators.nodes.enter_outer(arguments)
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """As of :class:`~te_precision_callbacks.coverage.seeing.ModeListener`."""
         if not self._is_muted and not self._in_gemm_layer():
             self.operators.look(operator, arguments, result)
 
 
 class CallOfOneModule:
-    """The ``_compiled_call_impl`` of a module; a copy of the module has none."""
+    """The ``_compiled_call_impl`` of one module, which copies of the module do not get."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         functools.update_wrapper(self, call)
@@ -296,7 +286,7 @@ class CallOfOneModule:
 
 
 class TrainingStepOfOneModule(CallOfOneModule):
-    """The ``training_step`` of a module; a copy of the module has its class's."""
+    """The ``training_step`` of one module; a copy of the module gets the one of its class."""
 
     def __init__(self, call: Callable[..., Any], module: Any) -> None:
         super().__init__(call)
@@ -309,14 +299,14 @@ class TrainingStepOfOneModule(CallOfOneModule):
 
 
 def _attends_in_fp8() -> bool:
-    """Whether Transformer Engine's attention runs in FP8 here, if its kernel has it (TE 2.20.2)."""
+    """Return whether Transformer Engine's attention runs in FP8 here, if a kernel exists (TE 2.20.2)."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
 
     return bool(manager.is_fp8_enabled() and getattr(manager.get_fp8_recipe(), "fp8_dpa", False))
 
 
 def _may_multiply(module: torch.nn.Module) -> bool:
-    """Whether a module may decide what is multiplied: torch's own without parameters and parts do not."""
+    """Return whether a module may affect products: all but torch's own without parameters and children."""
     is_torchs = type(module).__module__.startswith("torch.nn.modules.")
     return not is_torchs or bool(module._parameters or module._modules)
 

@@ -1,9 +1,8 @@
-"""Knows of which products of the forward a node of autograd computes the gradients.
+"""Maps autograd nodes to the products of the forward whose gradients they compute.
 
-Autograd numbers the nodes of each thread on its own, so a number says nothing in another thread; and on a GPU the
-backward, with what a checkpoint computes again in it, runs in the device's thread. So a product is kept with the node
-itself, in ``torch.autograd.graph.Node.metadata``. The number only finds the node, in the thread that made it: autograd
-makes the node before it calls the kernel, and hangs it on the result after it.
+Autograd numbers nodes by thread, and on a GPU the backward and its recomputation run in the device's thread. So
+products are stored with the node itself, in ``torch.autograd.graph.Node.metadata``. The number only finds the node in
+the thread that made it: autograd makes the node before it calls the kernel, and attaches it to the result after it.
 
 Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_nr``.
 """
@@ -26,12 +25,12 @@ _FURTHEST = 8
 
 
 class _OfThread(threading.local):
-    """What has been made in a thread and has no node yet.
+    """Products of a thread that have no node yet.
 
     Attributes:
-        waiting: number of a node -> the products that it belongs to.
-        results: those of the last product.
-        outer: the number of the node of the operator of a DTensor that runs, for those on its shards.
+        waiting: number of a node -> its products.
+        results: the results of the last product.
+        outer: the number of the node of the running operator of a DTensor, for the operators on its shards.
     """
 
     def __init__(self) -> None:
@@ -41,23 +40,15 @@ class _OfThread(threading.local):
 
 
 class NodesOfProducts:
-    """The products of nodes."""
-
     def __init__(self) -> None:
         self._here = _OfThread()
 
     def enter_outer(self, arguments: Iterable[Any]) -> None:
-        """Note that an operator of a DTensor begins, which runs others on its shards."""
+        """Note the beginning of an operator of a DTensor, which runs others on its shards."""
         self._here.outer = made_in_thread() - 1 if _has_node(arguments) else -1
 
     def note(self, seen: object, arguments: Iterable[Any], result: Any) -> None:
-        """Note a product of the forward that has just run.
-
-        Args:
-            seen: the product.
-            arguments: those of its operator.
-            result: that of its operator.
-        """
+        """Note a product of the forward that has just run, with the arguments and the result of its operator."""
         self.note_running(seen)
         number = made_in_thread() - 1
         if _has_node(arguments) or self._here.outer == number:
@@ -65,12 +56,12 @@ class NodesOfProducts:
             self._here.results = list(tensors_in([result]))
 
     def note_running(self, seen: object) -> None:
-        """Note a product with the autograd Functions whose forwards run; the outermost of them has gradients."""
+        """Note a product with the running autograd Functions. The outermost one has gradients."""
         for function in filter(None, running_functions()):
             function.metadata.setdefault(_PRODUCTS, []).append(seen)  # type: ignore[attr-defined]
 
     def bind(self, values: Iterable[Any]) -> None:
-        """Look for the nodes of products among tensors that come by: before each operator, and behind a forward."""
+        """Find the nodes of products among tensors: called before each operator, and after a forward."""
         here = self._here
         if not here.waiting:
             return
@@ -89,13 +80,13 @@ class NodesOfProducts:
 
 
 def products_of_node(node: Any) -> list[Any]:
-    """The products of a node, in the order in which they ran; none of one that has none."""
+    """The products of a node in the order of the forward; empty without products."""
     found: list[Any] = [] if node is None else node.metadata.get(_PRODUCTS, [])
     return found
 
 
 def mark_call(results: Iterable[Any], mark: object) -> bool:
-    """Keep a mark with the nodes that a forward has ended with; False where it ended with none that can be found."""
+    """Store a mark with the last nodes of a forward; returns False if there are none."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(results)]
     marked = False
     for node in nodes:
@@ -106,10 +97,9 @@ def mark_call(results: Iterable[Any], mark: object) -> bool:
 
 
 def found_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[Any]]]:
-    """The marks of calls, and the products, that a backward from these tensors or edges comes to first.
+    """Yield the marks of calls, and the products, that a backward from these tensors or edges reaches first.
 
-    Yields:
-        The mark of a call and the products of a node that has either. What lies behind it is not looked at.
+    Nodes behind a mark or a product are not visited.
     """
     nodes = [getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots]
     known = set(nodes)
@@ -128,12 +118,11 @@ def found_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[A
 
 
 def made_in_thread() -> int:
-    """How many nodes this thread has made so far."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def _has_node(arguments: Iterable[Any]) -> bool:
-    """Whether an operator with these arguments has a node; in an autograd Function's forward, the Function."""
+    """Return whether an operator with these arguments has a node; inside of an autograd Function, the Function."""
     # Without gradients the node is that of a Function: it is known, but for one whose forward has no context.
     if not torch.is_grad_enabled() and next(running_functions(), _NOTHING) is not None:
         return False

@@ -1,7 +1,7 @@
-"""Products of operators of torch in a step of a model, each with its place: the module and the weight that it is of.
+"""Products of torch's operators in a step, each with its module and weight.
 
-A product belongs to the innermost module that runs, and the product of a backward to that of the forward whose autograd
-node runs. One node can have many products, as that of a compiled model: there the operands tell which of them is meant.
+A product of a forward belongs to the innermost running module. A product of a backward belongs to the forward of its
+autograd node. A node of a compiled model can have many products; the operands then decide.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class OperatorProducts:
 
     Args:
         modules: id -> path and module, of the modules of the model.
-        state: receives the types in which results are kept.
+        state: receives reductions of gradients.
         calls: the calls of the model.
 
     Attributes:
-        seen: the products, in their order.
-        told: the layers of which a product has run in their present forward.
-        nodes: the products of autograd's nodes.
+        seen: the products in their order.
+        with_product: the layers with a product in their present forward.
+        nodes: the products of autograd nodes.
     """
 
     def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState, calls: ModelCalls) -> None:
         self.seen: list[SeenProduct] = []
-        self.told: set[str] = set()
+        self.with_product: set[str] = set()
         self.nodes = NodesOfProducts()
         self.calls = calls
         self._modules = modules
@@ -68,12 +68,10 @@ class OperatorProducts:
         self._scores, self._probabilities = Marks[SeenProduct](), Marks[bool]()
 
     def read_weights(self) -> None:
-        """Read where the parameters are in memory."""
         self._weights.read(self._modules.values())
 
     @contextmanager
     def in_backward_of(self, call: ModelCall | None) -> Iterator[None]:
-        """Surrounds the backward of a call of the model."""
         self._backward_of = call
         try:
             yield
@@ -81,25 +79,22 @@ class OperatorProducts:
             self._backward_of = None
 
     def note_sizes_by_values(self) -> None:
-        """Note that a size goes by values of tensors in the call that runs."""
         call = self.call_now()
         if call is not None:
             call.goes_by_values = True
 
     def call_now(self) -> ModelCall | None:
-        """The call of the model to which belongs what runs in this thread."""
+        """The model call that runs in this thread, in its forward or backward."""
         return self.call_of_forward() or self._backward_of
 
     def call_of_forward(self) -> ModelCall | None:
-        """The call of the model to which belongs the forward that runs in this thread, also one that is computed again
-        in the backward of a node."""
+        """The model call of the forward that runs in this thread, also of a forward recomputed in a backward."""
         if not in_backward():
             return self.calls.here
         of_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
         return of_node[0].call if of_node else None
 
     def look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """Note a call of an operator of torch."""
         of_backward = in_backward()
         if operator in REDUCING:
             if of_backward:
@@ -122,7 +117,7 @@ class OperatorProducts:
             self._note_backward(operator, products, arguments, result, left=left)
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """Follow weights through casts, and what attention multiplies to its softmax and behind it."""
+        """Follow weights through casts, and scores of attention to their softmax and further."""
         results = list(tensors_in([result]))
         for tensor in tensors_in(arguments):
             if operator == "aten::_to_copy":
@@ -148,8 +143,13 @@ class OperatorProducts:
         left: str,
         again: bool = False,
     ) -> None:
-        """Note products of a forward; ``again`` for one that an activation checkpoint computes again, which is not
-        counted, but may have the nodes of the backward; ``left`` for an operator that is not counted, and why."""
+        """Note products of a forward.
+
+        Args:
+            left: the reason if the operator is not counted.
+            again: whether an activation checkpoint recomputes it. It is then not counted, but the backward may have its
+                nodes.
+        """
         call = self.call_of_forward()
         if call is None if again else call is not None and not call.is_counted:
             return  # of a call that is not counted, whose backward runs with that of one that is
@@ -166,7 +166,7 @@ class OperatorProducts:
             if one is None:
                 continue
             one.call = call
-            self.told.add(one.layer)
+            self.with_product.add(one.layer)
             if not again:
                 self.seen.append(one)
             self.nodes.note(one, arguments, result)
@@ -179,7 +179,7 @@ class OperatorProducts:
     def _seen_in(
         self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
     ) -> SeenProduct | None:
-        """A product of the forward, with its place; None outside of the model."""
+        """A product of the forward with its place; None outside of the model."""
         looks_up = product.role == "lookup"
         weight = self._weights.find(product.b, inside, embedding=looks_up) or self._weights.find(product.a, inside)
         if weight is None and inside is not None and isinstance(inside[1], _WITH_WEIGHT):
@@ -206,8 +206,8 @@ class OperatorProducts:
         )
 
     def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
-        """The class of the module that computes a product; that of its weight where no module runs, as in a compiled
-        graph and in the backward of an autograd Function."""
+        """The class of the module that computes a product, or of its weight's module if no module runs, as in a
+        compiled graph."""
         of_weight = (module for path, module in self._modules.values() if path == weight.module)
         module = next(of_weight, None) if inside is None else inside[1]
         return "torch" if module is None else kind_of(module)
@@ -257,13 +257,13 @@ class OperatorProducts:
                 self.nodes.note(seen, arguments, result)
 
     def _is_again(self, product: MatrixProduct, of: SeenProduct) -> bool:
-        """Whether a backward computes a product of the forward again: by the same weight, and the same activation."""
+        """Return whether a backward recomputes a product of the forward: equal weight and equal activation."""
         if of.weight is None or self._weights.find(product.b) != of.weight:
             return False
         return product[2:6] == of.sizes and of in (self._activations.get(product.a) or ())
 
     def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, of_forward: Weight) -> Role:
-        """Whether a product of the backward multiplies the gradient by the weight, or by the activation."""
+        """``dgrad`` if a product of the backward multiplies by the weight, ``wgrad`` if by the activation."""
         for operand in (product.a, product.b):
             weight = self._weights.find(operand)
             if weight is not None and weight.module == of_forward.module:
@@ -272,9 +272,11 @@ class OperatorProducts:
         return "dgrad" if product.k == columns and product.k != rows else "wgrad"
 
     def _meant(self, product: MatrixProduct, of_node: Sequence[SeenProduct]) -> SeenProduct:
-        """The product of the forward for one of the backward of a node that has several: that of its role in attention;
-        that with the same weight, or the same activation; else one of these sizes, which all take part in its
-        gradients, that has not got them yet."""
+        """The forward product of a backward product, for a node with several.
+
+        In attention, the product with its role. Otherwise the product with the same weight or activation, or one of
+        fitting sizes that lacks gradients.
+        """
         alike = [seen for seen in of_node if product.role in ("qk", "pv") and seen.role == product.role] or of_node
         if len(alike) == 1:
             return alike[0]
@@ -292,7 +294,7 @@ class OperatorProducts:
         return alike[0]
 
     def _innermost_module(self) -> tuple[str, torch.nn.Module] | None:
-        """The innermost module of the model that runs: its path, and the module. None where a constant is made."""
+        """The innermost running module of the model with its path; None while a constant is made."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name not in _OF_CONSTANTS:
             if frame.f_code.co_varnames[:1] == ("self",):

@@ -1,8 +1,7 @@
-"""In which steps of a run the products ran in another precision than in the last one, as where a section of the config
-acts in some steps only.
+"""Steps with another precision than the last one, for example because a section acts only in some steps.
 
-    for steps in other_steps(history.by_span(audit.spans(), {})):
-        print(steps)                          # In steps 1 to 2 and 4: FP8 in 66.7 % of the multiply-adds (...)
+for steps in other_steps(history.by_span(audit.spans(), {})):
+    print(steps)                          # In steps 1 to 2 and 4: FP8 in 66.7 % of the multiply-adds (...)
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ _MOST_LINES = 3
 _MOST_INTERVALS = 4
 
 _MOST_CHANGES = 256
-"""So many of the last iterations in which a product became another are looked at."""
+"""The most iterations with changes of products that are compared, counted from the last one."""
 
 _Span = tuple[int, int | None]
-"""The first and the last iteration for which something holds; None while it still holds."""
+"""The first and the last iteration; None while it is open."""
 
 
 class ProductSpan(NamedTuple):
-    """A product, as long as it was the same.
+    """A product over the steps in which it is unchanged.
 
     Attributes:
         product: the product.
         order: its place in its step.
-        precision: that of its GEMM; None where that is not known by layer.
-        since, until: the first and the last iteration; None while that holds.
+        precision: the precision of its GEMM; None if unknown by layer.
+        since, until: the first and the last iteration; None while it holds.
     """
 
     product: Product
@@ -45,7 +44,7 @@ class ProductSpan(NamedTuple):
 
 
 class _CountedProduct(NamedTuple):
-    """A product, and the number of those that were the same in the same iterations."""
+    """A product, and the number of its set of iterations."""
 
     product: Product
     alike: int
@@ -53,12 +52,12 @@ class _CountedProduct(NamedTuple):
 
 @dataclass(frozen=True)
 class OtherSteps:
-    """Steps in which the products ran in another precision than in the last one; they print as a line.
+    """Steps with another precision than the last one. ``str()`` is a line.
 
     Attributes:
         intervals: the first and the last iteration of each interval, increasing.
-        held: every product of the run, in the order in which they came.
-        holding: the numbers of those that ran in these steps.
+        held: every product of the run, in its order.
+        holding: the numbers of the products of these steps.
     """
 
     intervals: Sequence[tuple[int, int]]
@@ -67,12 +66,11 @@ class OtherSteps:
 
     @functools.cached_property
     def coverage(self) -> Coverage:
-        """The products of these steps."""
         return Coverage(one.product for one in self.held if one.alike in self.holding)
 
     @property
     def steps(self) -> str:
-        """The steps in words, of many intervals the first ones: ``steps 1 to 2 and 4``."""
+        """The steps as text, with the first intervals if there are many: ``steps 1 to 2 and 4``."""
         shown, left = tuple(self.intervals[:_MOST_INTERVALS]), len(self.intervals) - _MOST_INTERVALS
         return f"{Schedule(intervals=shown)}{f' and {left} more spans' if left > 0 else ''}"
 
@@ -82,12 +80,10 @@ class OtherSteps:
 
 
 def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
-    """The steps in which other products than in the last step ran in low precision: one entry for steps that are alike,
-    in the order of their first steps. Steps in which the precision of a product is not known are left out, and those
-    that differ from the last one in nothing that their coverage says, as where an error has ended a step halfway.
+    """The steps with other products in low precision than the last step, with one entry for equal steps.
 
-    Args:
-        products: each as often as it was another.
+    Steps with an unknown precision are left out, and steps with the summary of the last one, for example because an
+    error ended them halfway.
     """
     spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
     for one in products:
@@ -122,11 +118,10 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
 
 
 def in_lines(found: Sequence[OtherSteps]) -> list[str]:
-    """A line for each entry; of many the first ones, and how many more there are."""
+    """One line for each entry, up to a maximum, and the number of entries left."""
     more = len(found) - _MOST_LINES
     return [*map(str, found[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]
 
 
 def _firsts(since: int, until: int | None) -> tuple[int, ...]:
-    """The iterations in which a span begins, or what follows it does."""
     return (since,) if until is None else (since, until + 1)

@@ -26,23 +26,22 @@ _CONFIG = tuple[tuple[str, Any], ...]
 
 
 def leads(group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> bool:
-    """As :attr:`Ranks.leads`, for who needs no ranks."""
     return not (reduce and is_distributed(group)) or torch.distributed.get_rank(group) == 0
 
 
 class Ranks:
-    """The ranks that reduce their statistics together, or this one alone.
+    """The ranks that reduce their statistics together, or only this one.
 
-    From :meth:`meet` on they exchange messages of our own (:mod:`te_precision_callbacks.base.ranks`). Where that fails,
-    the ranks are apart: each has what it knows itself.
+    From :meth:`meet` on they exchange messages (:mod:`te_precision_callbacks.base.ranks`). After a failure, each rank
+    continues with local values.
 
     Args:
-        group: the process group that says which ranks these are; None for all.
-        reduce: whether statistics are reduced at all.
-        report: gets failures; in a strict session it raises.
+        group: the process group of these ranks; None for all.
+        reduce: whether statistics are reduced.
+        report: receives failures; in a strict session it raises.
 
     Attributes:
-        messages: to the other ranks; None before they have met.
+        messages: the messages to the other ranks; None before :meth:`meet`.
     """
 
     def __init__(
@@ -61,28 +60,25 @@ class Ranks:
 
     @property
     def several(self) -> bool:
-        """Whether there are other ranks; a process group may be made between the start of a session and its attach."""
+        """Return whether there are other ranks. The process group may be made after the start of a session."""
         return self._reduce and is_distributed(self._group)
 
     @property
     def size(self) -> int:
-        """How many ranks these are."""
         return torch.distributed.get_world_size(self._group) if self.several else 1
 
     @property
     def are_together(self) -> bool:
-        """Whether the ranks exchange messages."""
         return self.messages is not None and self.messages.is_open
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes and speaks for all; each does that reduces nothing."""
+        """Return whether this rank writes and logs for all; each does without reduction."""
         return leads(self._group, reduce=self._reduce)
 
     # ------------------------------------------------------------------ together, and apart
 
     def meet(self) -> None:
-        """Meet the other ranks, when a model is attached."""
         if not self.several:
             return
         try:
@@ -100,13 +96,13 @@ class Ranks:
     def together(
         self, doing: str, *, agree: bool, error: type[PrecisionDebugError], on_all: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Surrounds what all ranks do alike. A rank on which it fails leaves the others, so that none waits for it.
+        """Surround code that all ranks run. A rank with a failure leaves the others, so that none waits for it.
 
         Args:
-            doing: what they do.
-            agree: whether all ranks raise what fails on one of them.
-            error: what the other ranks raise then; a ConfigError is one everywhere.
-            on_all: exceptions that come on all ranks anyway.
+            doing: the action, for messages.
+            agree: whether all ranks raise the failure of one.
+            error: the exception of the other ranks; a ConfigError stays one everywhere.
+            on_all: exceptions that all ranks raise by themselves.
         """
         self._error = error if agree else None
         try:
@@ -122,7 +118,8 @@ class Ranks:
             self._error = None
 
     def _agree(self, doing: str) -> None:
-        """Hear whether it failed on another rank. A failure in this itself is not raised, since no other rank would."""
+        """Raise if another rank failed. A failure of the exchange itself is only reported, since no other rank would
+        raise it."""
         try:
             self.any("agreement", doing, own=False)
         except (ConfigError, SessionError, ObservationError):  # those of another rank
@@ -132,12 +129,12 @@ class Ranks:
             self._report(doing, "together with the other ranks", failure)
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
-        """Leave the other ranks, because something failed on this one: see :meth:`Messages.leave`."""
+        """Leave the other ranks after a failure on this one: see :meth:`Messages.leave`."""
         if self.messages is not None:
             self.messages.leave(error, raises=raises)
 
     def settle(self) -> None:
-        """From now on the ranks are in steps of training. A failure in this is not raised: no other rank would."""
+        """Begin the steps of training. A failure is only reported, since no other rank would raise it."""
         if self.messages is None:
             return
         try:
@@ -147,7 +144,7 @@ class Ranks:
             self._report("settling", "together with the other ranks", error)
 
     def look(self, iteration: int, optimizer_steps: int) -> int | None:
-        """Where the ranks are apart, look for them: see :meth:`Messages.tick`."""
+        """Search for lost ranks: see :meth:`Messages.tick`."""
         if self.messages is None or self.messages.is_open:
             return None
         found = self.messages.tick(iteration, optimizer_steps)
@@ -156,7 +153,6 @@ class Ranks:
         return found
 
     def end(self) -> None:
-        """End the messages of this rank."""
         if self.messages is not None:
             self.messages.close()
 
@@ -170,11 +166,11 @@ class Ranks:
     # ------------------------------------------------------------------ what they tell one another
 
     def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
-        """The entries of all ranks, each once; as they are where this rank is alone.
+        """The entries of all ranks without duplicates; unchanged without other ranks.
 
         Args:
-            entries: this rank's.
-            kind: what they are, equal on all ranks.
+            entries: the entries of this rank.
+            kind: a name, equal on all ranks.
             of: the type of an entry: see :meth:`Messages.pooled`.
         """
         own = list(entries)
@@ -182,12 +178,7 @@ class Ranks:
         return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why, of), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
-        """The sums of numbers over all ranks; as they are where this rank is alone.
-
-        Args:
-            numbers: this rank's, as many as on the others.
-            kind: what they are, equal on all ranks.
-        """
+        """The sums of numbers over all ranks; unchanged without other ranks. ``kind`` is a name, equal on all ranks."""
 
         def added(messages: Messages) -> list[float]:
             found = np.array(numbers, np.float64)
@@ -197,12 +188,7 @@ class Ranks:
         return self._exchange(f"exchanging {kind}", added, list(numbers))
 
     def largest(self, numbers: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.float64] | None:
-        """The largest of each number over all ranks; None where this rank is alone, or a rank is lost.
-
-        Args:
-            numbers: this rank's, as many as on the others.
-            kind: what they are, equal on all ranks.
-        """
+        """The maximum of each number over all ranks; None without other ranks, or if a rank is lost."""
 
         def merged(messages: Messages) -> npt.NDArray[np.float64] | None:
             found = numbers.copy()
@@ -212,12 +198,11 @@ class Ranks:
         return self._exchange(f"comparing {kind}", merged, None)
 
     def any(self, kind: str, doing: str, *, own: bool) -> bool:
-        """Whether something holds on any rank; on this one where it is alone."""
         holds = (1.0,)
         return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", float(own)) == holds, own)
 
     def _exchange(self, doing: str, exchange: Callable[[Messages], Found], own: Found) -> Found:
-        """What the ranks find together; what this rank has where it is alone, and where a rank is lost."""
+        """Exchange with the other ranks; returns ``own`` without them, and if a rank is lost."""
         if self.messages is None or not self.messages.is_open:
             return own
         try:
@@ -227,13 +212,13 @@ class Ranks:
             return own
 
     def still_together(self) -> bool:
-        """Whether all ranks are still there, to raise together; also where this rank is alone."""
+        """Return whether all ranks are connected, so that all can raise."""
         self.any("agreement", "judging", own=False)
         return not self.several or self.are_together
 
     @property
     def note(self) -> bool:
-        """Whether this rank wants all to judge; it travels with the next numbers of a step."""
+        """Whether this rank wants a check; sent with the next values of a step."""
         return self._note
 
     @note.setter
@@ -244,7 +229,8 @@ class Ranks:
             self.messages.take_noted()
 
     def noted(self, *, asks: bool) -> bool:
-        """Whether any rank has a note. If no numbers were sent in the step, a message is sent only if it ``asks``."""
+        """Return whether any rank wants a check. Without values in the step, a message is sent only if ``asks`` is
+        set."""
         if not self.several:
             return self._note
         if self.messages is None or not self.messages.is_open:
@@ -255,12 +241,8 @@ class Ranks:
         return bool(found) and self.are_together
 
     def stop_together(self, *, own: bool) -> bool:
-        """Whether all ranks stop now, because one of them wants it. What this rank wants travels with the next numbers
-        of a step, and all ranks hear of it in the same step.
-
-        Args:
-            own: whether this rank wants it.
-        """
+        """Return whether all ranks stop now. The request of a rank is sent with the next values; all receive it in one
+        step."""
         if not self.several:
             return own
         if self.messages is None or not self.messages.is_open:
@@ -269,11 +251,7 @@ class Ranks:
         return self.messages.stop_is_wanted
 
     def require_alike(self, config: FlatConfig, iteration: int) -> None:
-        """Require that all ranks have the same config and first iteration. Otherwise all ranks raise.
-
-        Args:
-            config: this rank's config.
-            iteration: the debug iteration at which this rank begins.
+        """Require equal configs and first iterations on all ranks. Otherwise all ranks raise.
 
         Raises:
             ConfigError: the configs differ.

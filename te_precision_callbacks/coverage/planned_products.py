@@ -5,7 +5,7 @@
     planned.not_counted               # modules with a weight and without a planned product
     planned = plan_products(model, modules, operations, acting, recipe, ran=ran)   # of a step that was called
 
-The formats are those of the quantizers that Transformer Engine makes for the recipe, changed by features of the config.
+Formats are taken from the quantizers that Transformer Engine makes for the recipe, changed by features of the config.
 Assumptions: each layer of Transformer Engine runs in ``te.autocast`` with the recipe, and its input needs a gradient;
 tensors in high precision have the dtype of the layer's weight; each token passes each layer once; the experts of a
 GroupedLinear share the tokens equally. Only linear layers are planned by tokens. Attention depends on the lengths of
@@ -45,7 +45,7 @@ from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation, module_names, named_roots
 
 NOT_REACHED = "the forward does not reach it"
-"""Why a product of a step whose products are known is not among them."""
+"""The reason for a missing product in a step that was called."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Ran:
     """The matrix products of a step that was called for its sizes.
 
     Attributes:
-        products: the products in the order in which they ran, without the formats of Transformer Engine's layers.
+        products: the products in their order, without the formats of Transformer Engine's layers.
         recipes: layer of Transformer Engine -> the recipe of its first call; None for high precision.
         tokens: layer of Transformer Engine -> the rows of its input, for each call.
         left_out: the GEMMs of these layers that their backward skips, and why.
@@ -70,11 +70,11 @@ class PlannedProducts:
     """The planned matrix products of a model.
 
     Attributes:
-        coverage: the products, in the order of the module tree; in that in which they ran, where that is known.
-        not_counted: the paths of modules that hold a matrix, and are of a class whose products are not known.
-        not_reached: the paths of modules, and the layers, that hold a matrix and have not been called.
-        attention: the paths of modules of attention, whose two products are not planned; modules within them are left
-            out. A class is one of attention if its name, or that of a base class, has the word in it.
+        coverage: the products in the order of the module tree, or in the order of a called step.
+        not_counted: the paths of modules with a matrix and of an unknown class.
+        not_reached: the paths of modules with a matrix, and the layers, that were not called.
+        attention: the paths of modules of attention, whose products are not planned, without modules inside them. The
+            name of the class, or of a base class, contains "Attention".
     """
 
     coverage: Coverage
@@ -110,8 +110,6 @@ def plan_products(
 
 
 class _ProductPlanner:
-    """Arguments are those of :func:`plan_products`."""
-
     def __init__(
         self,
         model: Model,
@@ -169,7 +167,7 @@ class _ProductPlanner:
         return PlannedProducts(Coverage(products), not_counted=left, attention=_attention(names, below))
 
     def _plan_te(self, key: int, module: torch.nn.Module) -> Sequence[str]:
-        """Plan the products of a module of Transformer Engine, and return its layers; none of any other module."""
+        """Plan the products of a module of Transformer Engine; returns its layers, or nothing for any other module."""
         if key in self._named:
             layers: Sequence[str] = [layer.name for layer in self._named[key].layers]
             self._plan_module(module, layers)
@@ -180,13 +178,13 @@ class _ProductPlanner:
         return layers
 
     def _knows(self, path: str, module: torch.nn.Module) -> bool:
-        """Plan the products of a module of torch; whether they are known."""
+        """Plan the products of a module of torch; returns whether they are known."""
         if self._ran is None:
             return self._plan_torch(path, module)
         return any(layer == path or layer.startswith(f"{path}.") for layer in self._reached)
 
     def _products_of(self, ran: Ran) -> list[Product]:
-        """The products of a step, in the planned formats, and those that it has left out."""
+        """The products of a step in the planned formats, and the products that it skipped."""
         seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
         products = list(in_precision(seen, self._facts, self._precision, self._unconverted))
         have = {(product.layer, product.gemm) for product in products}
@@ -224,7 +222,6 @@ class _ProductPlanner:
             self._plan_layer(layer, "te_ops", quantizers, weights[0].dtype, sizes, len(layers), left_out)
 
     def _recipe_of(self, layers: Sequence[str]) -> Any:
-        """The recipe of a module, given its layers."""
         return self._recipes.get(layers[0], self._recipe)
 
     def _plan_layer(
@@ -237,7 +234,6 @@ class _ProductPlanner:
         groups: int,
         left_out: Mapping[LayerGemm, str],
     ) -> None:
-        """Plan the GEMMs of a layer, one of several groups that share the tokens."""
         in_force = self._recipe_of([layer])
         override = None if in_force is None else in_force.backward_override
         recipe = recipe_text(in_force)
@@ -267,7 +263,7 @@ class _ProductPlanner:
     def _formats_of(
         self, quantizers: Mapping[str, Any], dtype: torch.dtype, recipe: str, override: str | None
     ) -> Mapping[LayerOperand, Format]:
-        """The formats of a layer without a name; many layers have the same quantizers."""
+        """The formats of a layer, cached, since many layers have the same quantizers."""
         key = (*map(id, quantizers.values()), *quantizers, dtype, recipe, override)
         if key not in self._formats:
             self._formats[key] = formats_of_layer("", quantizers, dtype, recipe=recipe, backward_override=override)
@@ -276,7 +272,7 @@ class _ProductPlanner:
     # ------------------------------------------------------------------ torch
 
     def _plan_torch(self, path: str, module: torch.nn.Module) -> bool:
-        """Plan the products of a module of torch's own; return whether its class is known."""
+        """Plan the products of a module of torch; returns whether its class is known."""
         if isinstance(module, torch.nn.Linear):
             sizes = module.in_features, module.out_features
         elif "Conv1D" in class_names(module) and hasattr(module, "nf"):  # transformers' GPT-2: x @ weight
@@ -304,7 +300,6 @@ class _ProductPlanner:
 
 
 def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -> tuple[str, ...]:
-    """The paths of modules of attention; modules within them are left out."""
     found: list[str] = []
     for key, path in names.items():
         is_inner = any(path.startswith(f"{outer}.") for outer in found[-1:])
@@ -314,22 +309,25 @@ def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -
 
 
 class MadeQuantizers:
-    """The quantizers that modules and operations of Transformer Engine make, none of which changes. They are kept, so
-    that the id of one is that of no other."""
+    """Cache of the quantizers that modules and operations of Transformer Engine make.
+
+    They are kept alive so that their ids stay unique.
+    """
 
     def __init__(self) -> None:
         self._of_class: dict[tuple[int, type, int, int], list[list[Any]]] = {}
         self._others: list[list[list[Any]]] = []
 
     def of(self, module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
-        """Those of a module for a recipe, in Transformer Engine's order, forward and backward; none without one.
+        """The quantizers of a module for a recipe, in Transformer Engine's order, forward and backward; empty without a
+        recipe.
 
-        Those of Transformer Engine's own recipes are the same for all modules of a class.
+        The modules of a class share the quantizers of a recipe, unless it is custom.
 
         Args:
             module: the module or operation.
             recipe: the recipe; None for high precision.
-            forward, backward: how many it makes.
+            forward, backward: their numbers.
         """
         if recipe is None:
             return [[], []]

@@ -1,15 +1,15 @@
-"""Records the precision in which each GEMM really ran.
+"""Records the observed precision of each GEMM.
 
     for entry in session.precision:
         print(entry.layer, entry.gemm, entry.operands)        # fc1 fprop {'activation': 'BF16', 'weight': 'BF16'}
 
-The log of nvidia-dlfw-inspect has a plan ("Quantize", "High Precision", "modify_tensor()"). What counts is the type of
-the two tensors that the GEMM was handed, which the tap (``tap.py``) sees in the steps in which a layer is asked. For
-a step in which nothing of the session runs in a layer, it is the format of the quantizers that the layer then has. A
-GEMM that a backward leaves out, as the wgrad of a frozen weight, has no formats, but the reason in ``not_run``.
+The log of nvidia-dlfw-inspect has a plan ("Quantize", "High Precision", "modify_tensor()"). The audit has the types of
+the two tensors passed to the GEMM, which the tap (``tap.py``) sees in steps that observe the layer. For other steps it
+has the formats of the layer's quantizers after the step. A GEMM that a backward skips, such as the wgrad of a frozen
+weight, has a reason in ``not_run`` instead of formats.
 
-The classes of storages and quantizers were read from Transformer Engine 2.20.2 (``pytorch/tensor``). A class that is
-none of them is named and not guessed.
+The classes of storages and quantizers were read from Transformer Engine 2.20.2 (``pytorch/tensor``). An unknown class
+appears by its name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 
 MODIFIED = " (modified)"
-"""What is added to the format of a tensor that a feature has made."""
+"""Suffix of the format of a tensor that a feature has made."""
 
 _DTYPES = {
     torch.float32: "FP32",
@@ -96,7 +96,7 @@ class _Notes:
         formats[made] = seen or formats.get(made, False)
 
     def facts(self) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
-        """Facts about the layer's GEMMs, and the GEMMs whose operands were all seen."""
+        """Facts about the layer's GEMMs, and the GEMMs with both operands seen."""
         facts = {gemm: GemmFact((), NO_BACKWARD) for gemm in (self.expected if self.had_backward else ())}
         facts |= {gemm: GemmFact((), reason) for gemm, reason in self.left_out.items()}
         by_gemm: dict[GemmName, dict[str, dict[Format, bool]]] = {}
@@ -157,12 +157,11 @@ class PrecisionAudit:
 
     @property
     def lacks_backward(self) -> bool:
-        """Whether layers ran forward in this iteration, and no backward is known."""
+        """Return whether layers ran forward in this iteration, and no backward is known."""
         return bool(self._now) and not self._had_backward
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward ran in this iteration."""
         return self._had_backward
 
     def note_backward(self) -> None:
@@ -177,12 +176,10 @@ class PrecisionAudit:
 
     @property
     def changes(self) -> int:
-        """How often the precision of a layer has changed."""
         return self._history.changes
 
     @property
     def has_changed(self) -> bool:
-        """Whether the precision of a layer changed after its first iteration."""
         self._write()
         return self._history.has_changed
 
@@ -214,7 +211,7 @@ class PrecisionAudit:
                 self._history.put(layer, self._iteration, facts, seen, excluded=notes.excluded)
 
     def holds(self, formats: Mapping[LayerOperand, Format]) -> bool:
-        """Whether the last iteration had these formats, except those of GEMMs that a backward skips."""
+        """Return whether the last iteration had these formats. GEMMs that a backward skips do not count."""
         for operand, made in formats.items():
             fact = self._now_of(operand)
             if fact is None or not (fact.is_left_out or made in dict(fact.operands).get(operand.tensor, ())):
@@ -225,7 +222,7 @@ class PrecisionAudit:
         return self._history.now(operand.layer)[GEMMS.index(operand.gemm)]
 
     def trained_in_fp8(self, layer: str) -> bool | None:
-        """Whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
+        """Return whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
         self._write()
         fact = self._now_of(LayerOperand(layer, "fprop", ""))
         formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
@@ -239,9 +236,7 @@ class PrecisionAudit:
     def plan(self, formats: Mapping[LayerOperand, Format], *, excluded: bool = False) -> None:
         """Note formats that quantizers make, of operands of GEMMs that run unseen.
 
-        Args:
-            formats: the formats.
-            excluded: whether layers in high precision ran inside ``te.autocast(enabled=False)``.
+        ``excluded``: whether layers in high precision ran inside ``te.autocast(enabled=False)``.
         """
         for operand, made in formats.items():
             notes = self._now[operand.layer]
@@ -254,7 +249,7 @@ class PrecisionAudit:
             self._now[layer].expected[gemm] = None
 
     def expect_unseen(self, formats: Mapping[LayerOperand, Format]) -> None:
-        """Note the formats of layers, for an iteration in which no operand of the layer is seen."""
+        """Note the formats of layers, for use if no operand of the layer is seen in the iteration."""
         for operand, made in formats.items():
             self._unseen.setdefault(operand.layer, {})[operand] = made
 
@@ -277,7 +272,7 @@ class PrecisionAudit:
             notes.put(LayerOperand(event.layer, event.gemm, operand.tensor), Format(text, event.recipe), seen=True)
 
     def has_met(self, formats: Mapping[LayerOperand, Format]) -> bool:
-        """Whether each of these formats occurred in some iteration, except those of GEMMs that never ran."""
+        """Return whether each of these formats occurred in some iteration. GEMMs that never ran do not count."""
         for operand, made in formats.items():
             facts = self._history.met(operand.layer, operand.gemm)
             ran = [fact for fact in facts if fact.operands]
@@ -302,14 +297,14 @@ class PrecisionAudit:
 
 
 def _in_a_region() -> bool:
-    """Whether the script is in a region of ``te.autocast``, enabled or not (TE 2.20.2, ``pytorch/quantization.py``)."""
+    """Return whether the script is inside of ``te.autocast``, enabled or not (TE 2.20.2,
+    ``pytorch/quantization.py``)."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return bool(FP8GlobalStateManager.quantization_state.autocast_depth)
 
 
 def _is_modified(operand: GemmOperand) -> bool:
-    """Whether a feature has made an operand."""
     if not operand.on_debug_path:
         return False
     from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
@@ -337,8 +332,8 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise:
 
     Args:
         quantizer: a quantizer of any class, or None.
-        high_precision: the format of a tensor that is not quantized.
-        columnwise: whether the columnwise data are meant.
+        high_precision: the dtype of a tensor that is not quantized.
+        columnwise: whether the format of the columnwise data is wanted.
     """
     names = class_names(quantizer)
     if HYBRID_QUANTIZER in names:
@@ -350,11 +345,11 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise:
 
 
 def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[LayerOperand, Format]:
-    """The formats in which a module's GEMMs run where no feature acts, by the state that its last forward has left.
+    """The formats of a module's GEMMs without features, by the state after its last forward.
 
     Args:
         module: a module of Transformer Engine that has run.
-        layers: the names of its layers, one a set of GEMMs.
+        layers: the names of its layers, one for each set of GEMMs.
         fp8: whether its quantizers act.
     """
     override = backward_override(module) if fp8 else None
@@ -369,11 +364,8 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
 
 
 def quantizers_of_layers(forward: Sequence[Any], backward: Sequence[Any], layers: int) -> Iterator[Mapping[str, Any]]:
-    """Tensor -> its quantizer, for each layer of a module; no quantizers where the module has none yet.
-
-    Args:
-        forward, backward: the module's quantizers, in Transformer Engine's order.
-        layers: the number of its layers, one a set of GEMMs.
+    """Tensor -> its quantizer, for each layer of a module, given its quantizers in Transformer Engine's order; empty
+    before the module has quantizers.
     """
     # Of each set of GEMMs input, weight and output, and the gradients of output and input; as FP8FwdTensorIdx and
     # FP8BwdTensorIdx have it (pytorch/constants.py), and GroupedLinear's offsets.
@@ -396,14 +388,14 @@ def formats_of_layer(
     recipe: str,
     backward_override: str | None,
 ) -> dict[LayerOperand, Format]:
-    """The formats in which a layer's GEMMs run where no feature acts.
+    """The formats of a layer's GEMMs without features.
 
     Args:
         layer: the layer.
         quantizers: tensor -> its quantizer; a tensor without one is in high precision.
-        high_precision: the format of a tensor that is not quantized.
+        high_precision: the dtype of a tensor that is not quantized.
         recipe: as :func:`recipe_text`.
-        backward_override: that of the recipe.
+        backward_override: the override of the recipe.
     """
     formats: dict[LayerOperand, Format] = {}
     for gemm, tensors in OPERANDS.items():
@@ -415,22 +407,21 @@ def formats_of_layer(
 
 
 def of_fprop(formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
-    """The formats of the forward's GEMMs alone."""
     return {operand: made for operand, made in formats.items() if operand.gemm == "fprop"}
 
 
 def gemms_left_out(
     module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool
 ) -> dict[LayerGemm, str]:
-    """The GEMMs that the backward of a forward with gradients does not run, and why.
+    """The GEMMs that the backward of a forward with gradients skips, and why.
 
-    Read from Transformer Engine 2.20.2 (``pytorch/module``): Linear and GroupedLinear compute dgrad where the input
-    needs it; LayerNormLinear and LayerNormMLP do in every backward, for the norm and for fc1.
+    Read from Transformer Engine 2.20.2 (``pytorch/module``): Linear and GroupedLinear compute dgrad if the input needs
+    it; LayerNormLinear and LayerNormMLP do in every backward, for the norm and for fc1.
 
     Args:
         module: a module of Transformer Engine.
-        layers: the names of its layers, one a set of GEMMs.
-        input_needs_gradient: whether the input of the forward does.
+        layers: the names of its layers, one for each set of GEMMs.
+        input_needs_gradient: whether the input of the forward needs a gradient.
     """
     if not input_needs_gradient and not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
         return {LayerGemm(layer, gemm): NO_GRADIENT for layer in layers for gemm in GEMMS[1:]}
@@ -445,7 +436,6 @@ def gemms_left_out(
 
 
 def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
-    """For each layer of a module, whether its weight needs no gradient."""
     if "LayerNormMLP" in class_names(module):
         return [not module.fc1_weight.requires_grad, not module.fc2_weight.requires_grad]
     # A weight in several parameters is one to its GEMM; of GroupedLinear the first weight decides for all.
@@ -459,17 +449,17 @@ def recipe_in_force(module: Any, *, fp8: bool) -> str:
 
 
 def backward_override(module: Any) -> str | None:
-    """The high precision that a module's recipe has for the backward: ``high_precision``, ``dequantized`` or None."""
+    """The ``backward_override`` of a module's recipe: ``high_precision``, ``dequantized`` or None."""
     return module.fp8_meta["recipe"].backward_override if module.fp8 else None
 
 
 def recipe_text(recipe: Any) -> str:
-    """A recipe as spelled in statistics' names, or the class of a user's own; empty for None, high precision."""
+    """The recipe as spelled in names of statistics, or the class of a custom one; empty for None, high precision."""
     return "" if recipe is None else name_of_recipe(recipe) or type(recipe).__name__
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``FP32``, ``BF16``, ...; of another one torch's own name."""
+    """``FP32``, ``BF16``, ...; for other dtypes torch's own name."""
     return _DTYPES.get(dtype, str(dtype))
 
 
@@ -481,7 +471,7 @@ def _known(thing: Any) -> str | None:
 
 
 def _named(tensor: Any) -> str:
-    """The type of a plain tensor, or the name of a class that is not known."""
+    """The dtype of a plain tensor, or the name of an unknown class."""
     if type(tensor).__module__.partition(".")[0] == "torch":
         return dtype_name(tensor.dtype)
     if "QuantizedTensorStorage" not in class_names(tensor):

@@ -38,7 +38,7 @@ class GemmFact(NamedTuple):
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the backward skips the GEMM. A missing backward skips nothing."""
+        """Return whether the backward skips the GEMM. A missing backward skips nothing."""
         return self.not_run not in ("", NO_BACKWARD)
 
 
@@ -54,8 +54,7 @@ _UNKNOWN: LayerFacts = (None,) * len(GEMMS)
 class _Entries:
     """The entries of one layer: first iteration, number of its facts, and flags.
 
-    A flag is set for each GEMM whose operands were seen, for a doubt, and for a forward inside
-    ``te.autocast(enabled=False)``.
+    There are flags for GEMMs with seen operands, for a doubt, and for a forward inside ``te.autocast(enabled=False)``.
 
     Attributes:
         met: all numbers of facts in the order of their first iteration, with the union of their flags.
@@ -74,13 +73,9 @@ class _Entries:
         elif self.since and self.facts[-1] == facts and not (self.flags[-1] | flags) & _DOUBT:
             self.flags[-1] |= flags
         else:
-            try:
-                self.since.append(iteration)
-                self.facts.append(facts)
-                self.flags.append(flags)
-            except BaseException:  # a complete entry, or none
-                self.cut(iteration)
-                raise
+            self.since.append(iteration)
+            self.facts.append(facts)
+            self.flags.append(flags)
 
     @property
     def key(self) -> tuple[bytes, bytes, bytes, tuple[int, ...]]:
@@ -88,7 +83,6 @@ class _Entries:
         return self.since.tobytes(), self.facts.tobytes(), bytes(self.flags), tuple(self.met.values())
 
     def cut(self, iteration: int) -> None:
-        """Remove the entries of an iteration and of later ones."""
         number = bisect_left(self.since, iteration)
         del self.since[number:], self.facts[number:], self.flags[number:]
 
@@ -109,12 +103,11 @@ class PrecisionHistory:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the facts about a layer changed after their first iteration."""
+        """Return whether the facts about a layer changed after their first iteration."""
         return any(len(entries.since) > 1 for entries in self._layers.values())
 
     @property
     def last(self) -> int | None:
-        """The last iteration that ran; None if none ran."""
         return self._iterations.last
 
     def ran(self, iteration: int) -> None:
@@ -132,13 +125,10 @@ class PrecisionHistory:
         *,
         excluded: bool = False,
     ) -> None:
-        """Record facts about some GEMMs of a layer from an iteration on; facts about its other GEMMs continue.
+        """Record facts about some GEMMs of a layer from the last iteration on; facts about its other GEMMs continue.
 
         Args:
-            layer: the layer.
-            iteration: the last iteration that ran.
-            facts: GEMM -> its operands.
-            seen: the GEMMs whose operands were seen.
+            seen: the GEMMs with seen operands.
             excluded: whether the forward ran inside ``te.autocast(enabled=False)``.
         """
         flags = sum(1 << GEMMS.index(gemm) for gemm in seen) | (_EXCLUDED if excluded else 0)
@@ -151,20 +141,19 @@ class PrecisionHistory:
         self._layers.setdefault(layer, _Entries()).put(iteration, number, flags)
 
     def doubt(self, layer: str, iteration: int, *, excluded: bool) -> None:
-        """Mark an iteration in which the layer may have had other facts than before."""
+        """Mark an iteration, because the facts about the layer may have been different."""
         entries = self._layers.get(layer)
         if entries is not None and entries.since:
             entries.put(iteration, entries.facts[-1], _DOUBT | (_EXCLUDED if excluded else 0))
 
     def settle(self, layer: str, iteration: int) -> None:
-        """Replace the facts of a doubtful iteration by those of the last one."""
+        """Resolve a doubtful iteration: it had the facts of the last one."""
         entries = self._layers.get(layer)
         number = -1 if entries is None else bisect_right(entries.since, iteration) - 1
         if entries is not None and number >= 0 and entries.flags[number] & _DOUBT:
             entries.facts[number], entries.flags[number] = entries.facts[-1], entries.flags[number] & _EXCLUDED
 
     def now(self, layer: str) -> LayerFacts:
-        """The facts about a layer in the last iteration."""
         entries = self._layers.get(layer)
         return _UNKNOWN if entries is None or not entries.since else self._facts[entries.facts[-1]]
 
@@ -268,5 +257,5 @@ def _arrow(texts: Iterable[str]) -> str:
 
 
 def _is_excluded(flags: bytes | bytearray, recipe: str) -> bool:
-    """Whether a forward in high precision ran inside ``te.autocast(enabled=False)``."""
+    """Return whether a forward in high precision ran inside ``te.autocast(enabled=False)``."""
     return recipe == HIGH_PRECISION and any(bits & _EXCLUDED for bits in flags)

@@ -19,12 +19,8 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 
 
 def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Mapping[str, Any], Product]]:
-    """The products of rows of a run, each with its row. Where several scopes have products, their names have the scope.
-
-    Args:
-        gemms: rows of ``run.gemms``.
-        operands: rows of ``run.operands``.
-    """
+    """The products of rows of ``run.gemms`` and ``run.operands``. With several scopes, the names of layers include the
+    scope."""
     formats: dict[int, dict[str, str]] = defaultdict(dict)
     for row in operands.to_pylist():
         formats[row["gemm_id"]][row["tensor"]] = row["format"] or ""
@@ -36,7 +32,6 @@ def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Map
 
 
 def other_steps_of_run(run: RecordedRun) -> list[str]:
-    """A line for steps in which other products ran in low precision than at the end of the run."""
     if run.gemms["until"].null_count == run.gemms.num_rows:
         return []  # as of most runs, of which thousands of products need not be gone through
     products = recorded_products(run.gemms, run.operands)

@@ -1,11 +1,10 @@
-"""A dispatch mode that reports torch's operators, and that training never notices.
+"""A dispatch mode that reports torch's operators without affecting training.
 
-An operator runs exactly once, whatever happens in the watcher. The exceptions of operators are training's own, and
-pass. Read from torch 2.13: ``TorchDispatchMode.ignore_compile_internals``, by which ``torch.compile`` compiles under
-the mode instead of leaving the code uncompiled for ever; ``supports_higher_order_operators``, without which an operator
-such as ``flex_attention`` raises under the mode; and ``_get_current_dispatch_mode_stack``,
-``_get_current_dispatch_mode``, ``_pop_mode_temporarily`` and ``torch._C._len_torch_dispatch_stack``. The engine of the
-backward takes the modes of the thread that calls it to its own threads.
+An operator runs exactly once, whatever happens in the listener. Exceptions of operators pass through. Read from torch
+2.13: ``TorchDispatchMode.ignore_compile_internals``, which lets ``torch.compile`` compile under the mode;
+``supports_higher_order_operators``, without which an operator such as ``flex_attention`` raises; and
+``_get_current_dispatch_mode_stack``, ``_get_current_dispatch_mode``, ``_pop_mode_temporarily`` and
+``torch._C._len_torch_dispatch_stack``. The backward engine uses the modes of the calling thread in its own threads.
 """
 
 from __future__ import annotations
@@ -26,26 +25,31 @@ from te_precision_callbacks.layers.forwards import outside_of_dynamo
 
 
 class ModeListener(Protocol):
-    """What a mode reports to."""
+    """Receives the reports of a mode."""
 
     def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
-        """An operator is about to run; ``of_shards`` if it is one of a DTensor, which runs others on its shards;
-        ``by_values`` if the sizes of its result depend on the values of its operands."""
+        """Called before an operator.
+
+        Args:
+            arguments: its positional arguments.
+            of_shards: whether it is an operator of a DTensor, which runs others on its shards.
+            by_values: whether the sizes of its result depend on the values of its operands.
+        """
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """An operator has run: its name with its namespace, its positional arguments and its result."""
+        """Called after an operator, with its name and namespace, its positional arguments and its result."""
 
     def fail(self, error: Exception) -> None:
-        """A call of the watcher has failed; it gets no more calls."""
+        """Called after an exception in the listener, which receives no more calls."""
 
 
 class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports each operator to a watcher.
+    """Reports each operator to a listener.
 
     Args:
-        watcher: gets the calls.
-        is_over: whether it wants no more calls.
-        only: the operators to report; None for all of them.
+        watcher: the listener.
+        is_over: whether the listener wants no more calls.
+        only: the operators to report; None for all.
     """
 
     supports_higher_order_operators = True
@@ -82,7 +86,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @outside_of_dynamo
     def _enter(self, operator: Any, types: Iterable[type], arguments: Sequence[Any]) -> Any:
-        """The name of an operator that is reported; None if it only runs, NotImplemented if others do its work."""
+        """The name of an operator to report; None if it only runs, NotImplemented if others do its work."""
         if self._is_over():
             return None
         try:
@@ -101,18 +105,18 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_seen_by(watcher: ModeListener) -> bool:
-    """Whether a watcher gets all operators of this thread, at least those outside of others."""
+    """Return whether a listener receives all operators of this thread."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
 
 
 modes_are_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many modes look at the operators of this thread: asked before each GEMM, so it is no function of Python."""
+"""The number of dispatch modes of this thread. Not a Python function, since it is called before each GEMM."""
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Report no operator of this thread. If the script has entered a mode later, operators pass as before."""
+    """Report no operator of this thread, unless the script has entered a mode later."""
     if isinstance(_get_current_dispatch_mode(), SeeingMode):
         with _pop_mode_temporarily():
             yield

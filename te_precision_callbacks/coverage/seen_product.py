@@ -1,4 +1,4 @@
-"""A matrix product that was seen in a step, and what the calls of it amount to."""
+"""A matrix product that ran in a step, and the sum of its calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
 """The names of the operands of a product of the forward, and of dgrad and wgrad."""
 
 _OF_BACKWARD = ("gradient", "saved")
-"""Those of a product of the backward without a weight."""
+"""The names of the operands of a product of the backward without a weight."""
 
 
 UNFUSED = "UnfusedDotProductAttention"
@@ -38,7 +38,7 @@ UNFUSED_KERNEL = "Transformer Engine's unfused attention"
 FUSED = "Transformer Engine's fused attention"
 OTHER_KERNEL = "another kernel of Transformer Engine's attention, counted by its sizes"
 ANY_KERNEL = Reason.ATTENTION.value
-"""Of a plan without the GPU, where it is not known which of its kernels Transformer Engine takes in high precision."""
+"""Attention of a plan in high precision, for an unknown kernel."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,20 +46,20 @@ class SeenProduct:
     """A product that has run.
 
     Attributes:
-        layer: the path of its module, with the name of the weight where that is not ``weight``.
+        layer: the path of its module, with the name of the weight unless it is ``weight``.
         family: as ``Product.family``.
-        role: what it is for, as far as is known; ``wgrad`` and ``dgrad`` only where the forward has a weight.
-        formats: of its operands.
+        role: its purpose, if known; ``wgrad`` and ``dgrad`` only if the forward has a weight.
+        formats: the formats of its operands.
         sizes: n, m, k and batch.
-        kind: what computes it, for a reason.
+        kind: the kernel or class, for a reason.
         weight: the parameter that a product of the forward multiplies by.
-        of: the product of the forward, for one of a backward that torch has run.
+        of: the product of the forward, for a backward by torch.
         backward: whether it belongs to a backward.
-        gradients: how many products of the backward, but for dgrad, are of this one.
-        call: the call of the model in which it has run; None outside of such calls.
-        not_counted: the operator, and why it is not counted; empty for a product.
-        sequences: as of :class:`MatrixProduct`.
-        mask_share: as ``Product.mask_share``; a product of a backward that torch has run has that of its forward.
+        gradients: the number of its products in the backward, except dgrad.
+        call: its model call; None outside of calls.
+        not_counted: the operator and the reason if it is not counted.
+        sequences: see :class:`MatrixProduct`.
+        mask_share: as ``Product.mask_share``; a product of a backward by torch uses the share of its forward.
     """
 
     layer: str
@@ -96,14 +96,14 @@ class SeenProduct:
 
     @property
     def reason(self) -> Reason | None:
-        """Why it does not run in low precision, as far as its place shows."""
+        """The reason for high precision, as far as its place shows."""
         if self.family in ("te", "te_ops", "lookup"):
             return None
         return Reason.ATTENTION if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL, ANY_KERNEL) else Reason.NOT_TE
 
     @property
     def origin(self) -> SeenProduct:
-        """The product of the forward that it belongs to, also where it is one of a backward's backward."""
+        """The product of the forward, also for a product of a double backward."""
         return self if self.of is None else self.of.origin
 
     @property
@@ -112,7 +112,6 @@ class SeenProduct:
 
 
 def kind_of(module: torch.nn.Module) -> str:
-    """The class of a module, in words for a reason."""
     kind = type(module)
     if kind.__name__ == UNFUSED:
         return UNFUSED_KERNEL
@@ -120,11 +119,7 @@ def kind_of(module: torch.nn.Module) -> str:
 
 
 def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
-    """The products of a step, each once, with what its calls amount to.
-
-    Args:
-        seen: products, and how often each runs in the step.
-    """
+    """The products of a step, each with the sum of its calls, given products and their numbers of runs."""
     found: dict[tuple[str, ProductName, bool], list[tuple[SeenProduct, float]]] = {}
     for one, times in seen:
         found.setdefault((one.layer, one.gemm, one.is_of_backward), []).append((one, times))
@@ -161,7 +156,7 @@ def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
 
 
 def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
-    """The share that the masks of calls leave of their multiply-adds; None if one is not known."""
+    """The share of the multiply-adds of calls that their masks keep; None if one is unknown."""
     left = whole = 0.0
     for one, times in calls:
         share = one.origin.mask_share

@@ -1,4 +1,4 @@
-"""Sees the matrix products of a model's steps: the GEMMs of Transformer Engine through the tap, all others in torch."""
+"""The matrix products of a model's steps: GEMMs of Transformer Engine from the tap, all others from torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionS
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
 
 _CALL = "te_precision_call"
-"""The key under which a forward of Transformer Engine keeps the call that it belongs to."""
+"""The key of the model call in the data that a forward of Transformer Engine keeps."""
 
 
 class ModelProducts:
@@ -34,14 +34,14 @@ class ModelProducts:
     Args:
         report: receives failures.
         is_paused: whether the integration evaluates.
-        in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, of which there are events.
-        count: as of :class:`ModelWatch`.
+        in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, which have events.
+        count: see :class:`ModelWatch`.
 
     Attributes:
         attentions: id of a module of Transformer Engine's attention -> its path.
-        recomputed_outside: the layers that a reentrant checkpoint has computed again without a recipe, though their
-            first forward had one. Such a checkpoint of torch keeps no autocast of Transformer Engine. If the autocast
-            is around the checkpointed part, as in Accelerate, the backward belongs to a forward in high precision.
+        recomputed_outside: the layers that a reentrant checkpoint recomputed without a recipe after a first forward
+            with one. Such a checkpoint of torch does not restore autocast. If autocast surrounds the checkpointed part,
+            as in Accelerate, the backward belongs to a forward in high precision.
     """
 
     def __init__(
@@ -61,13 +61,14 @@ class ModelProducts:
 
     @property
     def counting(self) -> bool:
-        """Whether products are counted in this step: in the first one, and where calls of a new kind are expected."""
+        """Return whether products are counted in this step: in the first one, and if calls of a new kind are
+        expected."""
         return self._watch.counting
 
     # ------------------------------------------------------------------ its life
 
     def watch(self, model: Model, names: Mapping[int, str], operations: Iterable[str]) -> None:
-        """Count the products of a model from the next step on, instead of those of another model.
+        """Count the products of a model from the next step on, and stop counting any other model.
 
         Args:
             model: the model.
@@ -86,7 +87,7 @@ class ModelProducts:
         self._watch.watch(model, {key: (path, modules[key]) for key, path in paths.items()})
 
     def end_step(self) -> CountedStep | None:
-        """End a step. None where it had no products, or they cannot be followed any more."""
+        """End a step. None if it had no products, or if counting has failed."""
         watch, calls = self._watch, self._watch.calls
         if not watch.active or (watch.failure and not watch.counting):
             return None
@@ -134,16 +135,13 @@ class ModelProducts:
         return parts
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at what an optimizer keeps, after one of its steps."""
         if self.counting and self._watch.calls.is_first:
             self._watch.state.note_step(optimizer)
 
     def take_ran(self) -> Mapping[int, set[bool]]:
-        """As :meth:`ModelWatch.take_ran`."""
         return self._watch.take_ran()
 
     def close(self) -> None:
-        """Count no longer, and leave torch as it was."""
         self._watch.close()
         self.attentions, self.recomputed_outside, self._first_in_recipe = {}, set(), set()
         self._operations = frozenset()
@@ -153,7 +151,6 @@ class ModelProducts:
         return self._watch.operators.seen
 
     def muted(self) -> AbstractContextManager[None]:
-        """Look at no operator of torch."""
         return self._watch.muted()
 
     # ------------------------------------------------------------------ what runs
@@ -172,7 +169,7 @@ class ModelProducts:
             self.see_gemm(event.layer, event.gemm, event.sizes, (b, a), call)
 
     def _call_of(self, event: GemmEvent) -> ModelCall | None:
-        """The call of the model to which a GEMM belongs, whose forward and backward may run in different threads."""
+        """The model call of a GEMM. Its forward and backward may run in different threads."""
         if self._watch.failure:
             return None
         if event.gemm == "fprop" or _CALL not in event.kept:
@@ -181,7 +178,7 @@ class ModelProducts:
         return call
 
     def _note_recomputed(self, event: GemmEvent) -> None:
-        """Compare the two forwards of reentrant checkpoints, and note the call of the first with the second."""
+        """Compare the two forwards of reentrant checkpoints, and pass the call of the first to the second."""
         if event.kind is ForwardKind.SILENT and not in_backward():
             if event.recipe:
                 self._first_in_recipe.add(event.layer)
@@ -191,7 +188,6 @@ class ModelProducts:
             self.recomputed_outside.add(event.layer)
 
     def _note_running(self, layer: str) -> None:
-        """Note the call of a forward that a checkpoint computes again in its backward."""
         call = self._watch.operators.call_of_forward()
         seen = SeenProduct(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=call)
         self._watch.operators.nodes.note_running(seen)
@@ -204,13 +200,14 @@ class ModelProducts:
         formats: tuple[str, str] = ("", ""),
         call: ModelCall | None = None,
     ) -> None:
-        """Count a GEMM of a layer of Transformer Engine: its n, m and k, the formats of its operands, and its call."""
+        """Count a GEMM of a layer of Transformer Engine, given n, m and k, the formats of its operands, and its
+        call."""
         family: Family = "te_ops" if layer in self._operations else "te"
         self._seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1), call=call))
 
     @contextmanager
     def masked(self, share: float | None) -> Iterator[None]:
-        """Surrounds operators that compute attention with a mask, of which ``share`` is left."""
+        """Surround operators of attention with a mask that keeps ``share``."""
         begun = len(self._seen)
         yield
         for seen in self._seen[begun:]:
@@ -218,12 +215,10 @@ class ModelProducts:
                 seen.mask_share = share
 
     def enter_attention(self, layer: str, kind: ForwardKind) -> None:
-        """Note that a forward of Transformer Engine's attention begins."""
-        self._watch.operators.told.discard(layer)
+        self._watch.operators.with_product.discard(layer)
 
     def note_attention(self, event: AttentionEvent) -> None:
-        """Count the products of fused attention."""
-        self._watch.operators.told.add(event.layer)
+        self._watch.operators.with_product.add(event.layer)
         call = self._watch.operators.call_now()
         if not self.counting or event.kind is not ForwardKind.OBSERVED or (call is not None and not call.is_counted):
             return
@@ -247,7 +242,7 @@ class ModelProducts:
             self.see_attention(event.layer, event.sizes, (query, key), (probabilities, value), FUSED, call=call)
 
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
-        """Count the products of attention that no operator and no event has shown, by their sizes."""
+        """Count the products of attention without an operator or event, by their sizes."""
         if not self.counting or not is_seen_by(self._watch):
             return
         call = self._watch.operators.call_of_forward()
@@ -258,7 +253,7 @@ class ModelProducts:
         tensors = given["query_layer"], given["key_layer"], given["value_layer"]
         sizes = AttentionSizes.of(*tensors, given["qkv_format"])
         share = share_left(given, sizes.rows, sizes.columns)
-        if layer in self._watch.operators.told:
+        if layer in self._watch.operators.with_product:
             for seen in itertools.takewhile(lambda seen: seen.layer == layer, reversed(self._seen)):
                 seen.mask_share = share
             return
@@ -287,10 +282,10 @@ class ModelProducts:
             layer: its name.
             sizes: their sizes.
             qk, pv: the formats of the operands of each.
-            kind: what computes them: :data:`FUSED`, :data:`UNFUSED_KERNEL` or :data:`OTHER_KERNEL`.
-            backward: whether they are those of the backward, two of each.
+            kind: the kernel: :data:`FUSED`, :data:`UNFUSED_KERNEL` or :data:`OTHER_KERNEL`.
+            backward: whether to count the backward, with two of each.
             mask_share: as ``Product.mask_share``.
-            call: the call of the model that they belong to.
+            call: their model call.
         """
         batch, rows, columns, size, size_v = sizes
         products: tuple[tuple[Role, tuple[str, str], tuple[int, int, int, int]], ...] = (
@@ -304,13 +299,8 @@ class ModelProducts:
                 self._seen.append(seen)
 
     def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
-        """Note that layers of Transformer Engine have run without an event of a GEMM.
-
-        Args:
-            layers: the layers.
-            what: what has run, and why.
-            backward: whether it was its backward.
-        """
+        """Note layers of Transformer Engine that ran without an event of a GEMM; ``what`` names the kernel and the
+        reason."""
         call = self._watch.operators.call_now()
         if self.counting and (call is None or call.is_counted):
             for layer in layers:
@@ -321,5 +311,6 @@ class ModelProducts:
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:
-    """The format that attention rounds an inner tensor to; without a quantizer, as in MXFP8, that of an operand."""
+    """The format of an inner tensor of attention by its quantizer; without one, as in MXFP8, the format of an
+    operand."""
     return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)

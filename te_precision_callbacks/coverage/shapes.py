@@ -1,9 +1,10 @@
-"""Adds the layer's name to an exception of Transformer Engine; for a refused shape also the GEMM and the dimension.
+"""Adds the layer's name to an exception of Transformer Engine; for an unsupported shape also the GEMM and the
+dimension.
 
-Transformer Engine raises deep inside, naming at most the operand. The frames of the traceback show the layer, so
-nothing has to be recorded while all is well. Read from Transformer Engine 2.20.2: the forwards (``self``,
-``inp``, ``m_splits``) and backwards (``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``) of
-``pytorch/module/*.py``, and ``layout`` of ``pytorch/cpp_extensions/gemm.py``.
+Transformer Engine raises deep inside, and names at most the operand. The frames of the traceback show the layer, so
+nothing is recorded in a healthy run. Read from Transformer Engine 2.20.2: the forwards (``self``, ``inp``,
+``m_splits``) and backwards (``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``) of ``pytorch/module/*.py``, and
+``layout`` of ``pytorch/cpp_extensions/gemm.py``.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 def explain_failure(
     error: BaseException | None, modules: Sequence[NamedModule], others: Mapping[int, str] = MappingProxyType({})
 ) -> None:
-    """Add a note to an exception that was raised inside Transformer Engine: the layer, and the next size that works.
+    """Add a note to an exception of Transformer Engine: the layer, and the next supported size.
 
-    The exception itself does not change. Python 3.10 has no notes: there the text is logged.
+    The exception itself does not change. Python 3.10 has no notes; there the text is logged.
 
     Args:
         error: the exception that ended a run.
@@ -51,7 +52,7 @@ def explain_failure(
 
 
 def explain_checkpoint(error: BaseException | None, modules: Sequence[NamedModule]) -> None:
-    """Add a note to a ``CheckpointError`` of torch that layers of Transformer Engine in FP8 cause, as for a shape."""
+    """Add a note to a ``CheckpointError`` of torch that layers of Transformer Engine in FP8 cause."""
     while error is not None and not isinstance(error, CheckpointError):
         error = error.__cause__ or error.__context__
     if error is not None and any("recipe" in (vars(named.module).get("fp8_meta") or {}) for named in modules):
@@ -74,7 +75,7 @@ def _add_note(error: BaseException, text: str) -> None:
 
 
 def _layer_of(error: Exception, modules: Sequence[NamedModule], others: Mapping[int, str]) -> str:
-    """The layer in whose forward or backward an exception was raised, in a sentence; empty if it was in none."""
+    """A sentence with the layer whose forward or backward raised; empty outside of layers."""
     place = _place(error.__traceback__, modules)
     if place is not None:
         where, name, kind = "backward" if place.in_backward else "forward", place.named.name, place.named.module
@@ -89,14 +90,14 @@ def _layer_of(error: Exception, modules: Sequence[NamedModule], others: Mapping[
 
 @dataclass
 class _Failed:
-    """The forward or backward in which an exception was raised.
+    """A forward or backward that raised.
 
     Attributes:
         named: the module.
-        in_backward: whether the exception was raised in its backward.
-        rows: rows of the input of the forward or backward on this rank; None if unknown.
+        in_backward: whether its backward raised.
+        rows: rows of the input on this rank; None if unknown.
         splits: the rows of each GEMM of a GroupedLinear.
-        gemm: the GEMM, if the exception was raised in one.
+        gemm: the GEMM, if one raised.
     """
 
     named: NamedModule
@@ -150,7 +151,6 @@ def _in_words(layer: str, first: Refusal, found: Sequence[Refusal]) -> str:
 
 
 def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Failed | None:
-    """The innermost module of a traceback."""
     of_module = {id(named.module): named for named in modules}
     of_part = {id(part): named for named in modules for part in _parts(named.module)}
     place: _Failed | None = None

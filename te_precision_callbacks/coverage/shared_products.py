@@ -1,8 +1,8 @@
-"""The matrix products of all ranks that reduce together, and what these ranks keep in which types.
+"""Matrix products and state of all ranks that reduce together.
 
-A product is one of a layer, GEMM, operands and reason. Ranks that have it send one entry, whatever the sizes of their
-batches are, and add up its multiply-adds. So a message grows with the products of the whole model, not with the ranks,
-and a share counts each layer as often as ranks run it.
+Ranks with an equal layer, GEMM, operands and reason send one entry, whatever the sizes of their batches are, and add up
+its multiply-adds. So a message grows with the model and not with the ranks, and a share counts each layer as often as
+ranks run it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EntryT = TypeVar("EntryT", bound=Hashable)
 
 @dataclass(frozen=True)
 class _Entry:
-    """A product as ranks send it: equal to that of another rank, whatever the sizes."""
+    """A product as ranks send it. Entries with different sizes are equal."""
 
     layer: str
     gemm: str
@@ -33,16 +33,13 @@ class _Entry:
 
 
 def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: bool = False) -> list[Product]:
-    """The products of all ranks; all must call it alike. Where this rank is alone, its own.
+    """The products of all ranks, each with the sizes of its first rank. All ranks must call it alike.
 
     Args:
         own: the products of this rank.
-        ranks: those that reduce together.
-        kind: what the products are, equal on all ranks.
-        of_one: whether a product gets the multiply-adds of one rank, on average, and not those of all ranks.
-
-    Returns:
-        Each product with the sizes of the first rank that has it.
+        ranks: the ranks that reduce together.
+        kind: a name, equal on all ranks.
+        of_one: whether a product gets the mean multiply-adds of a rank instead of their sum.
     """
     macs: dict[_Entry, int] = {}
     for product in own:
@@ -56,7 +53,7 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: 
 
 
 def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
-    """What all ranks keep and in which types, added up; as :func:`shared_products`."""
+    """The state of all ranks, added up; see :func:`shared_products`."""
     sizes: dict[tuple[str, str], tuple[int, int]] = {}
     for row in own:
         tensors, size = sizes.get((row.subject, row.dtype), (0, 0))

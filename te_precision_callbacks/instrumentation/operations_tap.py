@@ -14,7 +14,7 @@ from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
 from te_precision_callbacks.layers.forwards import Classify
 from te_precision_callbacks.layers.naming import NamedOperation
-from te_precision_callbacks.layers.turns import Turns
+from te_precision_callbacks.layers.round_robin import RoundRobin
 
 
 class OperationsTap:
@@ -37,7 +37,7 @@ class OperationsTap:
         self._running = running
         self._report_silent = report_silent
         self._operations: dict[int, NamedOperation] = {}
-        self._turns = Turns[NamedOperation](())
+        self._turns = RoundRobin[NamedOperation](())
         self._recipes: dict[int, Any] = {}
 
     @property
@@ -47,7 +47,7 @@ class OperationsTap:
     def watch(self, operations: Iterable[NamedOperation]) -> None:
         """Set the operations with GEMMs, which all have events."""
         self._operations = {id(operation.module): operation for operation in operations}
-        self._turns = Turns(list(self._operations.values()))
+        self._turns = RoundRobin(list(self._operations.values()))
         self._recipes = self._recipes_now()
         self.has_new = bool(self._operations)
 

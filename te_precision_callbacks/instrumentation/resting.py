@@ -20,7 +20,7 @@ from te_precision_callbacks.coverage.precision_audit import (
 )
 from te_precision_callbacks.coverage.precision_history import Format
 from te_precision_callbacks.layers.forwards import ForwardClassifier
-from te_precision_callbacks.layers.turns import Turns
+from te_precision_callbacks.layers.round_robin import RoundRobin
 
 
 class RestingLayers:
@@ -62,7 +62,7 @@ class RestingLayers:
         self._trained_in_fp8: dict[int, bool] = {}
         self._seen_in: dict[int, _State] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}
-        self._turns = Turns(list(modules.values()))
+        self._turns = RoundRobin(list(modules.values()))
         self._suspicions: dict[int, _Suspicion] = {}
         self._dropped: dict[int, list[Mapping[LayerOperand, Format]]] = {}
 

@@ -1,1 +1,1 @@
-"""The model as a tree of modules: names of layers, their scopes, forwards, GEMM events, and what they keep."""
+"""The model as a tree of modules: names of layers, scopes, kinds of forwards, and events of GEMMs."""

@@ -103,9 +103,9 @@ def _ranges(numbers: Sequence[int], most: int | None) -> str:
             parts[-1] = [parts[-1][0], number]
         else:
             parts.append([number])
-    told, left = parts[:most], parts[most if most is not None else len(parts) :]
+    shown, left = parts[:most], parts[most if most is not None else len(parts) :]
     more = sum(part[-1] - part[0] + 1 for part in left)
-    return f"{{{','.join('-'.join(map(str, part)) for part in told)}{f' and {more} more' if more else ''}}}"
+    return f"{{{','.join('-'.join(map(str, part)) for part in shown)}{f' and {more} more' if more else ''}}}"
 
 
 class ShortNames:

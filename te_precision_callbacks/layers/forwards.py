@@ -21,19 +21,19 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-"""Code of torch 2.13 to 2.15 by which a frame is known."""
+"""Code objects of torch 2.13 to 2.15 that identify frames."""
 
 
 def outside_of_dynamo(function: FunctionT) -> FunctionT:
-    """Keeps a function out of a compiled model, which calls it between two graphs.
+    """Keep a function out of compiled code, which calls it between two graphs.
 
-    Dynamo cannot import features, which were executed by path; and it must not trace the notes of a hook.
+    Dynamo cannot import features, which were executed by path, and must not trace the notes of a hook.
     """
     return cast(FunctionT, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class ForwardKind(enum.Enum):
-    """What a session does with a forward pass."""
+    """The handling of a forward pass by a session."""
 
     OBSERVED = "features act, tensors are observed in it and in its backward"
     SILENT = "as observed, bit for bit, but nothing is recorded: the other half of a recomputed forward is"
@@ -49,12 +49,12 @@ class ForwardClassifier:
     """Decides the kind of a forward.
 
     Attributes:
-        paused: set by a front door while it evaluates.
-        was_paused: whether ``paused`` was set since ``was_paused`` was last set to False.
-        eval_mode_counts: whether a module in eval mode counts as being evaluated. False if the front door says when it
-            evaluates: a model may be trained in eval mode, or left in it by a validation that failed.
-        abandoned: whether the loop that started the session has ended without stopping it, so forwards no longer belong
-        to it.
+        paused: set by an integration while it evaluates.
+        was_paused: whether ``paused`` was set since ``was_paused`` was last reset.
+        eval_mode_counts: whether a module in eval mode is evaluated. False if the integration reports evaluations: a
+            model may be trained in eval mode, or left in it by a validation that failed.
+        abandoned: whether the loop that started the session has ended without stopping it, so that forwards no longer
+            belong to it.
     """
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:
@@ -64,7 +64,6 @@ class ForwardClassifier:
         self.abandoned: Callable[[], bool] | None = None
 
     def begin(self, *, abandoned: Callable[[], bool]) -> None:
-        """Begin a run."""
         self.abandoned = abandoned
         self.was_paused = self._paused
 
@@ -82,7 +81,6 @@ class ForwardClassifier:
         self.was_paused = self.was_paused or value
 
     def __call__(self, module: torch.nn.Module) -> ForwardKind:
-        """The kind of the forward of ``module`` that is being entered."""
         if self.abandoned is not None and self.abandoned():
             return ForwardKind.UNTOUCHED
         if self.paused or (self.eval_mode_counts and not module.training):
@@ -100,7 +98,6 @@ class ForwardClassifier:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
@@ -109,8 +106,10 @@ def _always() -> bool:
 
 
 def in_evaluation() -> bool:
-    """Whether what runs in the forward of a training step is an evaluation, as of a teacher: without gradients, and not
-    inside of a Function's forward, which runs without them, as that of a reentrant checkpoint."""
+    """Return whether the running forward of a training step is an evaluation, such as a teacher's.
+
+    It runs without gradients, and not inside of an autograd Function, such as a reentrant checkpoint.
+    """
     return not torch.is_grad_enabled() and innermost_autograd_frame() != "forward"
 
 
@@ -123,8 +122,10 @@ def innermost_autograd_frame() -> str | None:
 
 
 def running_functions() -> Iterator[FunctionCtx | None]:
-    """The contexts of the autograd Functions whose forwards run on the stack, innermost first, up to a backward; None
-    for one with a ``setup_context``, whose forward has no context yet."""
+    """The contexts of the autograd Functions with a running forward, innermost first, up to a backward.
+
+    None for a Function with a ``setup_context``, which has no context yet.
+    """
     for name, context in _autograd_frames():
         if name != "forward":
             return
@@ -132,8 +133,8 @@ def running_functions() -> Iterator[FunctionCtx | None]:
 
 
 def is_computing_again() -> bool:
-    """Whether what runs in a backward is a forward that an activation checkpoint computes again, in whatever part of
-    it, rather than the backward of a node."""
+    """Return whether a backward runs a forward that an activation checkpoint recomputes, and not the backward of a
+    node."""
     in_module = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -160,7 +161,7 @@ def _autograd_frames() -> Iterator[tuple[str, FunctionCtx | None]]:
 
 
 def _autograd_frame(frame: FrameType) -> tuple[str, FunctionCtx | None] | None:
-    """The name of a frame in which an autograd Function runs, or a checkpoint computes again, and the context."""
+    """The name and the context of a frame of an autograd Function, or of a checkpoint that recomputes."""
     name = frame.f_code.co_name
     if name == "unpack_hook":
         return name, None
@@ -179,7 +180,7 @@ def _autograd_frame(frame: FrameType) -> tuple[str, FunctionCtx | None] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _is_of_function(code: CodeType) -> bool:
-    """Whether the code is the forward of an autograd Function; nothing else tells one that has no context."""
+    """Return whether the code is the forward of an autograd Function, which may have no context."""
     kinds: list[Any] = [torch.autograd.Function]
     while kinds:
         kind = kinds.pop()

@@ -1,4 +1,4 @@
-"""Finds the states of delayed scaling in modules and operations of Transformer Engine.
+"""States of delayed scaling in modules and operations of Transformer Engine.
 
 for state in delayed_states(module):
     state.scale, state.amax_history
@@ -25,7 +25,7 @@ def delayed_states(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def metas_of(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
-    """What a module (``fp8_meta``) or an operation (``_fp8_metas``) of Transformer Engine keeps of its recipe."""
+    """The recipe data of a module (``fp8_meta``) or an operation (``_fp8_metas``) of Transformer Engine."""
     attributes = vars(module)
     yield from filter(None, (attributes.get("fp8_meta"), *(attributes.get("_fp8_metas") or {}).values()))
 
@@ -42,7 +42,7 @@ def delayed_state(meta: Mapping[str, Any] | None, direction: str) -> Any:
 
 
 def is_in_checkpoints(module: torch.nn.Module) -> bool:
-    """Whether a module's ``_extra_state`` has its state of delayed scaling: not after a forward outside of FP8.
+    """Return whether a module's ``_extra_state`` has its state of delayed scaling, as after a forward in FP8.
 
     Read from Transformer Engine 2.20.2, ``pytorch/module/base.py: get_extra_state``.
     """

@@ -1,4 +1,4 @@
-"""A GEMM of Transformer Engine in the moment that it has run.
+"""Events of GEMMs and attention of Transformer Engine.
 
     def listener(event: GemmEvent) -> None:
         for operand in event.operands:
@@ -21,7 +21,7 @@ from te_precision_callbacks.base.vocabulary import GemmName, OperandName
 from te_precision_callbacks.layers.forwards import ForwardKind
 
 OUTSIDE = "outside"
-"""The layer of a GEMM that no layer of the model runs, such as that of a user's own autograd function."""
+"""The layer of a GEMM outside of the model's layers, such as a GEMM in a custom autograd function."""
 
 
 class GemmOperand(NamedTuple):
@@ -29,13 +29,13 @@ class GemmOperand(NamedTuple):
 
     Attributes:
         tensor: ``activation``, ``weight`` or ``gradient``.
-        given: what Transformer Engine's Python handed over: a plain or quantized tensor of any class, or the wrapper of
-            its debug path.
+        given: the object that Transformer Engine's Python passed: a plain or quantized tensor, or the wrapper of its
+            debug path.
         columnwise: whether the GEMM reads columnwise data.
-        high: the tensor before its quantization, where the path has it and a listener has asked for it.
+        high: the tensor before its quantization, if it exists and a listener requested it.
         first: whether no GEMM of the same forward, or of its backward, has read the tensor before.
-        recomputed: whether ``high`` was computed once more, since a fused kernel had quantized it: maybe from values
-            that were never rounded to its type, so its codes need not be those of ``high``.
+        recomputed: whether ``high`` was recomputed because a fused kernel had quantized it. The kernel may not have
+            rounded its values to this dtype, so the codes of ``high`` may differ.
     """
 
     tensor: OperandName
@@ -47,13 +47,13 @@ class GemmOperand(NamedTuple):
 
     @property
     def on_debug_path(self) -> bool:
-        """Whether it is the wrapper of Transformer Engine's debug path."""
+        """Return whether the operand is the wrapper of Transformer Engine's debug path."""
         return hasattr(self.given, "rowwise_gemm_tensor")
 
     @property
     def data(self) -> Any:
-        """What the extension reads, with its scales: a plain tensor, or a quantized tensor or storage. None if there is
-        no data of that direction."""
+        """The plain or quantized tensor or storage that the extension reads; None if there is no data of that
+        direction."""
         given = self.given
         if self.on_debug_path:
             given = given.columnwise_gemm_tensor if self.columnwise else given.rowwise_gemm_tensor
@@ -66,18 +66,18 @@ class GemmEvent:
 
     Attributes:
         layer: the name of the layer, or :data:`OUTSIDE`.
-        gemm: which GEMM of the layer.
-        expert: the number of the expert among those of its module; None outside of grouped GEMMs.
+        gemm: fprop, dgrad or wgrad.
+        expert: the number of the expert in its module; None outside of grouped GEMMs.
         a, b: the operands, as the extension names them: it multiplies B by A.
-        out: the result, high-precision or quantized, with what it was added to. None if a grouped GEMM has written the
-            results of all experts into one buffer that cannot be split.
-        order: the number of the GEMM among those of the iteration, in the order in which they ran.
-        kind: the kind of the forward that it belongs to.
-        recipe: the recipe of that forward, as spelled in statistics' names; empty in high precision.
+        out: the result, high-precision or quantized, including the addend. None if a grouped GEMM wrote the results of
+            all experts into one buffer that cannot be split.
+        order: the number of the GEMM in the iteration, in order of execution.
+        kind: the kind of its forward.
+        recipe: the recipe of that forward, as spelled in names of statistics; empty in high precision.
         arguments: the other arguments of the call (``transformer_engine/pytorch/cpp_extensions/gemm.py``).
-        gelu_input: the result before GELU, where the GEMM applies it.
-        before: what a listener has returned of the sum that the result was added to; None if there was none.
-        kept: what listeners keep of the forward until its backward has run.
+        gelu_input: the result before GELU, if the GEMM applies it.
+        before: the return value of the :data:`BeforeSum` listener for the addend; None without one.
+        kept: data that listeners keep from the forward until its backward.
     """
 
     layer: str
@@ -96,7 +96,6 @@ class GemmEvent:
 
     @property
     def operands(self) -> tuple[GemmOperand, GemmOperand]:
-        """Both operands."""
         return self.a, self.b
 
     @functools.cached_property
@@ -112,7 +111,7 @@ class AttentionSizes(NamedTuple):
     """The sizes of attention's two products.
 
     Attributes:
-        batch: the number of products of each, that is of sequences times heads.
+        batch: the number of products of each: sequences times heads.
         rows, columns: the lengths of the queries and of the keys.
         size, size_v: the sizes of a head of queries and keys, and of values.
     """
@@ -125,8 +124,9 @@ class AttentionSizes(NamedTuple):
 
     @classmethod
     def of(cls, query: Any, key: Any, value: Any, form: str) -> AttentionSizes:
-        """Those of operands in a format such as ``sbhd``, whose letters name dimensions. All sequences of ``thd``,
-        whose bounds are on the device, count as one."""
+        """The sizes of operands in a format such as ``sbhd``, with one letter for each dimension. Packed sequences
+        (``thd``) count as one, since their bounds are on the device.
+        """
         rows, columns = (dict(zip(form, tensor.size(), strict=True)) for tensor in (query, key))
         sequences = rows.get("b", 1) * rows["h"]
         length = "s" if "s" in form else "t"
@@ -135,19 +135,18 @@ class AttentionSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionEvent:
-    """The products of fused attention, in a forward or its backward: of the queries with the keys, and of the
-    probabilities with the values.
+    """The products of fused attention, in a forward or its backward: queries by keys, and probabilities by values.
 
     Attributes:
         layer: the name of the attention.
         backward: whether it is the backward.
-        query, key, value: the operands as they were handed over, plain or quantized.
-        gradient: that of the result, in a backward; else None.
-        probabilities: what quantizes the probabilities, or None.
-        scores: what quantizes the gradient of the scores, in a backward, or None.
-        sizes: those of the products.
-        kind: as of :class:`GemmEvent`.
-        arguments: those of ``fused_attn_fwd`` or ``fused_attn_bwd``
+        query, key, value: the operands as passed, plain or quantized.
+        gradient: the gradient of the result in a backward; else None.
+        probabilities: the quantizer of the probabilities, or None.
+        scores: the quantizer of the gradient of the scores in a backward, or None.
+        sizes: the sizes of the products.
+        kind: see :class:`GemmEvent`.
+        arguments: the arguments of ``fused_attn_fwd`` or ``fused_attn_bwd``
             (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
     """
 
@@ -165,7 +164,7 @@ class AttentionEvent:
 
 
 class AttentionListener(Protocol):
-    """Receives the events of attention as Transformer Engine computes it, by whatever kernel."""
+    """Receives the events of Transformer Engine's attention, with any kernel."""
 
     def enter_attention(self, layer: str, kind: ForwardKind) -> None:
         """A forward begins."""
@@ -178,15 +177,14 @@ class AttentionListener(Protocol):
 
 
 BeforeSum = Callable[[str, GemmName, Any, dict[Any, Any]], Any]
-"""Is called before a GEMM adds to its result, with the layer, the GEMM, what is in the result, and what is kept of the
-forward; the event has what it returns."""
+"""Listener called before a GEMM adds to its result, with the layer, the GEMM, the addend, and the data kept for the
+forward; its return value is in the event."""
 
 Listener = Callable[[GemmEvent], None]
-"""Is called behind each GEMM; what it raises is reported, and does not reach training."""
+"""Listener called after each GEMM. Its exceptions are reported and do not reach training."""
 
 
 def _matrix(data: Any) -> tuple[int, int]:
-    """Rows and columns of what a GEMM reads as a matrix."""
     shape = tuple(data.size()) if hasattr(data, "size") else ()
     rows = 1
     for extent in shape[:-1]:

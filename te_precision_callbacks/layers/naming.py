@@ -3,9 +3,9 @@
     for module in named_te_modules(model):
         print(module.name, [layer.name for layer in module.layers])
 
-A *module* is a Transformer Engine module with GEMMs that can be observed: Linear, LayerNormLinear, LayerNormMLP,
-GroupedLinear. A *layer* is what a config selects and a log names: the module itself, or for the modules with several
-GEMMs their parts, ``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``, ``<module>.gemm_1`` and so on.
+A *module* is a Transformer Engine module with observable GEMMs: Linear, LayerNormLinear, LayerNormMLP, GroupedLinear. A
+*layer* is the unit that configs select and logs name: the module itself, or for modules with several GEMMs their parts,
+``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``, ``<module>.gemm_1`` and so on.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Model = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Modu
 """A model; or several, such as a list of a model's chunks, or a mapping of a generator and a discriminator."""
 
 WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
-"""Attributes under which FSDP, torch.compile, torch's checkpoint wrapper and Lightning Fabric keep what they wrap."""
+"""Attributes of the wrapped module in FSDP, torch.compile, torch's checkpoint wrapper and Lightning Fabric."""
 
 MODULE_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
-"""Classes that keep the module that they wrap under the ordinary name ``module``."""
+"""Classes with the wrapped module in the attribute ``module``."""
 
 PEFT_WRAPPERS = {"PeftModel": "base_model", "PeftMixedModel": "base_model", "BaseTuner": "model"}
 """Class of PEFT 0.21 -> the attribute that holds the wrapped model."""
@@ -54,7 +54,7 @@ _OLD_SPELLINGS = (
 """Module attributes of TE 2.20, and their names in TE's documentation."""
 
 _ATTENTION = "DotProductAttention"
-"""Transformer Engine's attention, whose parts, one for each way to compute it, have its name."""
+"""Transformer Engine's attention. Its parts, one for each backend, have its name."""
 
 _NUMBERED_EXPERTS = re.compile(r"\bexperts_\d+_\d+\b")
 """The experts of a rank in :attr:`Layer.by_number`; a selector without numbers means the experts of all ranks."""
@@ -69,19 +69,19 @@ class Layer:
 
     Attributes:
         name: the name in logs, records and metric names.
-        aliases: other names that select the layer: the one that the script gave, the path without a LightningModule's
-            own attribute, the path with PEFT's parts, the other paths of a shared module, and the spellings of TE's
+        aliases: other names that select the layer: the script's own name, the path without a LightningModule's own
+            attribute, the path with PEFT's parts, the other paths of a shared module, and the spellings of TE's
             documentation.
         types: the layer's class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
-        given: the whole name that the script gave, to the constructor or by ``infer_and_assign_layer_names``; empty
-            if the script gave none.
-        upstream: the name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` gives for this model, and the
-            name for the model inside its wrappers, if that differs.
-        by_number: the path with numbers that distinguish layers if ranks have different layers at one path, as in
-            Megatron. Children of a ModuleList have their attribute ``layer_number``, from 0, instead of their index,
-            since each pipeline stage has its list from index 0 on. Experts have the first and the last of their layer's
-            ``local_expert_indices`` after their name (``experts_2_3``), since each rank of expert parallelism has its
-            own experts. If no number distinguishes a layer, a scope before the path does.
+        given: the full name from the script, passed to the constructor or assigned by ``infer_and_assign_layer_names``;
+            empty without one.
+        upstream: the name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` assigns for this model, and the
+            name for the model inside its wrappers, if different.
+        by_number: the path with numbers that distinguish layers of different ranks at one path, as in Megatron.
+            Children of a ModuleList have their attribute ``layer_number``, from 0, instead of their index, since each
+            pipeline stage has its list from index 0 on. Experts have the first and the last of their layer's
+            ``local_expert_indices`` (``experts_2_3``), since each rank of expert parallelism has its own. If no number
+            distinguishes a layer, a scope before the path does.
         scope: the prefix of the name that distinguishes the layer from others at its path; see
             :mod:`te_precision_callbacks.layers.scopes`. Empty if none is needed.
     """
@@ -111,7 +111,7 @@ class NamedModule:
 
 
 def spellings(classes: Iterable[str]) -> tuple[str, ...]:
-    """How a config may spell the classes of a layer: each as it is, and in snake case."""
+    """The spellings of classes in a config: unchanged, and in snake case."""
     return tuple(spelling for kind in classes for spelling in (kind, snake_case(kind)))
 
 
@@ -126,20 +126,19 @@ def named_te_modules(
 ) -> tuple[NamedModule, ...]:
     """Find and name the Transformer Engine modules of a model, in the order of the module tree.
 
-    The name is the path in the tree without the parts that wrappers add (DDP, FSDP, torch.compile, checkpoint
-    wrappers, PEFT); for a shared module, its first path. The modules of a list of models get ``chunk0.``, ``chunk1.``
-    and so on as prefix, those of a mapping its keys. If a root is itself a Transformer Engine module, its class is the
+    The name is the path in the tree without the parts of wrappers (DDP, FSDP, torch.compile, checkpoint wrappers,
+    PEFT); for a shared module, its first path. The modules of a list of models get ``chunk0.``, ``chunk1.`` and so on
+    as prefix, the modules of a mapping its keys. If a root is itself a Transformer Engine module, its class is the
     prefix: ``transformer_layer.layernorm_mlp``.
 
     Args:
         model: the model.
-        layer_names: ``"upstream"``: the names are those of :func:`upstream_names`; a count distinguishes modules with
-            the same name.
-        by_number: with ``"path"``: the names are :attr:`Layer.by_number`.
+        layer_names: ``"upstream"`` for names from :func:`upstream_names`; a count distinguishes equal names.
+        by_number: with ``"path"``, whether the names are :attr:`Layer.by_number`.
         scope: the user's scope for this rank's layers, a prefix of the names.
 
     Raises:
-        OptionError: ``scope`` is a function whose result is not a scope.
+        OptionError: ``scope`` is a function and does not return a scope.
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -178,8 +177,9 @@ def named_te_modules(
 
 
 def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") -> dict[int, str]:
-    """The name of every module of a model, by its id, as :func:`named_te_modules` makes them; of a root without a
-    prefix its class in snake case."""
+    """The name of every module of a model by its id, as in :func:`named_te_modules`; for a root without a prefix, its
+    class in snake case.
+    """
     names: dict[int, str] = {}
     for prefix, root in named_roots(model) or ():
         for place in _places(root, prefix, through_adapters=True):
@@ -190,7 +190,7 @@ def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") ->
 
 
 def named_attention(model: Model, names: Mapping[int, str]) -> dict[int, str]:
-    """Find Transformer Engine's attention modules in a model, and classes derived from them, such as Megatron's.
+    """Find Transformer Engine's attention modules in a model, and derived classes, such as Megatron's.
 
     Args:
         model: the model.
@@ -221,8 +221,8 @@ class NamedOperation(NamedTuple):
 def named_operations(model: Model, *, by_number: bool = False, scope: Scope = "") -> list[NamedOperation]:
     """Find and name the operations of ``te.ops`` in a model that have GEMMs.
 
-    The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` that it is a part of; of a ``GroupedLinear``
-    each group is a layer, ``.gemm_0`` and so on, as :func:`named_te_modules` has it.
+    The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` around it. Each group of a ``GroupedLinear``
+    is a layer, ``.gemm_0`` and so on, as in :func:`named_te_modules`.
     """
     found = []
     for prefix, root in named_roots(model) or ():
@@ -241,7 +241,7 @@ _GEMM_OPERATIONS = ("BasicLinear", "GroupedLinear")
 
 
 def _untold(found: FoundScope, place: _Node) -> str:
-    """The scope of a module, without the parts that numbers in its path already show."""
+    """The scope of a module, without parts that numbers in its path already show."""
     parts = ("" if place.has_number else found.stage, "" if place.has_experts else found.experts)
     return ".".join(part for part in parts if part)
 
@@ -266,13 +266,13 @@ class _Found(NamedTuple):
 
 
 def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
-    """The name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` gives to each module, by its id.
+    """The names that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` assigns to each module, by its id.
 
     Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: the root is ``model``, even if there are several; the children of a
     ModuleList have their attribute ``layer_number`` instead of their index; the last path of a shared module counts.
-    Scripts call the function before or after they wrap the model in DDP and its kin. So a module may have a second
-    name, that in the model without wrappers, if it differs. If the script has called the function itself, the name from
-    that call is the only one.
+    Scripts call the function before or after they wrap the model in DDP and similar wrappers, so a module may have a
+    second name, in the model without wrappers. If the script has called the function itself, only the name from that
+    call is used.
     """
     roots = [root for _, root in named_roots(model) or ()]
     was_called = any(_has_upstreams_name(root) for root in roots)
@@ -300,12 +300,12 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
 
 
 def _has_upstreams_name(root: torch.nn.Module) -> bool:
-    """Whether the script has called ``infer_and_assign_layer_names`` for a model, or for the model in its wrappers."""
+    """Return whether the script has called ``infer_and_assign_layer_names`` for a model, or inside of its wrappers."""
     return any(vars(module).get("name") == "model" for _, module in _wrapped(root))
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that DDP and its kin wrap; the module itself if it is not a wrapper."""
+    """The module inside of DDP and similar wrappers; the module itself if it is not a wrapper."""
     return [*_wrapped(module)][-1][1]
 
 
@@ -316,7 +316,7 @@ def _wrapped(
 
     Args:
         module: the module, which may be registered below itself.
-        is_part: whether a module wraps its child of this name; None for DDP and its kin.
+        is_part: whether a module wraps its child of this name; None for DDP and similar wrappers.
     """
     is_part = is_part or _is_process_wrapper_part
     name, seen = "", set[torch.nn.Module]()
@@ -332,7 +332,7 @@ def _with_part(names: tuple[str, ...], part: str) -> tuple[str, ...]:
 
 
 def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
-    """The names under which ranks have different layers, by pipeline stage or by expert -> the names by number.
+    """Name -> names by number, where ranks have different layers of one name, by pipeline stage or by expert.
 
     Args:
         layers: the layers of all ranks, named by path.
@@ -344,10 +344,7 @@ def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
 
 
 def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
-    """The names that scripts gave to layers -> the names here of the layers with that name.
-
-    A given name that is another layer's name here is left out.
-    """
+    """Name in the script -> names of its layers here. Names of other layers here are left out."""
     by_name = {layer.name: layer for layer in layers}
     found: dict[str, list[str]] = {}
     for layer in by_name.values():
@@ -374,7 +371,6 @@ class ModuleTree:
         ]
 
     def changed(self) -> bool:
-        """Whether a module was added, replaced, moved or removed since."""
         return any(module._modules != before for module, before in self._children) or any(
             tuple(map(id, module._parameters.values())) != parameters or compiled_call(module) is not compiled
             for module, parameters, compiled in self._parameters
@@ -382,11 +378,11 @@ class ModuleTree:
 
 
 SURROUNDS = "te_precision_surrounds"
-"""The attribute of a function that a session has put around the call of a module: what was called before, or None."""
+"""Attribute of a wrapper around the call of a module: the wrapped function, or None."""
 
 
 def compiled_call(module: torch.nn.Module) -> Any:
-    """What ``torch.nn.Module.compile`` has made of a module's call; None for a module that is not compiled."""
+    """The result of ``torch.nn.Module.compile`` for a module; None if it is not compiled."""
     call = module._compiled_call_impl
     return getattr(call, SURROUNDS, call)
 
@@ -409,7 +405,7 @@ def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
 
 
 def _unique(path: str, scope: str, taken: set[str]) -> str:
-    """``path``, with a count if it equals another path of the scope because wrapper parts are left out."""
+    """Return ``path``, with a count if the scope already has it because wrapper parts are left out."""
     name, count = path, 1
     while _joined(scope, name) in taken:
         count += 1
@@ -462,13 +458,13 @@ def _places(
     others: list[tuple[str, str]] | None = None,
     through_adapters: bool = False,
 ) -> Iterator[_Node]:
-    """As :func:`module_paths`, with the other paths of each module.
+    """See :func:`module_paths`; with the other paths of each module.
 
     Args:
         root, prefix, opaque: as in :func:`module_paths`.
         others: receives, for each further path of a module, its first path and that further path.
-        through_adapters: whether a layer to which PEFT adds adapters, or of which it trains a copy, has the path of
-            PEFT's replacement.
+        through_adapters: whether a layer with PEFT's adapters, or with trained copies, has the path of PEFT's
+            replacement.
     """
     seen: dict[int, str] = {}
     root, full_prefix = _unwrapped(root, opaque, prefix)
@@ -510,19 +506,20 @@ def _places(
 
 
 def _layer_number(module: torch.nn.Module, child: torch.nn.Module) -> str:
-    """The number of a list's child in the whole model; empty if it has none. Read from Megatron Core 0.16."""
+    """The number of a list's child in the whole model, or empty. Read from Megatron Core 0.16."""
     number = getattr(_inside(child), "layer_number", None) if isinstance(module, torch.nn.ModuleList) else None
     return str(number - 1) if isinstance(number, int) and number > 0 else ""
 
 
 def _expert_numbers(module: torch.nn.Module, child_name: str) -> str:
-    """Experts with the first and the last of their numbers; empty for another child. Read from Megatron Core 0.16."""
+    """``experts`` with the first and the last of their numbers; empty for another child. Read from Megatron Core
+    0.16."""
     experts = getattr(module, "local_expert_indices", None) if child_name == "experts" else None
     return f"{child_name}_{experts[0]}_{experts[-1]}" if experts else ""
 
 
 def _own_class(module: torch.nn.Module) -> str:
-    """The name of a module's class; fully_shard derives a class of torch's from the module's own."""
+    """The name of a module's class, without the class that fully_shard derives from it."""
     return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch.distributed.")).__name__
 
 
@@ -531,7 +528,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _children(module: torch.nn.Module, through_adapters: bool) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The children of a module and their names; for PEFT's copies of a layer, the copies themselves."""
+    """The children of a module and their names. Copies of a layer by PEFT are children of the replacement."""
     for child_name, child in module._modules.items():  # named_children() leaves out a second path
         if child is None:
             continue
@@ -542,7 +539,7 @@ def _children(module: torch.nn.Module, through_adapters: bool) -> Iterator[tuple
 
 
 def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
-    """Whether a child is the layer that PEFT has replaced by its parent."""
+    """Return whether a child is a layer that PEFT has replaced by its parent."""
     if child_name == _BASE_LAYER[1]:
         return _is_peft(parent, _BASE_LAYER[0])
     return child_name == f"{_MODULES_TO_SAVE[1]}.{_DEFAULT_ADAPTER}" and _is_peft(parent, _MODULES_TO_SAVE[0])
@@ -554,19 +551,18 @@ def _is_peft(module: torch.nn.Module, class_name: str) -> bool:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _peft_classes(bases: tuple[type, ...]) -> frozenset[str]:
-    """The names of PEFT's classes among the bases of a class; asked for each child of each module."""
+    """The names of PEFT's classes among the bases of a class; cached, since it runs for each child of each module."""
     return frozenset(base.__name__ for base in bases if base.__module__.startswith("peft."))
 
 
 def is_wrapper(module: torch.nn.Module) -> bool:
-    """Whether a module wraps another one and replaces it (DDP, FSDP, torch.compile, a checkpoint wrapper, PEFT)."""
+    """Return whether a module wraps and replaces another one (DDP, FSDP, torch.compile, a checkpoint wrapper, PEFT)."""
     return any(is_wrapper_part(module, child_name) for child_name, _ in module.named_children())
 
 
 def _unwrapped(
     module: torch.nn.Module, opaque: Callable[[torch.nn.Module], bool], full_prefix: str
 ) -> tuple[torch.nn.Module, str]:
-    """The module inside the wrappers, and its path with PEFT's parts."""
     chain = [*_wrapped(module, lambda parent, name: is_wrapper_part(parent, name) and not opaque(parent))]
     for (_, parent), (name, _) in itertools.pairwise(chain):
         full_prefix = _joined(full_prefix, name) if _is_peft_part(parent, name) else full_prefix
@@ -574,7 +570,7 @@ def _unwrapped(
 
 
 def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
-    """Whether a module wraps the child of this name, which then adds no part to paths."""
+    """Return whether a module wraps the child of this name, which then adds no part to paths."""
     return _is_process_wrapper_part(parent, child_name) or _is_peft_part(parent, child_name)
 
 

@@ -1,4 +1,4 @@
-"""What a trainer takes from parameters when it replaces layers by those of Transformer Engine.
+"""Frozen and tied parameters that a conversion to Transformer Engine's layers loses.
 
 before = BeforeConversion(model)
 ...                                     # the trainer makes new layers, with parameters that require gradients
@@ -17,7 +17,7 @@ _MOST_NAMES = 8
 
 
 class BeforeConversion:
-    """The parameters of a model that are frozen or tied, before its layers are replaced.
+    """The frozen or tied parameters of a model before its layers are replaced.
 
     Args:
         model: the model, which is not kept alive.
@@ -33,13 +33,12 @@ class BeforeConversion:
         self._tied = [several for several in names.values() if len(several) > 1]
 
     def lost_in(self, model: torch.nn.Module, *, by: str, remedy: str) -> list[str]:
-        """The frozen parameters in whose place is a new one that requires gradients, and the tied ones that are no
-        longer one parameter, in words.
+        """Messages about frozen parameters that now require gradients, and tied parameters that are now several.
 
         Args:
             model: the model after the conversion.
-            by: who has replaced the layers, the subject of a sentence.
-            remedy: what to do.
+            by: the subject of the message.
+            remedy: the remedy.
         """
         now = dict(model.named_parameters(remove_duplicate=False))
         thawed = [
@@ -61,5 +60,4 @@ class BeforeConversion:
 
 
 def listed(names: list[str]) -> str:
-    """Names of parameters, in few words."""
     return ", ".join(folded(names, most=_MOST_NAMES))

@@ -1,7 +1,7 @@
 """Distinguishes layers at the same path on several ranks, as in pipeline stages and expert parallelism.
 
-A scope is a text such as ``pp1``, ``ep0`` or ``pp1.ep0``. It is found in Megatron's parallel state, or in the device
-mesh of a module's parameters; otherwise the user passes it as ``scope=``, to any front door.
+A scope is a text such as ``pp1``, ``ep0`` or ``pp1.ep0``. It comes from Megatron's parallel state, or from the device
+mesh of a module's parameters; otherwise the user passes it as ``scope=`` to any integration.
 """
 
 from __future__ import annotations
@@ -26,18 +26,13 @@ _EXPERTS = ("ep", "expert", "experts", "expert_parallel")
 
 
 class FoundScope(NamedTuple):
-    """The position of a rank, as far as known; empty if unknown, or if all ranks have the same position."""
+    """The position of a rank; empty if unknown, or if all ranks have the same position."""
 
     stage: str
     experts: str
 
 
 def found_scope(module: torch.nn.Module) -> FoundScope:
-    """The scope of a module on this rank.
-
-    Args:
-        module: a Transformer Engine module.
-    """
     parameters = [each for each in module._parameters.values() if each is not None]  # as parameters(recurse=False)
     stage, experts = _of_megatron(parameters)
     for mesh in {id(found): found for found in map(_mesh, parameters) if found is not None}.values():
@@ -49,14 +44,11 @@ def found_scope(module: torch.nn.Module) -> FoundScope:
 
 
 def mesh_sizes(modules: Iterable[torch.nn.Module]) -> dict[str, int]:
-    """How the ranks of the job are arranged: the number of ranks in each dimension, as far as known.
-
-    Args:
-        modules: the modules of this rank.
+    """The number of ranks in each dimension of parallelism, as far as known, for the modules of this rank.
 
     Returns:
-        By Megatron's parallel state, ``dp``, ``tp``, ``pp``, ``cp`` and ``ep``; otherwise by the device meshes of the
-        parameters, their own names of dimensions, ``dim0`` etc. where they have none. Empty if neither is there.
+        From Megatron's parallel state, ``dp``, ``tp``, ``pp``, ``cp`` and ``ep``; otherwise the dimensions of the
+        parameters' device meshes, ``dim0`` etc. if unnamed; otherwise empty.
     """
     state = _megatron()
     if state is not None:
@@ -77,7 +69,7 @@ def mesh_sizes(modules: Iterable[torch.nn.Module]) -> dict[str, int]:
 
 
 def _megatron() -> Any:
-    """Megatron Core's module ``parallel_state``, of 0.16.1; None where it is not in use."""
+    """Megatron Core's module ``parallel_state``, of 0.16.1; None if it is not in use."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     return state if state is not None and state.model_parallel_is_initialized() else None
 
@@ -97,7 +89,6 @@ def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
 
 
 def _mesh(parameter: torch.nn.Parameter) -> Any:
-    """The device mesh of a DTensor; None for any other parameter."""
     return getattr(parameter, "device_mesh", None)
 
 
@@ -110,7 +101,7 @@ def _place(mesh: Any, names: tuple[str, ...], prefix: str) -> str:
 
 
 def check_scope(scope: object) -> None:
-    """Check the keyword ``scope`` of a front door.
+    """Check the keyword ``scope`` of an integration.
 
     Raises:
         OptionError: ``scope`` is not a :data:`Scope`.

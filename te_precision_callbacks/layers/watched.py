@@ -1,4 +1,4 @@
-"""A tensor at the moment when a layer computes with it, as features pass it to the engine and to the dumps."""
+"""A tensor in the moment in which a layer computes with it, as features pass it to the engine and to dumps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from te_precision_callbacks.base.numerics.layouts import has_scale
 
 
 class Watched(NamedTuple):
-    """A tensor at the moment when a layer computes with it.
+    """A tensor in the moment in which a layer computes with it.
 
     Attributes:
         layer, tensor: the layer's name and the tensor's: activation, weight, gradient, output, wgrad, dgrad.
         iteration: the debug iteration.
-        values: the tensor in high precision; None for a weight that exists in its quantized form only.
-        rowwise, columnwise: what the two GEMMs that read the tensor get: quantized tensors, or plain ones.
-        quantizer: Transformer Engine's quantizer of the tensor, None if the recipe has none.
+        values: the tensor in high precision; None for a weight that exists only in quantized form.
+        rowwise, columnwise: the operands of the two GEMMs that read the tensor, quantized or plain.
+        quantizer: Transformer Engine's quantizer of the tensor, or None.
         tp_group: the tensor-parallel group, None without tensor parallelism.
     """
 
@@ -32,6 +32,6 @@ class Watched(NamedTuple):
     tp_group: dist.ProcessGroup | None = None
 
     def quantized(self, *, columnwise: bool = False) -> Any:
-        """The quantized tensor that the GEMM of a direction reads, else that of the other direction, else None."""
+        """The quantized tensor that the GEMM of a direction reads, or the one of the other direction, or None."""
         both = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
         return next((tensor for tensor in both if has_scale(tensor)), None)

@@ -24,7 +24,7 @@ from te_precision_callbacks.check import ConversionError
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
-from tests.coverage.test_coverage import GPT2, gpt2, words
+from tests.coverage.test_coverage import gpt2, words
 from tests.coverage.test_coverage import llama as llama_of
 from tests.manual.test_command import ends
 
@@ -148,21 +148,6 @@ def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path)
     assert not PartialState._shared_state
 
 
-def test_what_accelerate_leaves_out_has_its_reason_and_a_note(config: str) -> None:
-    found = check(config, "llama", "--convert", "accelerate", "--tokens", "256")
-    planned = gemms_of(found)
-    assert planned["model.layers.1.mlp.up_proj", "fprop"][0] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
-    assert planned["lm_head", "fprop"][1:] == (Reason.NOT_CONVERTED.value, WHY)
-    (note,) = (note for note in found["notes"] if "unconverted" in note)
-    assert "Accelerate left 1 layer unconverted, which runs without FP8" in note
-    assert f"lm_head: {WHY}" in note
-    done = CliRunner().invoke(cli.app, ["check", config, "--model", f"{__name__}:llama", "--convert", "accelerate"])
-    assert f"{__name__}:llama, converted by Accelerate: 14 layers of Transformer Engine" in " ".join(
-        done.stdout.split()
-    )
-    assert f"lm_head: {WHY}" in " ".join(done.stdout.split())
-
-
 def test_what_was_frozen_or_tied_before_the_conversion_has_a_note(config: str) -> None:
     arguments = ("--convert", "accelerate", "--tokens", "256", "--memory")
     found = check(config, "only_queries", *arguments)
@@ -180,14 +165,6 @@ def test_what_was_frozen_or_tied_before_the_conversion_has_a_note(config: str) -
 
 def linears() -> list[torch.nn.Linear]:
     return [module for module in llama_of().modules() if isinstance(module, torch.nn.Linear)]
-
-
-def test_the_classes_that_accelerate_does_not_convert(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "gpt2", gpt2)
-    found = check(config, "gpt2", "--convert", "accelerate", code=1)
-    assert found["unconverted"][f"{GPT2}.mlp.c_fc"] == "64 x 128 of Conv1D: Accelerate converts Linear alone"
-    assert not found["not_counted"]
-    assert gemms_of(found)[f"{GPT2}.mlp.c_fc", "fprop"][1] == Reason.NOT_CONVERTED.value
 
 
 @pytest.mark.parametrize(("name", "make", "most"), [("gpt2", gpt2, 0.25), ("mixtral", mixtral, 0.3)])
@@ -214,10 +191,6 @@ def test_without_conversion_a_note_names_the_option(config: str, model: str) -> 
     (note,) = (note for note in found["notes"] if "no Transformer Engine layer" in note)
     assert "te-precision check --convert accelerate" in note
     assert (found["convert"], found["unconverted"]) == (None, {})
-
-
-def test_other_models_have_no_such_note(config: str) -> None:
-    assert not any("--convert" in note for note in check(config, "without_a_weight", code=1)["notes"])
 
 
 def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
 from collections.abc import Callable
@@ -24,12 +23,6 @@ from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
 
 PACKAGE = Path(te_precision_callbacks.__file__).parent
-LOADS_AND_ATTACHES = (
-    "config",
-    "session/model.py",
-    "instrumentation/refusals.py",
-    "instrumentation/upstream.py",
-)
 
 STATS: dict[str, Any] = {"tensors": ["activation"], "stats": ["max"]}
 WATCHED = feature("LogTensorStats", ["all"], **STATS)
@@ -41,12 +34,6 @@ def two() -> torch.nn.Module:
 
 def alike() -> torch.nn.Module:
     return torch.nn.Sequential(te.Linear(32, 32, name="one"), te.Linear(32, 32, name="one"))
-
-
-def blocks() -> torch.nn.Module:
-    """Layers that nvidia-dlfw-inspect numbers from 1."""
-    made = (te.TransformerLayer(32, 64, 4, layer_number=number) for number in (1, 2))
-    return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(made)})
 
 
 def delayed() -> torch.nn.Module:
@@ -88,7 +75,6 @@ CASES = {
     "steps beside a list of spans": Case({"s": feature("LogTensorStats", ["all"], **TWO_WAYS)}, two, ATTACH),
     "no layer": Case({"s": WATCHED}, plain, ATTACH),
     "one name twice": Case({"s": WATCHED}, alike, "session/model.py:_plan"),
-    "names of nvidia-dlfw-inspect": Case(selected(layer_numbers=[1]), blocks, "session/model.py:_plan"),
     "a GEMM among tensors": Case({"s": GEMM}, two, "config/checking.py:_without_gemms"),
     "a key beside one that decides": Case(
         selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_what_is_ignored"
@@ -105,34 +91,6 @@ CASES = {
     ),
     "a version that is not known": Case({"s": WATCHED}, two, "instrumentation/upstream.py:warn_unless_supported"),
 }
-
-LATER = {
-    "session/model.py:_name_by_number": "ranks that have different layers at one path",
-    "session/model.py:_warn_of_recomputed": "a checkpoint that computes a forward again outside of te.autocast",
-    "session/model.py:_warn_of_unwatched": "a module that trains outside of the model",
-}
-"""Warnings of these modules that only a training can give, and of what."""
-
-
-def logged_in() -> dict[str, None]:
-    """The functions that log warnings, in the modules that load and attach."""
-    found: dict[str, None] = {}
-    files: list[Path] = []
-    for name in LOADS_AND_ATTACHES:
-        files += [PACKAGE / name] if name.endswith(".py") else sorted((PACKAGE / name).glob("*.py"))
-    for file in files:
-        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(function, ast.FunctionDef) and any(map(_logs, ast.walk(function))):
-                found[f"{file.relative_to(PACKAGE).as_posix()}:{function.name}"] = None
-    return found
-
-
-def _logs(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "logger.warning"
-
-
-def test_all_functions_that_warn_have_a_case() -> None:
-    assert set(logged_in()) == {case.said_in for case in CASES.values()} | set(LATER)
 
 
 @pytest.mark.parametrize("name", CASES)

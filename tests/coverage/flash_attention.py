@@ -5,13 +5,10 @@ Each computes with numbers of numpy's, so that no operator of torch multiplies.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
 import torch
-
-Bounds = list[tuple[int, int]]
 
 
 def _attend(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any], v: np.ndarray[Any, Any]) -> tuple[Any, Any]:
@@ -83,72 +80,6 @@ def backward(
     return torch.zeros(1)
 
 
-@torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=(), device_types="cpu")
-def varlen_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: torch.Tensor | None = None,
-    leftpad_k: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    zero_tensors: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    out = np.empty_like(_array(q))
-    for begin, end in _sequences(cu_seqlens_q):
-        out[begin:end] = _attend(*(_array(each)[begin:end] for each in (q, k, v)))[1]
-    return torch.from_numpy(out), torch.zeros(1), torch.zeros(1), torch.zeros(1)
-
-
-@torch.library.custom_op("flash_attn::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"), device_types="cpu")
-def varlen_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    dq: torch.Tensor | None,
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: bool,
-    rng_state: torch.Tensor | None = None,
-    zero_tensors: bool = False,
-) -> torch.Tensor:
-    for begin, end in _sequences(cu_seqlens_q):
-        gradients = _gradients(*(_array(each)[begin:end] for each in (dout, q, k, v)))
-        for into, gradient in zip((dq, dk, dv), gradients, strict=True):
-            assert into is not None
-            _array(into)[begin:end] = gradient
-    return torch.zeros(1)
-
-
-def _sequences(bounds: torch.Tensor) -> Bounds:
-    return list(itertools.pairwise(bounds.tolist()))
-
-
 class FlashAttention(torch.autograd.Function):
     """As ``FlashAttnFunc``: [batch, length, heads, size]."""
 
@@ -165,24 +96,3 @@ class FlashAttention(torch.autograd.Function):
         rest = 0.0, 1.0, False, -1, -1, 0.0, None, False
         torch.ops.flash_attn._flash_attn_backward(dout.contiguous(), q, k, v, out, lse, *made, *rest)
         return tuple(made)
-
-
-class VarlenAttention(torch.autograd.Function):
-    """As ``FlashAttnVarlenFunc``: [total, heads, size]."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-        longest = int(bounds.diff().max())
-        given = q, k, v, bounds, bounds, longest, longest, 0.0, 1.0, False
-        out, lse, *_ = torch.ops.flash_attn._flash_attn_varlen_forward(*given)
-        ctx.save_for_backward(q, k, v, out, lse, bounds)
-        ctx.longest = longest
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        q, k, v, out, lse, bounds = ctx.saved_tensors
-        made = [torch.empty_like(each) for each in (q, k, v)]
-        rest = bounds, bounds, ctx.longest, ctx.longest, 0.0, 1.0, False, -1, -1, 0.0, None, False
-        torch.ops.flash_attn._flash_attn_varlen_backward(dout.contiguous(), q, k, v, out, lse, *made, *rest)
-        return *made, None

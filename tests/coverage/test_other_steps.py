@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from rich.console import Console
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from typer.testing import CliRunner
 
@@ -20,7 +17,6 @@ from te_precision_callbacks import cli
 from te_precision_callbacks.coverage.recorded import other_steps_of_run
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.summary import summary
 from tests.conftest import feature
 
 pytestmark = pytest.mark.filterwarnings("ignore:Recipe type changed")
@@ -109,8 +105,7 @@ def of_steps(session: InspectSession, *, skipped: Collection[int] = (), raises: 
             session.step()
 
 
-@pytest.mark.parametrize("sections", [None, WATCHED], ids=["default", "each step"])
-@pytest.mark.parametrize("skipped", [(0,), (0, 1, 2), (2, 3), (4,)], ids=str)
+@pytest.mark.parametrize(("sections", "skipped"), [(None, (0, 1, 2)), (None, (2, 3)), (WATCHED, (0,)), (WATCHED, (4,))])
 def test_a_batch_that_is_skipped_is_no_other_precision(
     skipped: Collection[int], sections: dict[str, Any] | None, tmp_path: Path
 ) -> None:
@@ -144,7 +139,7 @@ def test_a_backward_that_comes_after_many_skipped_batches(tmp_path: Path) -> Non
     }
 
 
-@pytest.mark.parametrize("skipped", [(0,), (1,), (0, 2)], ids=str)
+@pytest.mark.parametrize("skipped", [(0,), (0, 2)], ids=str)
 def test_micro_batches_that_are_skipped_in_the_first_step(skipped: Collection[int], tmp_path: Path) -> None:
     """Where that is the one that counts for the others, the next step is counted instead."""
     net = Net()
@@ -163,8 +158,7 @@ def test_micro_batches_that_are_skipped_in_the_first_step(skipped: Collection[in
         assert coverage.share("fp8") == 0.5
 
 
-@pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt(), SystemExit(1)], ids=repr)
-@pytest.mark.parametrize("sections", [None, WATCHED], ids=["default", "each step"])
+@pytest.mark.parametrize(("error", "sections"), [(ValueError(), WATCHED), (KeyboardInterrupt(), None)])
 def test_a_step_that_an_error_ends_after_its_forward_changes_nothing(
     error: BaseException, sections: dict[str, Any] | None, tmp_path: Path
 ) -> None:
@@ -201,30 +195,16 @@ def test_a_layer_that_no_backward_reaches_any_more_is_told(tmp_path: Path, has_m
 
 
 def test_every_output_has_the_steps_in_which_a_section_acted(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TE_PRECISION_QUIET")
-    with caplog.at_level(logging.INFO):
-        session = trained(tmp_path, high([1, 2], [4, 4]), [CURRENT] * 6)
+    trained(tmp_path, high([1, 2], [4, 4]), [CURRENT] * 6)
     line = f"In steps 1 to 2 and 4: {ONE_LAYER}; 50.0 % in FP32: '1' (DisableQuantizationLayer in "
     closing = capsys.readouterr().err.splitlines()
     place = closing.index(f"  {ALL_GEMMS}.")
     assert closing[place + 1].startswith(f"  {line}")
     assert closing[place + 1].count("1 to 2 and 4") == 1
-    assert any(record.message.startswith(line) for record in caplog.records)
-    console = Console(file=io.StringIO(), width=300)
-    console.print(summary(session))
-    shown = CliRunner().invoke(cli.app, ["show", str(tmp_path)])
-    texts = [
-        (tmp_path / "precision_summary.txt").read_text(),
-        console.file.getvalue(),  # type: ignore[attr-defined]
-        shown.output,
-    ]
-    for text in texts:
-        assert unwrapped(text).count(line) == 1, text
+    assert unwrapped((tmp_path / "precision_summary.txt").read_text()).count(line) == 1
     found = json.loads(CliRunner().invoke(cli.app, ["show", str(tmp_path), "--json"]).output)
     assert [each.startswith(line) for each in found["other_steps"]] == [True]
 

@@ -21,7 +21,7 @@ from te_precision_callbacks.coverage.nodes import NodesOfProducts
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.layers import forwards
 from te_precision_callbacks.session import InspectSession, ObservationError
-from tests.coverage.flash_attention import FlashAttention, VarlenAttention
+from tests.coverage.flash_attention import FlashAttention
 from tests.coverage.test_coverage import BLOCKS, Macs, found, linear
 
 BATCH, HEADS, LENGTH, SIZE = 2, 3, 16, 8
@@ -104,15 +104,6 @@ def by_flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     return result.transpose(1, 2)
 
 
-def in_sequences(bounds: torch.Tensor) -> Attend:
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        parts = (each.transpose(1, 2).reshape(ROWS, HEADS, SIZE) for each in (q, k, v))
-        result: torch.Tensor = VarlenAttention.apply(*parts, bounds)  # type: ignore[no-untyped-call]
-        return result.view(BATCH, LENGTH, HEADS, SIZE).transpose(1, 2)
-
-    return attend
-
-
 @pytest.mark.parametrize("checkpoint", ["none", "reentrant", "not reentrant"])
 def test_flash_attn(checkpoint: str, tmp_path: Path) -> None:
     model = Attention(by_flash_attention)
@@ -133,26 +124,6 @@ class Checkpointed(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.block(self.model, x)
-
-
-def test_flash_attn_over_sequences(tmp_path: Path) -> None:
-    """Their lengths are those of each micro-batch."""
-    model = Attention(in_sequences(torch.tensor([0, 5, 20, ROWS])))
-    coverage = trained(model, tmp_path)
-    pairs = HEADS * SIZE * (5 * 5 + 15 * 15 + 12 * 12)
-    macs = {(gemm, backward): macs for (_, gemm, backward), macs in found(coverage).items() if gemm in ("qk", "pv")}
-    assert macs == {(role, backward): (1 + backward) * pairs for role in ("qk", "pv") for backward in (False, True)}
-
-
-def test_sequences_of_other_lengths_in_each_micro_batch(tmp_path: Path) -> None:
-    bounds = [torch.tensor([0, 5, ROWS]), torch.tensor([0, 16, ROWS]), torch.tensor([0, 1, ROWS])]
-    model = Attention(lambda q, k, v: in_sequences(bounds[number])(q, k, v))
-    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
-        for number in range(3):  # noqa: B007 - read by the model
-            step(model)
-        session.step()
-    squares = sum(int(length) ** 2 for each in bounds for length in each.diff())
-    assert found(session.coverage())["attention", "qk", False] == HEADS * SIZE * squares
 
 
 @torch.library.custom_op("vendor::mm", mutates_args=())
@@ -211,45 +182,7 @@ def test_an_operator_that_nobody_knows_is_named_and_not_taken_for_one_of_its_nam
     assert len(RAN) == 2 * 3
 
 
-@pytest.mark.parametrize("share", ["fp32 >= 50%", "fp8 >= 50%"])
-def test_a_contract_says_what_its_share_leaves_out(
-    share: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = Vendor()
-    with InspectSession(
-        None, model=model, log_dir=tmp_path, require={"share": [share], "by_step": 1}, on_broken="warn"
-    ) as session:
-        for _ in range(2):
-            step(model)
-            session.step()
-    told = [record.getMessage() for record in caplog.records if UNKNOWN in record.getMessage()]
-    about = [text for text in told if "require=" in text]
-    assert len(about) == 1
-    assert "theirs" in about[0]
-
-
 # ---------------------------------------------------------------------- layers of Transformer Engine
-
-
-class Inside(torch.nn.Module):
-    """A layer of Transformer Engine, called under a mode of the script's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = te.Linear(WIDTH, WIDTH)
-        self.operators: list[str] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        operators = self.operators
-
-        class Theirs(TorchDispatchMode):
-            def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-                operators.append(str(operator))
-                return operator(*arguments, **(keywords or {}))
-
-        with Theirs():
-            result: torch.Tensor = self.layer(x)
-        return result
 
 
 def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
@@ -274,30 +207,14 @@ def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
     assert layers == {"0": "torch", "1": "te", "2": "te"}
 
 
-def test_a_mode_of_the_scripts_own_sees_what_it_sees_without_a_session(tmp_path: Path) -> None:
-    model = Inside()
-    step(model)
-    alone = list(model.operators)
-    model.operators.clear()
-    with InspectSession(None, model=model, log_dir=tmp_path, observe="debug", strict=True) as session:
-        model.eval()  # no feature looks in evaluation
-        step(model)
-        session.step()
-    assert model.operators == alone
-
-
 # ---------------------------------------------------------------------- failures of our own
 
 FAILING: dict[str, tuple[Any, str]] = {
     "sizes": (products_module, "products_of"),
-    "names": (products_module, "why_not_counted"),
-    "places": (OperatorProducts, "_seen_in"),
     "backward": (OperatorProducts, "_note_backward"),
-    "follow": (OperatorProducts, "_follow"),
     "begin": (ModelCalls, "begin"),
     "end": (ModelCalls, "end"),
     "begin backward": (ModelCalls, "begin_backward"),
-    "nodes": (NodesOfProducts, "note"),
     "binding": (NodesOfProducts, "bind"),
     "weights": (products_module.WeightMarks, "read"),
 }

@@ -15,7 +15,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks.instrumentation.parameters import is_due
-from te_precision_callbacks.layers.turns import AT_ONCE
+from te_precision_callbacks.layers.round_robin import AT_ONCE
 from te_precision_callbacks.session import InspectSession, summary
 from tests.conftest import statistics
 

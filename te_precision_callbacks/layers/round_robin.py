@@ -1,4 +1,4 @@
-"""A few of many things in each step, and all of them in turn."""
+"""Round robin over many objects."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Generic, TypeVar
 Thing = TypeVar("Thing")
 
 AT_ONCE = 8
-"""How many modules a step looks at if nothing is due in it."""
+"""The number of modules checked in a step without collection."""
 
 MANY = 4_000
-"""Of more modules than this a step looks at a quarter as many: each look then waits for memory that is in no cache."""
+"""Above this number of modules, a step checks a quarter as many, since they are no longer in the CPU's cache."""
 
 
-class Turns(Generic[Thing]):
-    """Gives a few of many things at a time, so that each has its turn.
+class RoundRobin(Generic[Thing]):
+    """Returns a few of many objects at a time, round robin.
 
     Args:
-        things: the things, which are kept.
+        things: the objects, which are kept.
     """
 
     def __init__(self, things: Sequence[Thing]) -> None:
@@ -27,7 +27,7 @@ class Turns(Generic[Thing]):
         self._at_once = AT_ONCE if len(things) <= MANY else AT_ONCE // 4
 
     def take(self, more: int = 0) -> Sequence[Thing]:
-        """The next things, as many as a step looks at and ``more``; fewer before the first thing's turn comes again."""
+        """The next objects, plus ``more``; fewer at the end of a round."""
         begin, end = self._next, self._next + self._at_once + more
         self._next = end if end < len(self._things) else 0
         return self._things[begin:end]
