@@ -19,7 +19,7 @@ import torch
 from typing_extensions import Unpack
 
 from te_precision_callbacks.base.before_calls import BeforeCalls
-from te_precision_callbacks.base.errors import MissingExtraError
+from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.session import InspectSession, SessionError
@@ -39,12 +39,13 @@ try:
     from lightning.fabric.loggers.logger import Logger
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision, TransformerEnginePrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
 
-__all__ = ["PrecisionDebugCallback"]
+__all__ = ["HealthyCheckpoint", "PrecisionDebugCallback"]
 
 logger = logging.getLogger(__name__)
 
@@ -274,6 +275,61 @@ class PrecisionDebugCallback(Callback):
             self._saving = None
         if self._session is not None:
             self._session.stop(error, self._step_of_batch)  # the trainer counts batches in between two steps
+
+
+class HealthyCheckpoint(ModelCheckpoint):
+    """A ``ModelCheckpoint`` that saves and deletes nothing once the run has an error or a warning.
+
+    The checkpoints from before the finding stay, also with ``save_top_k`` and ``save_last``. A finding comes some steps
+    after its cause, so keep the last few: ``save_top_k=5, monitor="step", mode="max"``. It needs a
+    :class:`PrecisionDebugCallback` in the same trainer, and takes the arguments of ``ModelCheckpoint``.
+
+    Example::
+
+        keeping = HealthyCheckpoint(every_n_train_steps=100, monitor="step", mode="max", save_top_k=5)
+        L.Trainer(callbacks=[PrecisionDebugCallback(), keeping]).fit(model)
+
+    Raises:
+        OptionError: at the start of the fit, the trainer has no PrecisionDebugCallback.
+    """
+
+    _precision: PrecisionDebugCallback | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the callback whose findings count."""
+        given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = (each for each in given if isinstance(each, PrecisionDebugCallback))
+        self._precision = next(callbacks, None)
+        if self._precision is None and stage == "fit":
+            raise OptionError(
+                "HealthyCheckpoint needs the findings of a PrecisionDebugCallback, and the trainer has none. Add one:"
+                " Trainer(callbacks=[PrecisionDebugCallback(), HealthyCheckpoint(...)])."
+            )
+        super().setup(trainer, pl_module, stage)
+
+    # The three methods through which ModelCheckpoint of Lightning 2.4 to 2.6 saves a checkpoint, and then deletes one.
+
+    def _save_topk_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
+        if self._all_healthy(trainer):
+            super()._save_topk_checkpoint(trainer, *arguments, **keywords)
+
+    def _save_last_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
+        if self._all_healthy(trainer):
+            super()._save_last_checkpoint(trainer, *arguments, **keywords)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save on an exception, with ``save_on_exception=True``, if nothing is wrong on this rank."""
+        if not self._has_findings:
+            super().on_exception(trainer, pl_module, exception)
+
+    @property
+    def _has_findings(self) -> bool:
+        return self._precision is not None and bool(self._precision.session.findings.wrong)
+
+    def _all_healthy(self, trainer: Trainer) -> bool:
+        """Whether no rank has found an error or a warning: a checkpoint is saved by all ranks or by none."""
+        healthy: bool = trainer.strategy.reduce_boolean_decision(not self._has_findings)
+        return healthy
 
 
 class TrainerNumbers:

@@ -150,6 +150,7 @@ class PrecisionDebugger:
                 sinks=[sink],
                 counts_from=1,
                 front_door="accelerate",
+                counts_batches=self._step_on == "batch",
             )
             self._logged = LoggedNumbers(self._accelerator, self._session.log)
             self._take_up_iteration()

@@ -260,7 +260,7 @@ class Run:
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
         self._profiling.end(iteration)
-        unobserved = self._loop_checks.end_step()
+        unobserved = self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
         self.context.inspector.report_events()
         self.model.end_step()
         self._start_sinks()

@@ -185,6 +185,7 @@ class InspectSession(Results):
         counts_from: int = 0,
         front_door: str = "session",
         trainer_steps: bool = False,
+        counts_batches: bool = False,
         eval_mode_counts: bool = True,
     ) -> InspectSession:
         """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
@@ -197,6 +198,7 @@ class InspectSession(Results):
             front_door: the integration that starts the session, for the records.
             trainer_steps: whether a trainer calls :meth:`step`. If a loop calls it, a warning comes once after 100
                 training forwards of one module without a step.
+            counts_batches: whether :meth:`step` is called after each micro-batch on purpose.
             eval_mode_counts: whether modules in eval mode count as evaluation. A loop that sets :attr:`observing` may
                 turn this off.
 
@@ -220,7 +222,7 @@ class InspectSession(Results):
         self._results = self._no_findings(log_dir)
         self._results.started_at = _place_in_script()
         self._notices = Notices()
-        self._loop = LoopFacts(trainer_steps, counts_from, front_door)
+        self._loop = LoopFacts(trainer_steps, counts_from, front_door, counts_batches)
         self._classify.eval_mode_counts = eval_mode_counts
         self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop, self._notices)
         self._resume_audit = run.resume_audit
