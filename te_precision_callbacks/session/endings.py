@@ -228,7 +228,7 @@ class Termination:
         self._stop = stop
         self._flush = flush
         self._process = os.getpid()
-        self._has_begun = False
+        self._has_begun = self._is_handling = False
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._set_action = _signal_of_c()
@@ -251,10 +251,12 @@ class Termination:
         return signal.getsignal(signal.SIGTERM) == self._handle
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_own = os.getpid() == self._process  # a forked process ends at once
+        if is_own and self._is_handling:
+            return  # it has come again
+        self._is_handling = True
         try:
-            if os.getpid() == self._process:  # a forked process ends at once
-                if self.came and self._has_begun:
-                    return  # it has come again
+            if is_own:
                 self.came = self._has_begun = True
                 self._stop()
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from typer.testing import CliRunner
 
-from te_precision_callbacks import PrecisionDebugTrainerCallback, cli
+from te_precision_callbacks import cli
 from te_precision_callbacks.accelerate import PrecisionDebugger, convert_to_te
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.views.compare import compare
 from tests.accelerate.loops import Torch, prepared, run
-from tests.transformers.models import arguments, llama, trainer
 
 
 def recorded(folder: Path, precision: str, model: torch.nn.Module) -> Path:
@@ -55,22 +53,3 @@ def test_bf16_against_fp8_in_accelerate(tmp_path: Path) -> None:
     bf16 = recorded(tmp_path / "converted", "bf16", convert_to_te(Torch()))
     result = compare(open_run(bf16), open_run(fp8))
     assert (result.layers_apart, result.pairing.layers) == ("", 2)
-
-
-def test_bf16_against_fp8_in_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(name: str, model: Any, **keywords: Any) -> Any:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        callback = PrecisionDebugTrainerCallback(log_dir=tmp_path / name, quiet=True)
-        trainer(arguments(tmp_path / f"{name}_out", **keywords), callback, model=model).train()
-        return open_run(tmp_path / name)
-
-    of_torch = trained("torch", llama(of_te=False), bf16=True)
-    converted = trained("bf16", convert_to_te(llama(of_te=False)), bf16=True, save_strategy="steps", save_steps=4)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
-    fp8 = trained("fp8", llama(of_te=False))
-    result = compare(of_torch, fp8)
-    assert "convert_to_te(model)" in result.layers_apart
-    assert result.loss is not None
-    result = compare(converted, fp8)
-    assert (result.layers_apart, result.pairing.layers) == ("", 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -57,31 +56,6 @@ def test_the_layers_that_accelerate_makes_run_in_fp8(tmp_path: Path, keeper: Kee
         assert precision(debugger)[layer, "fprop"] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
         assert precision(debugger)[layer, "wgrad"] == {"activation": "FP8 E4M3", "gradient": "FP8 E5M2"}
     assert precision(debugger)["fc2", "dgrad"] == {"weight": "FP8 E4M3", "gradient": "FP8 E5M2"}
-
-
-def test_evaluation_without_autocast_makes_no_noise(
-    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Accelerate switches FP8 off in eval mode, where LogFp8TensorStats would find no quantizer."""
-    prepares = accelerator()
-    model, optimizer, loader = prepared(prepares, Torch(), batches=2, size=16)
-    options: dict[str, Any] = {"log_dir": tmp_path, "sinks": [keeper], "log_filter": [], "strict": True}
-    with PrecisionDebugger(prepares, model, STATISTICS, **options) as debugger:
-        run(prepares, debugger, model, optimizer, loader)
-        caplog.clear()
-        inputs = 100 * torch.randn(16, 32, device=prepares.device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warnings.simplefilter("ignore", DeprecationWarning)  # Accelerate calls TE's fp8_autocast by its old name
-            model.eval()
-            with torch.no_grad():
-                model(inputs)
-            model(inputs).sum().backward()
-            model.train()
-        run(prepares, debugger, model, optimizer, loader)
-    assert not caplog.records
-    assert keeper.iterations == [0, 1, 2, 3]
-    assert max(keeper.values("max", "fc1").values()) < 5
 
 
 # ---------------------------------------------------------------------- what is left unconverted
@@ -155,12 +129,6 @@ def test_a_run_without_fp8_has_that_as_the_reason_of_all_layers() -> None:
     assert set(unconverted_layers(model)) == {"0", "1"}
     assert set(unconverted_layers(model).values()) == {
         "Accelerate converts layers with mixed_precision='fp8', not 'bf16'"
-    }
-
-
-def test_a_model_that_was_not_prepared_has_that_as_the_reason() -> None:
-    assert unconverted_layers(Sequential(Linear(16, 16))) == {
-        "0": "nothing in this model is converted; give the model that accelerator.prepare() with FP8 has returned"
     }
 
 

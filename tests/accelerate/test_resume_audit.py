@@ -11,7 +11,6 @@ import torch
 import transformer_engine.pytorch as te
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import ProjectConfiguration
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.accelerate import PrecisionDebugger
@@ -24,7 +23,6 @@ from tests.session.test_resume_audit import (
     RECIPES,
     findings,
     warned,
-    without_extra_state,
 )
 
 WEIGHTS = "pytorch_model.bin"
@@ -125,37 +123,9 @@ def test_a_checkpoint_outside_of_the_block(
     assert warned(caplog) == []
 
 
-def test_a_checkpoint_without_a_fingerprint(tmp_path: Path) -> None:
-    checkpoint = changed(saved(tmp_path, DELAYED), without_extra_state)
-    (checkpoint / FILE_NAME).unlink()
-    debugger = resumed(tmp_path, InFp8(DELAYED), checkpoint, strict=True, load_keywords={"strict": False})
-    assert debugger.session.resume_report is None
-    assert debugger.session.iteration == 4
-
-
 def test_a_damaged_fingerprint_leaves_the_iteration_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = saved(tmp_path, DELAYED)
     (checkpoint / FILE_NAME).write_text("{")
     debugger = resumed(tmp_path, InFp8(DELAYED), checkpoint)
     assert debugger.session.iteration == 4
     assert f"The resume cannot be audited. {checkpoint / FILE_NAME}: The fingerprint is not JSON" in caplog.text
-
-
-@pytest.mark.parametrize(("limit", "named"), [(None, 2), (1, None)])
-def test_a_finding_names_no_deleted_checkpoint(tmp_path: Path, limit: int | None, named: int | None) -> None:
-    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=limit)
-    accelerator = Accelerator(project_config=project)
-    model, optimizer, loader = prepared(accelerator, Plain())
-    with PrecisionDebugger(
-        accelerator, model, statistics(stats=["nonfinite_num"]), log_dir=tmp_path / "logs"
-    ) as debugger:
-        for index, batch in enumerate(loader):
-            accelerator.backward(model(batch).pow(2).mean())
-            if index == 3:
-                model.fc1(torch.full((8, 32), float("nan")))
-            optimizer.step()
-            optimizer.zero_grad()
-            debugger.step()
-            accelerator.save_state()
-    (finding,) = debugger.session.findings.wrong
-    assert (finding.since, finding.last_good, finding.checkpoint) == (3, 2, named)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformer_engine.pytorch as te
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker, on_main_process
@@ -163,26 +162,6 @@ def check_histograms(tmp_path: Path, history: dict[int, dict[str, Any]]) -> None
 
 
 @pytest.mark.slow
-def test_more_metrics_than_mlflow_takes_in_a_request(offline_trackers: Path, tmp_path: Path) -> None:
-    stats = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
-    config = statistics(tensors=["activation", "weight", "gradient", "output", "wgrad", "dgrad"], stats=stats)
-    accelerator = Accelerator(log_with="mlflow")
-    accelerator.init_trackers("project")
-    model, optimizer, loader = prepared(
-        accelerator, torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(24))), batches=1
-    )
-    with PrecisionDebugger(accelerator, model, config, log_dir=tmp_path / "debug") as debugger:
-        run(accelerator, debugger, model, optimizer, loader)
-    accelerator.end_training()
-    lines = logged_lines(tmp_path / "debug")
-    store = mlflow_metrics(tmp_path / "mlruns")
-    of_layers = [name for name in store if name.startswith("te.")]
-    assert len(of_layers) == len(lines) == (24 * 6 - 1) * 8, "nothing asks for the gradient of the first layer's input"
-    for layer in (1, 23):
-        assert store[f"te.{layer}/dgrad/l2_norm"] == {1: lines[f"{layer}_dgrad_l2_norm", 0]}
-
-
-@pytest.mark.slow
 def test_every_tracker_gets_the_report(offline_trackers: Path, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
@@ -216,19 +195,6 @@ def test_the_scripts_own_step(tmp_path: Path) -> None:
     assert [step for _, step in kept.calls] == [10, 30, 31]
 
 
-def test_prefix_and_filter(tmp_path: Path) -> None:
-    kept = Kept()
-    accelerator = Accelerator(log_with=[kept])
-    accelerator.init_trackers("project")
-    model, optimizer, loader = prepared(accelerator, Plain(), batches=1)
-    options: dict[str, Any] = {"prefix": "fp8", "log_filter": "*.fc1/*/max", "log_dir": tmp_path}
-    with PrecisionDebugger(accelerator, model, statistics(), **options) as debugger:
-        run(accelerator, debugger, model, optimizer, loader)
-    ((values, step),) = kept.calls
-    assert (list(values), step) == (["fp8.fc1/activation/max"], 1)
-    assert len(logged_lines(tmp_path)) == 4
-
-
 @pytest.mark.parametrize(
     ("log_with", "advice"),
     [(None, "make it with Accelerator(log_with='tensorboard'"), ([Kept()], "call accelerator.init_trackers('my_pr")],
@@ -244,14 +210,6 @@ def test_trackers_that_were_never_initialized(
     (record,) = caplog.records
     assert (record.levelname, advice in record.message) == ("WARNING", True)
     assert {step for _, step in logged_lines(tmp_path)} == {1, 2}
-
-
-def test_nothing_to_log_needs_no_tracker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    accelerator = Accelerator()
-    model, optimizer, loader = prepared(accelerator, Plain(), batches=1)
-    with PrecisionDebugger(accelerator, model, statistics(), log_filter=[], log_dir=tmp_path) as debugger:
-        run(accelerator, debugger, model, optimizer, loader)
-    assert not caplog.records
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(

@@ -148,20 +148,6 @@ def test_only_training_is_observed(tmp_path: Path) -> None:
         assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(expected)
 
 
-def test_precision_features_act_in_validation(tmp_path: Path) -> None:
-    config = {
-        "fake": feature("FakeQuant", ["net.0"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E5M2"),
-        **statistics(layers=["net.1"]),
-    }
-    outputs = []
-    for name, callbacks in (("with", [PrecisionDebugCallback(config, log_dir=tmp_path / "debug")]), ("without", [])):
-        model = Plain(lr=0.0)
-        trainer(tmp_path / name, callbacks=callbacks, num_sanity_val_steps=0).fit(model, loader(2), loader(1))
-        outputs.append(model.validation_outputs[0])
-    assert not torch.equal(*outputs)
-    assert max(value for (name, _), value in logged_lines(tmp_path / "debug").items() if name.endswith("max")) < 10
-
-
 def test_validation_after_a_fit_is_without_features_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,26 +188,6 @@ def test_resuming_continues_the_iteration(tmp_path: Path) -> None:
         assert sorted(board_scalars(tmp_path / name / "board")["te.net.0/activation/max"]) == list(range(7, 14)), name
 
 
-def test_fits_in_turn_on_one_model(tmp_path: Path) -> None:
-    """The first with an end_step long passed, then two trainers in turn, and one callback used twice."""
-    model, before = Plain(), global_state()
-    modules = module_state(model)
-    lines, _ = fit(tmp_path / "1", statistics(end_step=1), model=model)
-    assert sorted({step for _, step in lines}) == [0, 1]
-    assert module_state(model) == modules
-    lines, _ = fit(tmp_path / "2", statistics(), model=model)
-    assert sorted({step for _, step in lines}) == list(range(6))
-
-    keeper = Keeper()
-    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "3", sinks=[keeper])
-    for _ in range(2):
-        trainer(tmp_path, callbacks=[callback]).fit(model, loader(3))
-    assert keeper.iterations == [0, 1, 2] * 2
-    assert keeper.closed == [None, None]
-    assert module_state(model) == modules
-    assert {**global_state(), "te state": None} == {**before, "te state": None}
-
-
 def test_a_callback_that_was_used_can_be_pickled(tmp_path: Path) -> None:
     callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
     trainer(tmp_path, callbacks=[callback]).fit(Plain(), loader(1))
@@ -253,24 +219,6 @@ def test_a_fit_that_fails_closes_the_session(tmp_path: Path, error: BaseExceptio
     model.fail_at = {}
     lines, _ = fit(tmp_path / "good", statistics(), model=model)
     assert sorted({step for _, step in lines}) == list(range(6))
-
-
-def test_a_broken_logger_does_not_end_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(CSVLogger):
-        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-            if any(name.startswith("te.") for name in metrics):
-                raise OSError("disk is full")
-
-    fitted = trainer(
-        tmp_path,
-        callbacks=[PrecisionDebugCallback(statistics(), log_dir=tmp_path)],
-        logger=Broken(tmp_path),
-    )
-    fitted.fit(Plain(), loader(3))
-    assert fitted.global_step == 3
-    assert caplog.text.count("disk is full") >= 1
-    assert len([record for record in caplog.records if "Precision debugging failed" in record.message]) == 1
-    assert sorted({step for _, step in logged_lines(tmp_path)}) == [0, 1, 2], "the statistics log goes on"
 
 
 @pytest.mark.filterwarnings("ignore:Found 4 module")

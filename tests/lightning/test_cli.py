@@ -165,19 +165,6 @@ def test_the_words_of_yaml_and_plain_numbers_of_bytes(tmp_path: Path) -> None:
         assert (read_statistics_log(made.statistics_log), record_limit(made.records)) == (log, recorded), written
 
 
-def test_a_list_of_one_may_be_its_entry(tmp_path: Path) -> None:
-    options = {
-        "log_filter": "*/net.0/*",
-        "debug": "te_precision activation_overflow",
-        "feature_dirs": str(tmp_path),
-        "log_dir": str(tmp_path),
-    }
-    made = command_line(tmp_path, "te_precision_callbacks.PrecisionDebugCallback", **options)._options
-    assert made.log_filter == "*/net.0/*"
-    assert made.debug == ("te_precision", "activation_overflow")
-    assert made.feature_dirs == (tmp_path,)
-
-
 def test_a_config_that_cannot_be_used_ends_the_program_with_our_message(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config file .* does not exist"):
         command_line(tmp_path, "te_precision_callbacks.PrecisionDebugCallback", config=str(tmp_path / "missing.yaml"))

@@ -13,10 +13,9 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from lightning.fabric import Fabric
-from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+from lightning.fabric.loggers import CSVLogger
 
 from te_precision_callbacks import InspectSession, PrecisionDebugFabricCallback
-from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.session import SessionError
 from tests.conftest import Keeper, global_state, statistics
 from tests.lightning.models import batch_of, board_scalars, logged_lines
@@ -180,30 +179,6 @@ def test_an_error_ends_the_session(tmp_path: Path, keeper: Keeper) -> None:
         raise ValueError("a bad batch")
     assert keeper.iterations == [0, 1], "what was gathered since the last step is written"
     assert isinstance(keeper.closed[0], ValueError)
-
-
-def test_a_config_that_does_not_fit_is_refused_in_setup(tmp_path: Path) -> None:
-    Net()  # Transformer Engine's first module notes that it is not debugged
-    before = global_state()
-    callback = PrecisionDebugFabricCallback(statistics(layers=["nowhere"]))
-    fabric = fabric_of(tmp_path, callback)
-    with pytest.raises(ConfigError, match="matches none"):
-        prepared(fabric)
-    assert global_state() == before
-
-
-def test_histograms_go_to_tensorboard(tmp_path: Path) -> None:
-    """Fabric's own logger, which is not that of the trainer."""
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    callback = PrecisionDebugFabricCallback(statistics(stats=["exponent_histogram"]))
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[callback], loggers=TensorBoardLogger(tmp_path, version=""))
-    fabric.launch()
-    model, optimizer = prepared(fabric)
-    with callback:
-        train(fabric, model, optimizer, range(1))
-    fabric.logger.finalize("success")
-    found = events.EventAccumulator(fabric.logger.log_dir).Reload().Tags()
-    assert any("exponent_histogram" in name for name in found["histograms"])
 
 
 @pytest.mark.slow

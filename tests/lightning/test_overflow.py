@@ -46,7 +46,7 @@ def trainer(callback: PrecisionDebugCallback, folder: Path, **options: Any) -> L
     )
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [2])
 def test_the_fit_ends_with_the_module_and_the_batch(tmp_path: Path, accumulate: int) -> None:
     callback = PrecisionDebugCallback(statistics(), debug="activation_overflow")
     model = Overflowing(at=4)

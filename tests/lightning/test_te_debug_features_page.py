@@ -20,7 +20,6 @@ from te_precision_callbacks import PrecisionDebugCallback
 from tests.conftest import Keeper
 from tests.lightning.models import loader, logged_lines, trainer
 from tests.te_debug_features import (
-    DISABLE_FP8_GEMM,
     FAKE_QUANT,
     LOG_FP8_TENSOR_STATS,
     LOG_TENSOR_STATS,
@@ -148,16 +147,6 @@ def test_log_fp8_tensor_stats(tmp_path: Path) -> None:
         assert lines[f"{layer}_activation_underflows%", step] == 100 * np.mean((x != 0) & (codes % 128 == 0))
         beyond = np.abs(x) > np.float32(448) * scale_inv
         assert lines[f"{layer}_activation_overflows%", step] == 100 * np.mean(beyond)
-
-
-def test_disable_fp8_gemm(tmp_path: Path) -> None:
-    callback = fit(tmp_path, DISABLE_FP8_GEMM, 2)
-    assert formats(callback, "fc1") == {
-        "fprop": {"activation": "FP8 E4M3", "weight": "FP8 E4M3"},
-        "dgrad": {"gradient": "FP32", "weight": "FP32"},
-        "wgrad": {"gradient": "FP32", "activation": "FP32"},
-    }
-    assert formats(callback, "fc2")["dgrad"] == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
 
 
 def test_per_tensor_scaling(tmp_path: Path) -> None:

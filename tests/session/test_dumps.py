@@ -159,23 +159,6 @@ def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, capl
     assert all(torch.equal(a, b) for a, b in zip(dumped, not_dumped, strict=True))
 
 
-def test_a_budget_of_files_counts_those_of_an_earlier_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = te.Linear(32, 32)
-    for run in range(2):
-        with InspectSession(config(max_files=3), model=net, log_dir=tmp_path) as session:
-            for number in range(2):
-                step(session, net, random(10 * run + number))
-    found = files(tmp_path)
-    assert set(found) == {
-        "iter_000000/linear.activation.safetensors",
-        "iter_000001/linear.activation.safetensors",
-        "iter_000000/linear.activation.1.safetensors",
-    }, "the second run's first one is beside the first run's, and its second one is not there"
-    for name, seed in (("iter_000000/linear.activation", 0), ("iter_000000/linear.activation.1", 10)):
-        assert torch.equal(dumps.load(found[f"{name}.safetensors"]).tensors["high_precision"], random(seed))
-    assert len(messages(caplog, "max_files=3 is reached: the rank's folder has 3 files")) == 1
-
-
 # --- conditions ------------------------------------------------------------------------------------------------------
 
 
@@ -272,8 +255,6 @@ def test_the_step_of_an_overflow(tmp_path: Path, found_by: str) -> None:
         ({"when": "max > many"}, {}, r"'many' is not a number"),
         ({"when": "max == 3"}, {}, r"A condition is 'nonfinite'"),
         ({"when": "exponent_histogram > 3"}, {}, r"exponent_histogram is a histogram, not a number"),
-        ({"max_bytes": "10 mega"}, {}, r"'max_bytes' of 'DumpTensors' must be a number of bytes.*not '10 mega'"),
-        ({"max_bytes": 0}, {}, r"'max_bytes' of 'DumpTensors' must be a number of bytes >= 1"),
         ({"max_files": 0}, {}, r"'max_files' of 'DumpTensors' must be an integer >= 1"),
     ],
 )
@@ -284,17 +265,6 @@ def test_what_cannot_work_is_refused_before_the_run(
         with InspectSession(config(stats=stats, **options), model=te.Linear(32, 32), log_dir=tmp_path):
             pass
     assert "section 'dumped'" in str(raised.value)
-
-
-def test_what_does_not_fit_until_the_steps_end_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stats = {"LogTensorStats": {"tensors": ["activation"], "stats": ["max"]}}
-    asked = config(when="max > -1e9", stats=stats, max_memory=3000)
-    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    with InspectSession(asked, model=net, log_dir=tmp_path) as session:
-        for number in range(3):
-            step(session, net, random(number))
-    assert list(files(tmp_path)) == [f"iter_00000{n}/0.activation.safetensors" for n in range(3)]
-    assert len(messages(caplog, "tensors are held in memory until the step's end")) == 1
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------

@@ -45,19 +45,6 @@ def test_forwards_that_do_not_train_are_not_observed(tmp_path: Path, keeper: Kee
     assert keeper.values("l1_norm")[0] == pytest.approx(seen.abs().sum().item(), rel=1e-6)
 
 
-def test_an_evaluation_does_not_change_the_schedule(tmp_path: Path, keeper: Keeper) -> None:
-    net = model()
-    with InspectSession(statistics(freq=3), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
-        for _ in range(8):
-            with torch.no_grad():
-                net(batch(9))
-            net(batch(0)).sum().backward()
-            with torch.no_grad():
-                net(batch(9))
-            session.step()
-    assert keeper.iterations == [0, 3, 6]
-
-
 def test_gradients_are_observed_as_their_forward_was(tmp_path: Path, keeper: Keeper) -> None:
     net = model()
     config = statistics(tensors=["gradient", "dgrad", "wgrad"])
@@ -169,23 +156,6 @@ def test_a_recomputed_forward_has_precision_features_where_evaluation_has_none(t
         assert torch.equal(result, value)
 
 
-@pytest.mark.slow
-def test_nested_checkpoints_are_observed_once(tmp_path: Path) -> None:
-    x = batch(0)
-    expected = x.double().abs().sum().item()
-    for outer in CHECKPOINTS:
-        for inner in CHECKPOINTS:
-            net, keeper = model(), Keeper()
-
-            def nested(value: torch.Tensor, net: Any = net, inner: str = inner) -> torch.Tensor:
-                return CHECKPOINTS[inner](net, value)
-
-            with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], records="off") as session:
-                CHECKPOINTS[outer](nested, x.clone().requires_grad_()).sum().backward()
-                session.step()
-            assert keeper.values("l1_norm")[0] == pytest.approx(expected, rel=1e-6), (outer, inner)
-
-
 def test_a_layer_that_recomputes_by_itself_is_observed_once(tmp_path: Path) -> None:
     seen = {}
     for own in (False, True):
@@ -241,17 +211,6 @@ def test_micro_batches_of_a_step_are_one_row(tmp_path: Path, keeper: Keeper) -> 
     assert keeper.values("l1_norm", tensor="weight")[0] == pytest.approx(weight, rel=1e-6)
 
 
-def test_going_to_another_iteration_restarts_the_schedule(tmp_path: Path, keeper: Keeper) -> None:
-    net = model()
-    with InspectSession(statistics(freq=10), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
-        for start in (98, 0):
-            session.iteration = start
-            for _ in range(5):
-                net(batch(0)).sum().backward()
-                session.step()
-    assert keeper.iterations == [100, 0]
-
-
 def test_a_layer_without_features_runs_transformer_engines_own_path(tmp_path: Path) -> None:
     """Bit for bit under bf16 and delayed scaling, where TE's debug path differs from its fused one."""
     outputs = []
@@ -286,18 +245,3 @@ def test_the_dgrads_of_an_mlp_are_told_apart(tmp_path: Path, keeper: Keeper) -> 
     of_fc2 = torch.ones(16, 32) @ net.fc2_weight.detach()
     found = keeper.values("l1_norm", "layernorm_mlp.fc2", "dgrad")[0]
     assert found == pytest.approx(2 * of_fc2.abs().sum().item(), rel=1e-5)
-
-
-def test_two_linears_called_fc1_and_fc2_are_no_mlp_of_transformer_engine(tmp_path: Path, keeper: Keeper) -> None:
-    net = torch.nn.Module()
-    net.mlp = torch.nn.Module()
-    net.mlp.fc1, net.mlp.fc2 = te.Linear(32, 64), te.Linear(64, 48)
-    x = torch.randn(16, 32, requires_grad=True)
-    with InspectSession(
-        statistics(tensors=["dgrad"], stats=["numel"]), model=net, log_dir=tmp_path, sinks=[keeper]
-    ) as session:
-        for _ in range(2):
-            net.mlp.fc2(net.mlp.fc1(x)).sum().backward()
-            session.step()
-    assert keeper.values("numel", "mlp.fc1", "dgrad") == {0: 16 * 32, 1: 16 * 32}
-    assert keeper.values("numel", "mlp.fc2", "dgrad") == {0: 16 * 64, 1: 16 * 64}

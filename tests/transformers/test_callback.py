@@ -113,27 +113,6 @@ def test_evaluation_is_not_observed(tmp_path: Path, keeper: Keeper) -> None:
     assert max(expected.values()) < 10
 
 
-def test_features_that_change_precision_act_in_evaluation_unless_told_otherwise(tmp_path: Path) -> None:
-    config = {"fc": feature("FakeQuant", ["net"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E5M2")}
-    inputs = torch.stack([sample(index) for index in range(16)])
-    outputs = []
-    for precision_features_in_eval in (True, False):
-        seen: list[torch.Tensor] = []
-
-        class Evaluates(transformers.TrainerCallback):
-            def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-                with torch.no_grad():
-                    model.eval()
-                    seen.append(model(inputs)["logits"])  # noqa: B023
-
-        callback = PrecisionDebugTrainerCallback(config, precision_features_in_eval=precision_features_in_eval)
-        trainer(arguments(tmp_path, max_steps=1, learning_rate=0.0), Evaluates(), callback).train()
-        outputs.append(seen[0])
-    plain = Net()(100 * inputs)["logits"]
-    assert torch.equal(outputs[1], plain)
-    assert not torch.allclose(outputs[0], plain, rtol=0.01)
-
-
 def test_a_second_training_has_a_session_of_its_own(tmp_path: Path, keeper: Keeper) -> None:
     callback = PrecisionDebugTrainerCallback(statistics(), sinks=[keeper])
     model = Net()
@@ -167,21 +146,6 @@ def test_without_a_handler_there_is_one_warning_and_the_statistics_log(
     callback.on_train_end(args, state, control, model=model)
     assert first_layer(tmp_path) == {step: sample(step).max().item() for step in range(2)}
     assert [record.getMessage() for record in caplog.records if "was not called by" in record.getMessage()]
-
-
-def test_a_callback_that_is_called_by_another_one_finds_the_handler(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Both(transformers.TrainerCallback):
-        def __init__(self, inner: transformers.TrainerCallback) -> None:
-            for event in ("on_train_begin", "on_step_begin", "on_step_end", "on_train_end"):
-                setattr(self, event, lambda *a, name=event, **k: getattr(inner, name)(*a, **k))
-
-    model = Net()
-    made = trainer(arguments(tmp_path), Both(PrecisionDebugTrainerCallback(statistics())), model=model)
-    made.train()
-    assert first_layer(tmp_path) == {step: model.largest(step) for step in range(4)}
-    assert not [record for record in caplog.records if record.name.startswith("te_precision")]
 
 
 # ---------------------------------------------------------------------- bad input

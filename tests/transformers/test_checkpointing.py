@@ -144,10 +144,3 @@ def test_the_checkpoint_that_the_warning_names_recomputes_in_fp8(
     assert len(entries) == 8 * 3
     assert all(text.startswith("FP8 ") and "->" not in text for entry in entries for text in entry.operands.values())
     assert not warnings_of_checkpoints(caplog)
-
-
-def test_another_checkpoint_fails(tmp_path: Path) -> None:
-    with pytest.raises(torch.utils.checkpoint.CheckpointError) as raised:
-        trainer(tmp_path, reentrant=False).train()
-    (note,) = raised.value.__notes__
-    assert "Use transformer_engine.pytorch.checkpoint instead" in note
