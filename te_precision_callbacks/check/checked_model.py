@@ -57,8 +57,7 @@ from te_precision_callbacks.layers.naming import (
     named_te_modules,
 )
 from te_precision_callbacks.options import check_value
-from te_precision_callbacks.speed.memory.planned import plan_memory
-from te_precision_callbacks.speed.memory.rows import Memory
+from te_precision_callbacks.speed.memory import Memory, plan_memory
 
 
 class ActingFeature(NamedTuple):
