@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,30 +166,6 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     header, _, *table = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert "verdict" in header
     assert len(table) == len(found["rows"])
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """gpu_check.py, whose parts start from here."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(sys, "executable", executable(whole=True))
-    yield importlib.import_module("gpu_check")
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("gpu_check", "gpu_parts", "in_turn", "measuring"):
-            del sys.modules[name]
-
-
-def test_gpu_check_without_a_gpu_says_so(in_process: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert in_process.main(["--out", str(tmp_path / "out")]) == 2
-    said = capfd.readouterr().err
-    assert "torch sees no GPU here" in said
-    assert "--device cpu" in said
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(SystemExit) as ended:
-        in_process.main(["--parts", "kernel"])
-    assert ended.value.code == 2
-    assert "no such part: kernel. There are kernels, large" in capfd.readouterr().err
 
 
 def test_proof_names_a_planted_defect() -> None:

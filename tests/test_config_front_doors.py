@@ -90,29 +90,3 @@ def test_all_that_is_wrong_is_told_where_the_front_door_is_made(tmp_path: Path, 
     assert "there is no feature 'Mine'" in str(caught.value)
     assert "in features=, or its folder in feature_dirs=. te-precision check does not know" in str(caught.value)
     assert "PerTensorScaling. Give a session" in str(caught.value), "the known names, without TestDummyFeature"
-
-
-@pytest.mark.parametrize("front_door", FRONT_DOORS.values(), ids=FRONT_DOORS)
-def test_ones_own_feature_is_known_by_its_class_and_what_is_in_a_folder_later(tmp_path: Path, front_door: Any) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.replace("[maxx]", "[max]"))
-    with pytest.raises(ConfigError, match=r"line 12 .*'elsewhere' is neither a namespace") as caught:
-        front_door(path, features=[Mine])
-    assert len(caught.value.problems) == 1
-    assert front_door(path, feature_dirs=[tmp_path])
-    path.write_text(CONFIG)
-    with pytest.raises(ConfigError, match="has 'maxx'"):
-        front_door(path, feature_dirs=[tmp_path])
-
-
-def test_what_the_script_has_registered_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nvdlfw_inspect.registry import NamespaceData, Registry
-
-    monkeypatch.setitem(Registry.data, "mine", NamespaceData("mine", None, {"Other": object()}, {}, [Mine]))
-    body = {"enabled": True, "layers": {"layer_types": ["all"]}, "mine": {"other": {"enabled": True}}}
-    assert load_config({"s": body}).enabled_sections
-    body["mine"] = {"Mine": {"enabled": True}}
-    assert load_config({"s": body}).enabled_sections
-    body["mine"] = {"Nobodys": {"enabled": True}}
-    with pytest.raises(ConfigError, match="there is no feature 'Nobodys' in 'mine'"):
-        load_config({"s": body})

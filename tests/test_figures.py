@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -28,24 +27,6 @@ def test_the_pages_have_the_tables_of_what_was_measured(figures: Any) -> None:
         assert text == figures.rendered(text), f"{page}: python benchmarks/figures.py --write"
         shown += re.findall("<!-- figures: (?!end)(.+) -->", text)
     assert sorted(shown) == sorted(figures.TABLES)
-
-
-def test_another_measurement_makes_another_page(figures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = json.loads((figures.KEPT / "overflow.json").read_text())
-    found["cases"][0]["ours_added_percent"] = {"value": 12.345, "low": 11, "high": 13}
-    (tmp_path / "overflow.json").write_text(json.dumps(found))
-    monkeypatch.setattr(figures, "KEPT", tmp_path)
-    monkeypatch.setattr(figures, "PAGES", [tmp_path / "page.md"])
-    (tmp_path / "page.md").write_text(
-        "before\n<!-- figures: overflow -->\na former table\n<!-- figures: end -->\nafter\n"
-    )
-    figures.main(["--write"])
-    written = (tmp_path / "page.md").read_text()
-    assert written.startswith("before\n<!-- figures: overflow -->\n| dtype |")
-    assert "| 12.3 (11 to 13) |" in written
-    assert found["commit"] in written
-    assert written.endswith("<!-- figures: end -->\nafter\n")
-    assert "a former table" not in written
 
 
 def test_a_number_that_no_case_has_is_no_empty_column(figures: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -169,24 +169,6 @@ def test_a_layer_that_is_not_finite_joins_later() -> None:
     assert names(3) == first | {"te.l7/activation/max"}, "also when it is finite again"
     everything = names(4, **{f"l{k}": INF for k in range(1000)})
     assert len(everything) == PLACES + LATER_PLACES, "which bounds them over a run"
-
-
-@pytest.mark.slow
-def test_schedules_of_several_frequencies_make_no_gaps() -> None:
-    """1,900 series in each step, and 200 more in every tenth."""
-
-    def rows(n: int) -> Iterator[tuple[str, str, float]]:
-        yield from ((f"often.{k}", "max", k / 7 + n) for k in range(1900))
-        if n % 10 == 5:
-            yield from ((f"rare.{k}", "std", k / 7 + n) for k in range(200))
-
-    select = MetricSelection()
-    steps = [of_layers(select(step(n, rows(n)))) for n in range(1, 31)]
-    often = {f"te.often.{k}/activation/max" for k in range(1900)}
-    assert all(often <= names for names in steps)
-    rare = [names - often for names in steps if names - often]
-    assert [len(names) for names in rare] == [PLACES] * 3
-    assert rare[0] == rare[1] == rare[2]
 
 
 def test_over_all_is_over_all_layers() -> None:

@@ -9,7 +9,6 @@ import torch
 import transformer_engine.pytorch as te
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from te_precision_callbacks.accelerate import unconverted_layers
 from te_precision_callbacks.layers.naming import (
     Layer,
     different_at_one_path,
@@ -157,23 +156,6 @@ def test_pefts_wrappers_add_nothing_to_a_name_and_its_adapters_say_what_they_are
     assert of_upstream in found["layers.0.self_attention.proj"].upstream
     watched = [path for path, _ in module_paths(model)]
     assert "layers.0.self_attention.proj.base_layer" in watched, "overflow detection watches the sum and its parts"
-
-
-def test_a_layer_that_accelerate_left_is_called_without_pefts_parts_too() -> None:
-    tuner_layer = peft_class("BaseTunerLayer")
-    lora = of_peft("Linear", torch.nn.Module, tuner_layer, base_layer=torch.nn.Linear(10, 32))
-    lora.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(32, 8)})
-    model = of_peft("PeftModel", base_model=torch.nn.ModuleDict({"q_proj": lora}))
-    assert [*unconverted_layers(model)] == ["q_proj", "q_proj.lora_A.default"]
-
-
-def test_names_given_to_a_transformer_layer_reach_its_parts() -> None:
-    layer = te.TransformerLayer(32, 64, 2, name="transformer_layer", layer_type="decoder")
-    found = {alias for entry in layers(torch.nn.Sequential(layer)) for alias in entry.aliases}
-    assert "transformer_layer.self_attention.layernorm_linear_qkv" in found
-    assert "transformer_layer.self_attn.layernorm_linear_qkv" in found
-    assert "transformer_layer.layernorm_mlp.fc1" in found
-    assert any(alias.startswith("transformer_layer.inter_attn.layernorm_linear_q") for alias in found)
 
 
 @pytest.mark.parametrize(

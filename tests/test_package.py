@@ -17,7 +17,6 @@ from setuptools import find_namespace_packages
 
 import te_precision_callbacks
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
-from tests.docs.pages import blocks
 from tests.forked import executable
 
 if sys.version_info >= (3, 11):
@@ -166,18 +165,6 @@ for needs_a_session in (debugger.start, lambda: by_trainer(Net(), "te_precision"
     ]
     assert len(lines) == 5
     assert all("pip install -e '.[reference]'" in line and "debug_utils" in line for line in lines[3:])
-
-
-@pytest.mark.processes
-def test_the_script_for_lightning_runs_with_the_config_of_the_readme(tmp_path: Path) -> None:
-    """Word for word."""
-    (config,) = blocks("README.md", "yaml")
-    (script,) = blocks("docs/lightning.md", "python", "import lightning as L")
-    (tmp_path / "config.yaml").write_text(config)
-    shown = python(script.replace("max_steps=100", "max_steps=2"), folder=tmp_path)
-    assert "block.layernorm_mlp.fc1 fprop {'activation': 'FP32', 'weight': 'FP32'}" in shown
-    assert "block.self_attention.proj fprop {'activation': 'FP8 E4M3', 'weight': 'FP8 E4M3'}" in shown
-    assert list(tmp_path.rglob("nvdlfw_inspect_statistics_logs/*.log"))
 
 
 def test_the_list_of_packages_is_complete() -> None:

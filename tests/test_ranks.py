@@ -257,13 +257,6 @@ def listeners() -> Any:
                 addresses.append(opened.getsockname())
 
 
-def listening(**keywords: Any) -> list[str]:
-    with listeners() as addresses:
-        kept = devices(**keywords)
-    del kept
-    return [host for host, _ in addresses]
-
-
 @pytest.mark.processes
 def test_a_stranger_holds_nobody_up(tmp_path: Path) -> None:
     """It connects before the ranks do, and sends a few bytes."""
@@ -356,12 +349,6 @@ def test_a_rank_with_another_version_does_not_connect(monkeypatch: pytest.Monkey
     for found in on_all(2, run):
         assert isinstance(found, MeetingFailed)
         assert "different versions of te-precision-callbacks (messages 2 and 3)" in str(found)
-
-
-def test_ranks_that_miss_a_meeting_are_not_waited_for_longer() -> None:
-    found = on_all(1, lambda rank: Meeting(dist.HashStore(), Place(0, 2, name)).meet(0.1, "to test"))[0]
-    assert isinstance(found, MeetingFailed)
-    assert "not all of them have come within 0.1 s" in str(found)
 
 
 @pytest.mark.parametrize("parted_at", range(9))

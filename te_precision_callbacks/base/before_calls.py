@@ -12,7 +12,7 @@ class BeforeCalls:
     """Call a method before each call of another object's method, with the same arguments, until it is removed.
 
     Args:
-        owner: the object whose ``__dict__`` gets the replacement; other objects of its class keep their method.
+        owner: the object that gets the replacement in its ``__dict__``; other objects of its class keep their method.
         name: the method's name.
         before: a bound method; its object is not kept alive.
     """

@@ -1,6 +1,6 @@
 """The exceptions of this package.
 
-All derive from :class:`PrecisionDebugError`; packages define their own, and those of several packages are here::
+All derive from :class:`PrecisionDebugError`; packages define their own, and this module has the shared ones::
 
     PrecisionDebugError
         OptionError                          a keyword, or its value
@@ -10,7 +10,7 @@ All derive from :class:`PrecisionDebugError`; packages define their own, and tho
             FeatureLoadError
         FeatureError                         a feature failed
         ObservationError                     with strict=True: a failure in observation
-        ResumeAuditError                     with strict=True: a resume has not restored what the checkpoint had
+        ResumeAuditError                     with strict=True: a resume has not restored the checkpoint
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PrecisionDebugError(Exception):
     """Base class of all exceptions that this package raises on purpose."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle without calling the class, whose arguments may differ from the message."""
+        """Pickle without calling the class; its arguments may differ from the message."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -63,8 +63,8 @@ class FeatureError(PrecisionDebugError, RuntimeError):
     Args:
         message: the full message.
         feature: the feature that failed, if it was a single one.
-        call: the call in which it failed.
-        layer: the layer for which it failed.
+        call: the failed call.
+        layer: the layer of the call.
         failure: a text that is equal for the same failure in all layers; by default the message.
     """
 

@@ -38,7 +38,7 @@ ELEMENT_FORMATS = ("e4m3", "e5m2")
 
 
 class RecipeRow(NamedTuple):
-    """A recipe. Names are those of Transformer Engine 2.20.2.
+    """A recipe, with the names of Transformer Engine 2.20.2.
 
     Attributes:
         name: the spelling in names of statistics.

@@ -202,6 +202,7 @@ class RunWriter:
         small_bytes: the minimum of this size for steps and scalars, which are never thinned.
 
     Attributes:
+        run_id, segment, folder, rank: the run, its segment with the folder, and the rank.
         own: the folder of the rank in the segment.
         closed: closed files with their sizes, oldest first.
         status: the status of the segment for run.json.

@@ -221,7 +221,7 @@ class RunFiles:
             agreed = ranks.pool(own, "place of the records", Place)
             if self.records is not None and agreed:
                 self.records.place = agreed[0]
-        if world_size() > 1:
+        if world_size() > 1 and not (ranks.several and group is None):
             self._share_place(with_rank_0=with_rank_0)
 
     def _share_place(self, *, with_rank_0: bool) -> None:

@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.runs import RunError, RunWriter, UnknownSubjectError, open_run
-from te_precision_callbacks.views.compare import compare
-from te_precision_callbacks.views.show.view import look
 from tests.properties import examples, randoms
 from tests.runs import corpus
 from tests.runs.making import write_run
@@ -133,15 +130,3 @@ def test_an_open_file_that_was_cut_while_it_was_written_is_not_closed(tmp_path: 
     with pytest.raises(OSError, match=r"steps-0001.arrow was changed while it was written: it has 100 of [\d,]+"):
         writer.close()
     assert any("not recorded to its end" in note for note in open_run(tmp_path).notes)
-
-
-def test_an_error_of_what_a_damaged_run_lacks_names_what_cannot_be_read(tmp_path: Path) -> None:
-    write_run(tmp_path / "good", range(3))
-    run_id = write_run(tmp_path / "bad", range(3))
-    (part,) = (tmp_path / "bad").rglob("values-*")
-    write_run(tmp_path / "bad", range(3, 6), run_id=run_id, statistic="std")
-    part.write_bytes(part.read_bytes()[:40])
-    with pytest.raises(PrecisionDebugError, match=part.name):
-        look(open_run(tmp_path / "bad"), ["amax"])
-    compared = compare(open_run(tmp_path / "bad"), open_run(tmp_path / "good"))  # of the loss, which both have
-    assert any(part.name in note for note in compared.notes)

@@ -24,7 +24,6 @@ from te_precision_callbacks.runs import (
     NotARunError,
     RunError,
     RunWriter,
-    list_runs,
     open_run,
     writing,
 )
@@ -61,14 +60,6 @@ def test_a_run_reads_as_it_was_written(tmp_path: Path) -> None:
     assert run.select(layer="net.1") == [1]
     row = run.series.slice(1, 1).to_pylist()[0]
     assert (row["count"], row["first"], row["last"]) == (5, 0, 4)
-
-
-def test_any_of_its_folders_is_the_run(tmp_path: Path) -> None:
-    run_id = write_run(tmp_path, range(2))
-    folder = tmp_path / "precision_records"
-    assert list_runs(tmp_path) == list_runs(folder) == (run_id,)
-    for path in (tmp_path, folder, folder / run_id, folder / run_id / "seg-000", str(tmp_path)):
-        assert len(open_run(path).values()) == 4
 
 
 def test_closed_files_are_sorted_and_an_open_one_is_read_with_them(
@@ -437,23 +428,6 @@ def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
     assert (segment.status, bool(segment.ended_at), len(run.steps)) == ("ended", True, 1)
     assert len(run.notes) == 1
     assert "Segment 0 is not recorded to its end: [Errno 21] Is a directory" in run.notes[0]
-
-
-def test_a_name_that_cannot_be_written_becomes_an_escape(tmp_path: Path) -> None:
-    with RunWriter.begin(tmp_path, config_text="\udfff") as writer:
-        writer.put_facts("layers", [{"layer_id": 0, "layer": "fc\ud800", "sections": ["\ud801"]}])
-        series = np.array([writer.series(name, "weight", "amax") for name in ("fc\ud800", "fc\ud801")], np.int32)
-        writer.add_step(0)
-        writer.add_values(0, series, np.ones(2))
-        writer.add_scalars(0, {"loss\udc80": 1.0})
-        writer.add_event("dump_written", "\ud800", iteration=0, layer="fc\ud800", data={"\ud800": "\ud800"})
-    run = open_run(tmp_path)
-    assert not run.notes
-    assert run.ordered_layers == ["fc\\ud800", "fc\\ud801"]
-    assert run.layers["sections"].to_pylist() == [["\\ud801"]]
-    assert run.scalars["name"].to_pylist() == ["loss\\udc80"]
-    assert run.events["layer"].to_pylist() == ["fc\\ud800"]
-    assert run.segments[0].facts["config_text"] == "\\udfff"
 
 
 def test_the_limit_is_said_once(

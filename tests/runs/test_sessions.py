@@ -22,7 +22,6 @@ from te_precision_callbacks import (
     PrecisionDebugger,
     PrecisionDebugTrainerCallback,
 )
-from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import RecordedRun, list_runs, open_run
 from te_precision_callbacks.session import PrecisionContractError
@@ -219,25 +218,6 @@ def test_a_resumed_session_goes_on_in_its_run(tmp_path: Path) -> None:
     assert kinds(run).count("resume_audited") == 2
 
 
-def test_the_verdict_of_a_resumed_run_is_on_all_of_its_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The loss was nan before the resume, and is finite after it."""
-    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
-    state: dict[str, Any] = {}
-    for loss in (float("nan"), 2.5):
-        model = net()
-        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
-            session.load_state_dict(state)
-            session.log({"train_loss": loss})
-            train(session, model, 3, DelayedScaling())
-            state = session.state_dict()
-    assert [finding.rule for finding in session.findings.wrong] == ["nonfinite-loss"]
-    assert session.findings == diagnose(tmp_path)
-    assert not session.healthy
-    assert "Problems found: 1 error" in capsys.readouterr().err.splitlines()[-5]
-
-
 @pytest.mark.parametrize("records", ["off", False])
 def test_a_session_that_records_nothing(tmp_path: Path, records: Any) -> None:
     model = net()
@@ -298,21 +278,6 @@ def test_a_process_that_is_forked_leaves_the_records_alone(tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------------- the trainer's own numbers
-
-
-def test_numbers_of_a_loop_before_and_after_its_step(tmp_path: Path) -> None:
-    model = te.Linear(32, 32)
-    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
-        for step in range(3):
-            model(torch.ones(4, 32)).sum().backward()
-            session.log({"loss": torch.tensor(float(step)), "text": "no number", "many": torch.ones(3)}, 10 * step + 5)
-            session.step(10 * step + 5)
-            session.log({"grad_norm": step + 0.5}, 10 * step + 5)
-    run = open_run(tmp_path)
-    assert scalars(run, "loss") == {0: 0.0, 1: 1.0, 2: 2.0}
-    assert scalars(run, "grad_norm") == {0: 0.5, 1: 1.5, 2: 2.5}
-    assert set(run.scalars["name"].to_pylist()) == {"loss", "grad_norm"}
-    assert run.scalars["logging_step"].to_pylist() == [5, 5, 15, 15, 25, 25]
 
 
 class Logs(Plain):
