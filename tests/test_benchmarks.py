@@ -111,8 +111,8 @@ def test_step() -> None:
 
 
 NAMES = (
-    *("kernels", "large", "streams", "hopper", "blackwell", "coverage", "gemm_error", "capture"),
-    *("ranks", "parity", "launches", "dumps", "overflow", "memory", "bandwidth"),
+    *("kernels", "large", "streams", "hopper", "blackwell", "gemm_error", "capture"),
+    *("ranks", "parity", "launches", "overflow", "bandwidth"),
     *("speed", "overhead"),
 )
 
@@ -163,15 +163,9 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert rows_of(found, "large")["16,448 elements, transposed"]["ok"] is True
     assert rows_of(found, "streams")["statistics, growing vectors: wrong numbers"]["value"] == 0
     assert rows_of(found, "ranks")["two ranks over gloo: activation std, step 2, rank 1"]["ok"] is True
-    assert rows_of(found, "dumps")["the host in the first dump"]["value"] > 0
-    covered = rows_of(found, "coverage")
-    for model in ("torch", "Transformer Engine"):
-        for kind in ("none", "reentrant", "non-reentrant"):
-            assert covered[f"{model}, checkpoint: {kind}: multiply-adds"]["value"] > 10**7
     gemms = rows_of(found, "gemm_error")
     assert gemms["block, 128, wgrad: error over its tolerance"]["ok"] is True
     assert gemms["mxfp8"]["note"] == "this GPU does not have it"
-    assert rows_of(found, "dumps")["tensors equal to those of the step, bit for bit"]["value"] == 12
     assert rows_of(found, "overflow")["host waits added to a step"]["value"] == 1
     assert rows_of(found, "overhead")["debug, every 10th step: a step"]["value"] > 0
     assert rows_of(found, "speed")["fp8_current_scaling, 64x64x128, fprop: speed-up"]["value"] > 0
@@ -267,10 +261,10 @@ def test_gpu_check_goes_on_after_a_part_that_fails(
 
 def test_gpu_check_begins_no_part_for_which_no_time_is_left(in_process: Any, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    assert in_process.main(["--device", "cpu", "--out", str(folder), "--parts", "kernels,dumps", "--seconds", "1"]) == 0
+    assert in_process.main(["--device", "cpu", "--out", str(folder), "--parts", "kernels,large", "--seconds", "1"]) == 0
     found = json.loads((folder / "cpu.json").read_text())
     assert [part["verdict"] for part in found["parts"].values()] == ["cannot run here"] * 2
-    assert "no time was left" in found["parts"]["dumps"]["why"]
+    assert "no time was left" in found["parts"]["large"]["why"]
 
 
 def test_gpu_check_without_a_gpu_says_so(in_process: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
