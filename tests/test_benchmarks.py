@@ -51,17 +51,6 @@ def test_stats() -> None:
     assert {len(case["statistics"]) for case in cases.values()} == {4, 5, 8, 13}
 
 
-@pytest.mark.slow
-def test_gemm_error() -> None:
-    """No fault is missed, none is found elsewhere, and no healthy GEMM is found."""
-    options = ("--parts", "faults", "healthy", "--trials", "1", "--healthy", "54")
-    cases = cases_of("gemm_error.py", *options)
-    assert len(cases) == 8 + 54
-    assert all(case["beyond"] == 0 == case.get("not_localized", 0) for case in cases.values())
-    assert all(0 < case["worst"] < 1 for name, case in cases.items() if name.startswith("healthy"))
-    assert all(case["worst"] > 1 for name, case in cases.items() if name.startswith("fault"))
-
-
 def test_the_default_config() -> None:
     sizes = ("--layers=1", "--hidden=64", "--sequence=32", "--batch=2")
     cases = cases_of("step.py", "--default", *sizes, *SHORTEST)
@@ -176,22 +165,6 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert len(table) == len(found["rows"])
 
 
-def test_gpu_check_compares_the_bytes_of_two_processes(tmp_path: Path) -> None:
-    """Each of the two capabilities needs processes without Transformer Engine."""
-    found, done = gpu_check(tmp_path, "--parts", "blackwell,parity", "--json", whole=False)
-    assert json.loads(done.stdout) == found
-    recipes = rows_of(found, "blackwell")
-    for name in ("MXFP8BlockScaling", "NVFP4BlockScaling"):
-        assert recipes[f"{name}: activation underflows%"]["value"] > 0
-        assert recipes[f"{name}: activation underflows%"]["ok"] is True
-    rows = rows_of(found, "parity")
-    compared = {check: row for check, row in rows.items() if check.endswith("bytes that differ")}
-    assert len(compared) == 8 + 9
-    assert all((row["value"], row["ok"]) == (0, True) for row in compared.values())
-    assert {check.split(",")[0] for check in compared} >= {"FP8 blocks", "MXFP8", "NVFP4", "delayed scaling"}
-    assert rows["the backend on a GPU"]["note"] == "needs a GPU"
-
-
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """gpu_check.py, whose parts start from here."""
@@ -202,69 +175,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in ("gpu_check", "gpu_parts", "in_turn", "measuring"):
             del sys.modules[name]
-
-
-PARTS = {
-    "wrong": "rows.equal('one and one', 3, 2)",
-    "raises": "rows.measured('before', 1.0); raise ValueError('this part has failed')",
-    "killed": "rows.measured('before', 1.0); import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    "silent": "pass",
-    "goes on": "with rows.of('first'):\n        raise ValueError('of this check')\n    rows.equal('second', 1, 1)",
-    "elsewhere": "from gpu_parts.rows import CannotRunHereError\n    raise CannotRunHereError('needs a moon')",
-    "hangs": "with rows.of('a wait'):\n        import time; time.sleep(600)",
-    "nan": "rows.at_most('an error', float('nan'), 1.0)",
-    "right": "rows.equal('one and one', 2, 2)",
-}
-
-
-def test_gpu_check_goes_on_after_a_part_that_fails(
-    in_process: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, body in PARTS.items():
-        script = (
-            f"from gpu_parts.rows import run_part\ndef check(settings, rows):\n    {body}\nrun_part({name!r}, check)\n"
-        )
-        (tmp_path / f"part_{name.replace(' ', '_')}.py").write_text(script)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    parts = [
-        in_process.Part(name, f"part_{name.replace(' ', '_')}", 0.6 if name == "hangs" else 60.0) for name in PARTS
-    ]
-    monkeypatch.setattr(in_process, "PARTS", parts)
-    folder = tmp_path / "out"
-    assert in_process.main(["--device", "cpu", "--out", str(folder), "--parts", ",".join(PARTS)]) == 1
-    found = json.loads((folder / "cpu.json").read_text())
-    assert found["ok"] is False
-    verdicts = {(row["part"], row["check"]): row["ok"] for row in found["rows"]}
-    assert verdicts == {
-        ("wrong", "one and one"): False,
-        ("raises", "before"): None,
-        ("raises", "the part"): False,
-        ("killed", "before"): None,
-        ("killed", "the part"): False,
-        ("silent", "the part"): False,
-        ("goes on", "first"): False,
-        ("goes on", "second"): True,
-        ("elsewhere", "all"): None,
-        ("hangs", "the part"): False,
-        ("nan", "an error"): False,
-        ("right", "one and one"): True,
-    }
-    notes = {row["part"]: row["note"] for row in found["rows"] if row["check"] == "the part"}
-    assert notes["raises"].endswith("ValueError: this part has failed")
-    assert notes["silent"] == "it gave no rows"
-    assert notes["hangs"] == "it had not ended after 3 s, in: a wait"
-    verdicts_of_parts = {name: part["verdict"] for name, part in found["parts"].items()}
-    assert verdicts_of_parts == dict.fromkeys(PARTS, "failed") | {"elsewhere": "cannot run here", "right": "passed"}
-    assert found["parts"]["elsewhere"]["why"] == "needs a moon"
-    assert "first: ValueError: of this check (" in found["parts"]["goes on"]["why"]
-
-
-def test_gpu_check_begins_no_part_for_which_no_time_is_left(in_process: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    assert in_process.main(["--device", "cpu", "--out", str(folder), "--parts", "kernels,large", "--seconds", "1"]) == 0
-    found = json.loads((folder / "cpu.json").read_text())
-    assert [part["verdict"] for part in found["parts"].values()] == ["cannot run here"] * 2
-    assert "no time was left" in found["parts"]["large"]["why"]
 
 
 def test_gpu_check_without_a_gpu_says_so(in_process: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

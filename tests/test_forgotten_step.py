@@ -15,14 +15,12 @@ from accelerate import Accelerator
 from te_precision_callbacks import (
     InspectSession,
     PrecisionDebugCallback,
-    PrecisionDebugFabricCallback,
     PrecisionDebugger,
     PrecisionDebugTrainerCallback,
 )
 from tests.accelerate import loops
 from tests.conftest import statistics
 from tests.lightning import models as lightning
-from tests.lightning import test_fabric as fabric
 from tests.transformers import models as transformers
 
 CONFIG = statistics(freq=100)
@@ -74,6 +72,52 @@ def test_loops_that_step(
     assert said(caplog) == []
 
 
+AGAIN, MICRO_BATCHES = (
+    "step() is called again after each step of the optimizer",
+    "step() is called after each micro-batch",
+)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "warns"),
+    [
+        (("train", "nothing"), AGAIN),
+        (("train", *["nothing"] * 2), AGAIN),
+        (("train", *["nothing"] * 4), AGAIN),
+        (("micro-batch", "train"), MICRO_BATCHES),
+        ((*["micro-batch"] * 3, "train"), MICRO_BATCHES),
+        (("train",), ""),
+        (("train", "train", "nothing"), ""),
+        (("train", "forward"), ""),  # a rollout before each training
+        (("train", "forward", "forward"), ""),
+        (("first net", "second net"), ""),  # a GAN
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_loop_that_steps_too_often(
+    kinds: tuple[str, ...], warns: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, set_to_none: bool
+) -> None:
+    nets = torch.nn.ModuleList([te.Linear(32, 32), te.Linear(32, 32)])
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    with InspectSession(CONFIG, model=nets, log_dir=tmp_path) as session:
+        for batch in range(4 * len(kinds) + 1):
+            kind = kinds[batch % len(kinds)]
+            if kind != "nothing":
+                which = kind == "second net"
+                with te.autocast():
+                    out = nets[which](torch.ones(16, 32))
+                if kind != "forward":
+                    out.sum().backward()
+                if kind in ("train", "first net", "second net"):
+                    optimizers[which].step()
+                    optimizers[which].zero_grad(set_to_none=set_to_none)
+            session.step()
+    found = [text for text in caplog.messages if text.startswith("step() is called")]
+    assert [text.partition(":")[0] for text in found] == [warns] * bool(warns)
+    assert all(f": {len(kinds)} debug iterations for each step" in text for text in found)
+
+
 def test_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = loops.prepared(accelerator, loops.Plain(), batches=3)
@@ -84,16 +128,6 @@ def test_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (text,) = said(caplog)
     assert "SGD has stepped 3 times" in text
     assert "Call debugger.step() after each batch" in text
-
-
-def test_fabric_with_an_optimizer_that_was_not_set_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callback = PrecisionDebugFabricCallback(CONFIG, log_dir=tmp_path)
-    made = fabric.fabric_of(tmp_path, callback)
-    model, optimizer = fabric.prepared(made)
-    with callback:
-        fabric.train(made, model, optimizer.optimizer, range(3))
-    (text,) = said(caplog)
-    assert "Set the optimizer up with fabric.setup(model, optimizer)" in text
 
 
 class Manual(lightning.Plain):
@@ -147,14 +181,3 @@ def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pyte
     (text,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert text.startswith("In step 0 the optimizer has stepped, but all observed layers are in evaluation mode")
     assert "call model.train() before the training" in text
-
-
-def test_products_of_a_first_step_that_an_error_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They count as soon as the optimizer has stepped; before that the step may be half of one."""
-    whole = trained(tmp_path / "whole", fails_before="session", require="fp8 >= 50%")
-    assert [product.gemm for product in whole.coverage() if product.macs] == ["fprop", "wgrad"]
-    assert "breaks its precision contract" in caplog.text
-    caplog.clear()
-    half = trained(tmp_path / "half", fails_before="optimizer", require="fp8 >= 50%")
-    assert not half.coverage()
-    assert "never judged: the run has ended in its first step, before the optimizer's." in caplog.text

@@ -32,12 +32,11 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     computing,
     ignored_arguments,
     recipes_of,
-    uses_of,
 )
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.reference import is_installed
-from te_precision_callbacks.runs.fingerprints.taking import QUANTIZED, weights_of
+from te_precision_callbacks.runs.fingerprints import QUANTIZED, weights_of
 from te_precision_callbacks.runs.recording import Facts
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
@@ -165,7 +164,7 @@ class RunFacts:
             "float16": computes_in_float16(found),
             "ranks": torch.distributed.get_world_size(self._options.process_group) if several else 1,
             "alike": not layers.of_other_ranks,
-            "ignored": ignored_arguments(recipes_of(found), uses_of(found, self._model.roots)),
+            "ignored": ignored_arguments(recipes_of(found)),
             "amaxes": amax_reductions(found),
             "unmeasured": self._unmeasured,
             "loss_is_filtered": self._results.filters_loss,
@@ -189,7 +188,7 @@ class RunFacts:
         return {
             "front_door": self._front_door,
             "versions": found,
-            "environment": read_environment(os.environ).settings,
+            "environment": read_environment(os.environ),
             "torch_settings": dict(facts.settings),
             "platform": platform.platform(),
             "gpu": facts.gpus[0].name if facts.gpus else None,

@@ -204,8 +204,11 @@ def test_the_command(folder: Path) -> None:
 
 
 def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    models, use = blocks("docs/memory.md", "python")
-    (command,), (drawn,) = blocks("docs/memory.md", "bash"), blocks("docs/memory.md", "text")
+    (models,), (use,) = (
+        blocks("docs/speed.md", "python", "# llama.py"),
+        blocks("docs/speed.md", "python", "from te_precision_callbacks.check"),
+    )
+    (command,), (drawn,) = blocks("docs/speed.md", "bash", "te-precision check"), blocks("docs/speed.md", "text", "  ")
     (folder / "llama.py").write_text(models)
     done = CliRunner().invoke(cli.app, shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
