@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.runs import NotARunError, RunWriter, open_run
+from te_precision_callbacks.runs import RunWriter, open_run
 from te_precision_callbacks.runs.trace_files import own_traces
 from te_precision_callbacks.speed.estimate import estimate_step, layer_rows
 from te_precision_callbacks.speed.recorded import run_speed
@@ -99,17 +99,10 @@ def test_a_trace_of_another_device_is_not_compared() -> None:
     assert found["measured"]["wall_ms"] > 0
 
 
-@pytest.mark.parametrize("where", ["logs", "logs/precision_records", "logs/precision_records/20261124-1", "traces"])
-def test_a_killed_run_of_which_only_a_trace_is_left(where: str) -> None:
-    name = "seg-000.rank-00000.iterations-000000-000000.json.gz"
-    traces = Path("logs/precision_records/20261124-1/traces")
-    traces.mkdir(parents=True)
-    trace = Planted().write(traces / name)
-    with pytest.raises(NotARunError) as raised:
-        open_run(traces if where == "traces" else where)
-    assert str(raised.value).endswith(f"Read it with te-precision speed --trace {trace}")
-    found = CliRunner().invoke(cli.app, ("speed", "--trace", str(trace), "--json"))
-    assert json.loads(found.stdout)["measured"]["device"] == H100
+def test_a_trace_alone(folder: Path) -> None:
+    trace = Planted().write(folder / "trace.json.gz")
+    result = CliRunner().invoke(cli.app, ("speed", "--trace", str(trace), "--json"))
+    assert json.loads(result.stdout)["measured"]["device"] == H100
 
 
 def test_a_run_without_records_has_the_trace_in_its_log_folder() -> None:
